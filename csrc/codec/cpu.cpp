@@ -1,0 +1,118 @@
+#define PAC_ISA baseline
+#include "codec/cpu.hpp"
+
+#include <algorithm>
+#include <thread>
+#include <vector>
+
+#include "codec/cpu_loops.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pac::cpu {
+namespace {
+
+/// Groups of booleans and of a thread's share: whole bytes of codes for every width.
+constexpr int kBooleanGroup = 64;
+
+/// Elements that are worth one more thread. Starting and joining one took 19 us on a 2.6 GHz EPYC; restoring this
+/// many took 25 us there and packing them 61 us, so that two shares are where a second thread begins to pay.
+constexpr std::int64_t kElementsPerThread = 1 << 17;
+
+/// IEEE arithmetic for as long as it lives: torch.set_flush_denormal(True) in the caller, whose mode new
+/// threads inherit, must not change the bytes.
+class IeeeMode {
+ public:
+#if defined(__x86_64__)
+  IeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
+  ~IeeeMode() { _mm_setcsr(saved_); }
+
+ private:
+  /// Half to even, nothing flushed, every exception masked.
+  static constexpr unsigned kDefault = 0x1F80;
+  unsigned saved_;
+
+ public:
+#else
+  IeeeMode() = default;
+#endif
+  IeeeMode(const IeeeMode&) = delete;
+  IeeeMode& operator=(const IeeeMode&) = delete;
+};
+
+/// Joins its threads whatever happens.
+class Team {
+ public:
+  Team() = default;
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+  ~Team() {
+    for (std::thread& member : members_) member.join();
+  }
+
+  template <class Work>
+  void add(Work&& work) {
+    members_.emplace_back(std::forward<Work>(work));
+  }
+
+ private:
+  std::vector<std::thread> members_;
+};
+
+/// Runs `work` over the groups in contiguous shares. Threads are started for the call and not kept: a pool
+/// would not survive a fork, and large tensors pay for the start many times over.
+template <class Work>
+void for_each_share(std::int64_t numel, int group_size, int threads, const Work& work) {
+  const std::int64_t groups = ceil_div(numel, group_size);
+  const std::int64_t shares = std::clamp<std::int64_t>(numel / kElementsPerThread, 1, std::max(threads, 1));
+  const auto run = [&](std::int64_t share) {
+    const IeeeMode mode;
+    work(Range{numel, groups * share / shares, groups * (share + 1) / shares, group_size});
+  };
+  Team team;
+  for (std::int64_t share = 1; share < shares; ++share) team.add([&run, share] { run(share); });
+  run(0);
+}
+
+Loops loops_of(const Spec& spec, Isa isa) {
+#if PAC_AVX2
+  if (isa == Isa::kAvx2) return avx2::loops_of(spec);
+#else
+  static_cast<void>(isa);
+#endif
+  return baseline::loops_of(spec);
+}
+
+int group_size_of(const Spec& spec) { return spec.dtype == DType::kBool ? kBooleanGroup : spec.group_size; }
+
+}  // namespace
+
+Isa best_isa() {
+#if PAC_AVX2
+  if (__builtin_cpu_supports("avx2")) return Isa::kAvx2;
+#endif
+  return Isa::kBaseline;
+}
+
+void encode(const Spec& spec, Isa isa, const void* source, void* out, std::int64_t numel, Keys keys, int threads) {
+  const Loops loops = loops_of(spec, isa);
+  const auto* from = static_cast<const unsigned char*>(source);
+  auto* to = static_cast<unsigned char*>(out);
+  if (spec.dtype != DType::kBool) {
+    const std::int64_t codes_end = ceil_div(numel * spec.bits, 8);
+    std::fill(to + codes_end, to + parameters_offset(numel, spec.bits), static_cast<unsigned char>(0));
+  }
+  for_each_share(numel, group_size_of(spec), threads,
+                 [&](const Range& range) { loops.encode(from, to, range, keys, spec.keep_positive); });
+}
+
+void decode(const Spec& spec, Isa isa, const void* packed, void* out, std::int64_t numel, int threads) {
+  const Loops loops = loops_of(spec, isa);
+  const auto* from = static_cast<const unsigned char*>(packed);
+  auto* to = static_cast<unsigned char*>(out);
+  for_each_share(numel, group_size_of(spec), threads, [&](const Range& range) { loops.decode(from, to, range); });
+}
+
+}  // namespace pac::cpu

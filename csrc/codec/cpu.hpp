@@ -1,0 +1,44 @@
+// The codec on the host: raw pointers of any alignment, no torch, no global state.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format.hpp"
+
+namespace pac::cpu {
+
+enum class Isa : int { kBaseline = 0, kAvx2 = 1 };
+
+/// The best instruction set that this build and this machine have.
+[[nodiscard]] Isa best_isa();
+
+/// Packs numel elements. `out` holds the codes, zero bytes up to a multiple of 16, and the parameters.
+void encode(const Spec& spec, Isa isa, const void* source, void* out, std::int64_t numel, Keys keys, int threads);
+
+/// Restores numel elements; the inverse of encode.
+void decode(const Spec& spec, Isa isa, const void* packed, void* out, std::int64_t numel, int threads);
+
+/// The loops over a range of groups, once for each instruction set. A "group" of booleans is 64 elements.
+struct Range {
+  std::int64_t numel;
+  std::int64_t first_group;
+  std::int64_t last_group;
+  int group_size;
+};
+
+struct Loops {
+  using Encode = void (*)(const unsigned char* source, unsigned char* out, const Range& range, Keys keys,
+                          bool keep_positive);
+  using Decode = void (*)(const unsigned char* packed, unsigned char* out, const Range& range);
+  Encode encode;
+  Decode decode;
+};
+
+namespace baseline {
+[[nodiscard]] Loops loops_of(const Spec& spec);
+}
+namespace avx2 {
+[[nodiscard]] Loops loops_of(const Spec& spec);
+}
+
+}  // namespace pac::cpu

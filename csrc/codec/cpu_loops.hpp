@@ -1,0 +1,184 @@
+// The host loops over groups, written for the compiler's vectoriser: a group is expanded to float32 on the
+// stack, reduced, and mapped, each in a loop without branches. Included by one file for each instruction set,
+// which defines PAC_ISA as the namespace; nothing here may have a linkage that the two could share.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "codec/cpu.hpp"
+#include "codec/format.hpp"
+
+namespace pac::cpu::PAC_ISA {
+namespace {
+
+constexpr int kMaxGroup = 256;
+
+/// Order of float32 as that of int32, -0.0 below 0.0 and every NaN beyond an infinity. Integer minima may be
+/// reassociated, so that the compiler vectorises the reduction; floating-point ones may not.
+PAC_FORMAT std::int32_t ordered(std::uint32_t bits) {
+  const auto value = static_cast<std::int32_t>(bits);
+  return value ^ ((value >> 31) & 0x7FFFFFFF);
+}
+
+PAC_FORMAT float from_ordered(std::int32_t key) {
+  return float_of(static_cast<std::uint32_t>(key ^ ((key >> 31) & 0x7FFFFFFF)));
+}
+
+template <DType kType>
+PAC_FORMAT void expand(const unsigned char* source, int count, float* x) {
+  using Storage = typename Element<kType>::Storage;
+  for (int i = 0; i < count; ++i) {
+    Storage element;
+    std::memcpy(&element, source + static_cast<std::size_t>(i) * sizeof element, sizeof element);
+    x[i] = Element<kType>::load(element);
+  }
+}
+
+PAC_FORMAT Parameters reduce(const float* x, int count, int bits) {
+  std::int32_t lowest = ordered(bits_of(x[0]));
+  std::int32_t highest = lowest;
+  for (int i = 0; i < count; ++i) {
+    const std::int32_t key = ordered(bits_of(x[i]));
+    lowest = key < lowest ? key : lowest;
+    highest = key > highest ? key : highest;
+  }
+  Extent extent;
+  if (lowest >= ordered(bits_of(-kMaxFinite)) && highest <= ordered(bits_of(kMaxFinite))) {
+    extent.lowest = from_ordered(lowest);
+    extent.highest = from_ordered(highest);
+  } else {
+    for (int i = 0; i < count; ++i) extent.add(x[i]);
+  }
+  return parameters_of(extent, bits);
+}
+
+template <int kBits>
+PAC_FORMAT void pack_codes(const std::uint8_t* codes, int count, unsigned char* out) {
+  constexpr int kPerByte = 8 / kBits;
+  const int bytes = (count + kPerByte - 1) / kPerByte;
+  for (int i = 0; i < bytes; ++i) {
+    unsigned byte = 0;
+    for (int j = 0; j < kPerByte; ++j) byte |= static_cast<unsigned>(codes[i * kPerByte + j]) << (j * kBits);
+    out[i] = static_cast<unsigned char>(byte);
+  }
+}
+
+template <int kBits>
+PAC_FORMAT void unpack_codes(const unsigned char* packed, int count, std::uint8_t* codes) {
+  constexpr int kPerByte = 8 / kBits;
+  const int bytes = (count + kPerByte - 1) / kPerByte;
+  for (int i = 0; i < bytes; ++i)
+    for (int j = 0; j < kPerByte; ++j)
+      codes[i * kPerByte + j] = static_cast<std::uint8_t>((packed[i] >> (j * kBits)) & ((1 << kBits) - 1));
+}
+
+template <DType kType, int kBits, bool kStochastic>
+void encode_groups(const unsigned char* source, unsigned char* out, const Range& range, Keys keys, bool keep_positive) {
+  constexpr std::int64_t kElementBytes = sizeof(typename Element<kType>::Storage);
+  unsigned char* const parameters = out + parameters_offset(range.numel, kBits);
+  float x[kMaxGroup];
+  // Zero beyond a partial last group, since a byte of codes is written whole.
+  alignas(32) std::uint8_t codes[kMaxGroup] = {};
+  for (std::int64_t group = range.first_group; group < range.last_group; ++group) {
+    const std::int64_t first = group * range.group_size;
+    const std::int64_t left = range.numel - first;
+    const int count = left < range.group_size ? static_cast<int>(left) : range.group_size;
+    expand<kType>(source + first * kElementBytes, count, x);
+    const Parameters stored = reduce(x, count, kBits);
+    const std::uint32_t word = stored.word();
+    std::memcpy(parameters + group * 4, &word, sizeof word);
+
+    const auto index = static_cast<std::uint32_t>(first);
+    const std::uint32_t upper = upper_key(first, keys);
+    const auto random = [&](int i) {
+      return kStochastic ? uniform(index + static_cast<std::uint32_t>(i), keys.low, upper) : 0.0f;
+    };
+    if (count < kMaxGroup) std::memset(codes + count, 0, 4);
+    if (stored.flagged) {
+      for (int i = 0; i < count; ++i)
+        codes[i] = static_cast<std::uint8_t>(flagged_code<kBits, kStochastic>(x[i], stored, random(i)));
+    } else {
+      for (int i = 0; i < count; ++i)
+        codes[i] = static_cast<std::uint8_t>(ordinary_code<kBits, kStochastic>(x[i], stored, random(i)));
+    }
+    if (keep_positive && lifts_positive(stored, kBits)) {
+      for (int i = 0; i < count; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] | (codes[i] == 0 && x[i] > 0.0f));
+    }
+    pack_codes<kBits>(codes, count, out + first * kBits / 8);
+  }
+}
+
+template <DType kType, int kBits>
+void decode_groups(const unsigned char* packed, unsigned char* out, const Range& range) {
+  using Storage = typename Element<kType>::Storage;
+  const unsigned char* const parameters = packed + parameters_offset(range.numel, kBits);
+  alignas(32) std::uint8_t codes[kMaxGroup];
+  Storage restored[kMaxGroup];
+  for (std::int64_t group = range.first_group; group < range.last_group; ++group) {
+    const std::int64_t first = group * range.group_size;
+    const std::int64_t left = range.numel - first;
+    const int count = left < range.group_size ? static_cast<int>(left) : range.group_size;
+    std::uint32_t word;
+    std::memcpy(&word, parameters + group * 4, sizeof word);
+    const Parameters stored = Parameters::of_word(word);
+    unpack_codes<kBits>(packed + first * kBits / 8, count, codes);
+    if (stored.flagged) {
+      for (int i = 0; i < count; ++i) restored[i] = Element<kType>::store(flagged_value(codes[i], stored, kBits));
+    } else {
+      for (int i = 0; i < count; ++i) restored[i] = Element<kType>::store_finite(ordinary_value(codes[i], stored));
+    }
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(Storage);
+    std::memcpy(out + first * static_cast<std::int64_t>(sizeof(Storage)), restored, bytes);
+  }
+}
+
+void encode_booleans(const unsigned char* source, unsigned char* out, const Range& range, Keys, bool) {
+  const std::int64_t last = range.last_group * range.group_size;
+  const std::int64_t end = last < range.numel ? last : range.numel;
+  std::uint8_t codes[8];
+  for (std::int64_t i = range.first_group * range.group_size; i < end; i += 8) {
+    for (int j = 0; j < 8; ++j) codes[j] = i + j < end && source[i + j] != 0 ? 1 : 0;
+    pack_codes<1>(codes, 8, out + i / 8);
+  }
+}
+
+void decode_booleans(const unsigned char* packed, unsigned char* out, const Range& range) {
+  const std::int64_t last = range.last_group * range.group_size;
+  const std::int64_t end = last < range.numel ? last : range.numel;
+  std::uint8_t codes[8];
+  for (std::int64_t i = range.first_group * range.group_size; i < end; i += 8) {
+    unpack_codes<1>(packed + i / 8, 8, codes);
+    std::memcpy(out + i, codes, static_cast<std::size_t>(end - i < 8 ? end - i : 8));
+  }
+}
+
+template <DType kType, int kBits>
+Loops loops_for(bool stochastic) {
+  return {stochastic ? encode_groups<kType, kBits, true> : encode_groups<kType, kBits, false>,
+          decode_groups<kType, kBits>};
+}
+
+template <DType kType>
+Loops loops_for(int bits, bool stochastic) {
+  return bits == 8 ? loops_for<kType, 8>(stochastic)
+                   : (bits == 4 ? loops_for<kType, 4>(stochastic) : loops_for<kType, 2>(stochastic));
+}
+
+}  // namespace
+
+Loops loops_of(const Spec& spec) {
+  switch (spec.dtype) {
+    case DType::kFloat32:
+      return loops_for<DType::kFloat32>(spec.bits, spec.stochastic);
+    case DType::kBFloat16:
+      return loops_for<DType::kBFloat16>(spec.bits, spec.stochastic);
+    case DType::kFloat16:
+      return loops_for<DType::kFloat16>(spec.bits, spec.stochastic);
+    case DType::kBool:
+      break;
+  }
+  return {encode_booleans, decode_booleans};
+}
+
+}  // namespace pac::cpu::PAC_ISA

@@ -1,0 +1,20 @@
+// The codec's CUDA launchers: raw device pointers of any alignment and a stream; no torch, no synchronisation.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "codec/format.hpp"
+
+namespace pac::cuda {
+
+/// Packs numel elements on the current device.
+[[nodiscard]] cudaError_t encode(const Spec& spec, const void* source, void* out, std::int64_t numel, Keys keys,
+                                 cudaStream_t stream);
+
+/// Restores numel elements on the current device; the inverse of encode.
+[[nodiscard]] cudaError_t decode(const Spec& spec, const void* packed, void* out, std::int64_t numel,
+                                 cudaStream_t stream);
+
+}  // namespace pac::cuda

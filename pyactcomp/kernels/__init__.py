@@ -1,0 +1,33 @@
+"""Implementations of the packed format; each module offers ``bind`` and ``unavailable_reason``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Kernel(Protocol):
+    """One implementation bound to a dtype, a width, a group size, a rounding and a device.
+
+    No argument is checked here: ``codec`` validates, and this is the hot path of every saved tensor.
+    """
+
+    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        """Write the packed form of ``source``, a dense tensor read in storage order, to ``out`` (uint8)."""
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        """Restore ``packed`` (uint8) into ``out``, a dense tensor written in storage order."""
+
+
+def native_dtype(dtype: torch.dtype) -> int:
+    """Return the number by which the native module knows ``dtype``."""
+    from .. import _core
+
+    return {
+        torch.float32: _core.FLOAT32,
+        torch.bfloat16: _core.BFLOAT16,
+        torch.float16: _core.FLOAT16,
+        torch.bool: _core.BOOL,
+    }[dtype]

@@ -1,0 +1,63 @@
+"""The format on the host, in C++: vectorised, multi-threaded, without the GIL."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import format as fmt
+from . import Kernel, native_dtype
+
+
+def unavailable_reason() -> str | None:
+    """Return why this implementation cannot run here, or None."""
+    try:
+        from .. import _core  # noqa: F401
+    except ImportError as error:
+        return f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp with a C++17 compiler"
+    return None
+
+
+def bind(
+    dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool, device: torch.device
+) -> Kernel:
+    """Return the kernel for one format; ``device`` is the host."""
+    return CpuKernel(dtype, bits, group_size, stochastic, keep_positive)
+
+
+class CpuKernel:
+    """One format on the host.
+
+    Parameters
+    ----------
+    dtype, bits, group_size, stochastic, keep_positive
+        As for :func:`bind`.
+    simd : bool
+        False keeps to the instructions that every machine has.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        bits: int,
+        group_size: int,
+        stochastic: bool,
+        keep_positive: bool,
+        *,
+        simd: bool = True,
+    ) -> None:
+        from .. import _core
+
+        codec = _core.CpuCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, simd)
+        self._encode = codec.encode
+        self._decode = codec.decode
+        self._stochastic = stochastic
+
+    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        """Write the packed form of ``source`` to ``out``."""
+        key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
+        self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, torch.get_num_threads())
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        """Restore ``packed`` into ``out``."""
+        self._decode(packed.data_ptr(), out.data_ptr(), out.numel(), torch.get_num_threads())

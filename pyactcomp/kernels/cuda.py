@@ -1,0 +1,74 @@
+"""The format on CUDA devices, in CUDA C++: one launch on the current stream for each call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import format as fmt
+from ..errors import ImplementationUnavailableError
+from . import Kernel, native_dtype
+
+
+def unavailable_reason() -> str | None:
+    """Return why this implementation cannot run here, or None."""
+    try:
+        from .. import _core
+    except ImportError as error:
+        return f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp with a C++17 compiler"
+    if not _core.cuda_built:
+        return "pyactcomp was built without nvcc; install the CUDA toolkit, put nvcc on PATH and reinstall pyactcomp"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device; check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def bind(
+    dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool, device: torch.device
+) -> Kernel:
+    """Return the kernel for one format on one device.
+
+    Raises
+    ------
+    ImplementationUnavailableError
+        If :func:`unavailable_reason` has one.
+    """
+    reason = unavailable_reason()
+    if reason is not None:
+        raise ImplementationUnavailableError(f"the CUDA kernels cannot run here: {reason}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaKernel(dtype, bits, group_size, stochastic, keep_positive, index)
+
+
+class CudaKernel:
+    """One format on one CUDA device."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        bits: int,
+        group_size: int,
+        stochastic: bool,
+        keep_positive: bool,
+        device_index: int,
+    ) -> None:
+        from .. import _core
+
+        codec = _core.CudaCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, device_index)
+        self._encode = codec.encode
+        self._decode = codec.decode
+        self._stream = torch._C._cuda_getCurrentRawStream
+        self._device_index = device_index
+        self._stochastic = stochastic
+
+    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        """Launch the packing of ``source`` into ``out`` on the current stream."""
+        key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
+        stream = self._stream(self._device_index)
+        self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, stream)
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        """Launch the restoring of ``packed`` into ``out`` on the current stream."""
+        self._decode(packed.data_ptr(), out.data_ptr(), out.numel(), self._stream(self._device_index))

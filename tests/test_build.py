@@ -1,0 +1,95 @@
+"""Contract under test: the native code builds for every architecture named, spills nothing and knows no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+CUDA_SOURCES = sorted(CSRC.rglob("*.cu"))
+TARGETS = {"sm_80": "arch=compute_80,code=sm_80", "sm_90": "arch=compute_90,code=sm_90"}
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-Werror=all-warnings", f"-I{CSRC}"]
+
+
+def nvcc() -> str:
+    found = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if found is None:
+        pytest.skip("needs nvcc; install the CUDA toolkit and put nvcc on PATH")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.name)
+def test_cuda_source_compiles_without_spilling(source: Path, target: str, tmp_path: Path) -> None:
+    command = [nvcc(), *FLAGS, "-gencode", TARGETS[target], "-Xptxas=-v", "-c", str(source), "-o", str(tmp_path / "o")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
+    assert spills, "ptxas reported no kernel"
+    assert set(spills) == {("0", "0")}, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.name)
+def test_cuda_source_contracts_nothing_in_ptx(source: Path, tmp_path: Path) -> None:
+    ptx = tmp_path / "kernels.ptx"
+    subprocess.run([nvcc(), *FLAGS, "-arch=compute_90", "-ptx", str(source), "-o", str(ptx)], check=True)
+    text = ptx.read_text()
+    assert ".visible .entry" in text or ".entry" in text
+    # Divisions are IEEE, and nothing flushes subnormal numbers but the reciprocal's approximation.
+    assert re.findall(r"\bdiv\.(?:full|approx)\S*", text) == []
+    assert set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\.\w+", text)) <= {"rcp.approx.ftz.f32"}
+
+
+def test_native_code_includes_no_torch() -> None:
+    sources = [path for path in CSRC.rglob("*") if path.suffix in {".cpp", ".hpp", ".cu", ".cuh", ".h"}]
+    assert len(sources) > 5
+    found = {
+        str(path.relative_to(CSRC)): line
+        for path in sources
+        for line in path.read_text().splitlines()
+        if re.match(r"\s*#\s*include\s*[<\"](?:torch|ATen|c10)/", line)
+    }
+    assert found == {}
+
+
+def test_module_needs_neither_torch_nor_a_driver() -> None:
+    from pyactcomp import _core
+
+    if shutil.which("ldd") is None:
+        pytest.skip("needs ldd")
+    needed = subprocess.run(["ldd", _core.__file__], capture_output=True, text=True, check=True).stdout
+    assert "libc.so" in needed
+    for library in ("libcuda.so", "libcudart.so", "libtorch", "libc10"):
+        assert library not in needed
+
+
+def test_module_loads_alone() -> None:
+    # Without torch, by its path: neither torch nor a driver is there to lend it a symbol.
+    from pyactcomp import _core
+
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('_core', {_core.__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "print('torch' in sys.modules, module.cuda_built)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", str(_core.cuda_built)]
+
+
+def test_every_launch_names_its_stream() -> None:
+    for source in CUDA_SOURCES:
+        text = source.read_text()
+        assert "<<<" not in text, f"{source.name}: launch through cudaLaunchKernel, whose status is checked"
+        for call in re.findall(r"cudaLaunchKernel\(([^;]*)\);", text):
+            assert "stream" in call
