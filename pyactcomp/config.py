@@ -1,0 +1,93 @@
+"""The one configuration object behind ``compress``, ``compressed`` and ``verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from . import format as fmt
+from .codec import IMPLS, ROUNDINGS, Impl, Rounding
+
+Mode = Literal["int8"]
+OnConflict = Literal["raise", "skip"]
+Skip = str | type[torch.nn.Module]
+
+MODES: tuple[Mode, ...] = ("int8",)
+
+# Below this a launch costs more than the memory is worth, and the statistics of normalisation layers (mean and
+# reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact.
+MIN_BYTES = 128 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How saved tensors are compressed.
+
+    Parameters
+    ----------
+    mode : {"int8"}
+        What is stored of a floating-point tensor: 8-bit codes.
+    group_size : {64, 128, 256}
+        Elements that share a minimum and a step: 8.5, 8.25 or 8.125 bits an element.
+    rounding : {"nearest", "stochastic"}
+        Stochastic rounding is unbiased and about 1.4 times noisier.
+    seed : int
+        Seed of the stochastic rounding, from 0 to 2**64 - 1.
+    min_bytes : int
+        Smaller tensors are kept as they are.
+    skip : sequence of str or module types
+        Modules, by qualified name or by type, inside which nothing is compressed.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        Implementation; a named one never falls back.
+    keep_weight_copies : bool
+        Keep autocast's low-precision copies of the parameters, as torch does, instead of casting again in
+        backward. Needed where an optimizer changes parameters between forward and backward.
+    on_conflict : {"raise", "skip"}
+        What to do where another pair of saved-tensor hooks is active, which ours would silence.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value that is not one of these.
+    """
+
+    mode: Mode = "int8"
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+    seed: int = 0
+    min_bytes: int = MIN_BYTES
+    skip: tuple[Skip, ...] = ()
+    impl: Impl = "auto"
+    keep_weight_copies: bool = False
+    on_conflict: OnConflict = "raise"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("mode", self.mode, MODES),
+            ("group_size", self.group_size, fmt.GROUP_SIZES),
+            ("rounding", self.rounding, ROUNDINGS),
+            ("impl", self.impl, IMPLS),
+            ("on_conflict", self.on_conflict, ("raise", "skip")),
+            ("keep_weight_copies", self.keep_weight_copies, (True, False)),
+        ):
+            if not isinstance(value, (str, int)) or value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        for name, number, limit in (("seed", self.seed, 2**64), ("min_bytes", self.min_bytes, 2**63)):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"{name} must be an integer, got {number!r}")
+            if not 0 <= number < limit:
+                raise ValueError(f"{name} must be at least 0 and below {limit}, got {number}")
+        object.__setattr__(self, "skip", _skip_tuple(self.skip))
+
+
+def _skip_tuple(skip: object) -> tuple[Skip, ...]:
+    if isinstance(skip, (str, type)) or not isinstance(skip, Iterable):
+        raise TypeError(f"skip must be a sequence of module names and types, got {skip!r}; write skip=[{skip!r}]")
+    items = tuple(skip)
+    for item in items:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, torch.nn.Module)):
+            raise TypeError(f"skip takes module names and torch.nn.Module types, got {item!r}")
+    return items

@@ -1,0 +1,83 @@
+"""The codec as ``torch.library`` operators, so that graphs can hold it.
+
+``torch.ops.pyactcomp.quantize(x, bits, group_size, stochastic, seed, impl) -> uint8`` and
+``torch.ops.pyactcomp.dequantize(packed, shape, stride, dtype, bits, group_size, impl)``, with fake
+implementations. Neither is differentiable. The engine calls the kernels directly: an operator costs a few
+microseconds of dispatch for every saved tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import codec
+from . import format as fmt
+
+_library: Any = torch.library.Library("pyactcomp", "DEF")  # type: ignore[no-untyped-call]
+_library.define("quantize(Tensor x, int bits, int group_size, bool stochastic, int seed, str impl) -> Tensor")
+_library.define(
+    "dequantize(Tensor packed, SymInt[] shape, SymInt[] stride, ScalarType dtype, int bits, int group_size, "
+    "str impl) -> Tensor"
+)
+
+
+def _check_format(dtype: torch.dtype, bits: int, group_size: int) -> None:
+    if dtype is torch.float64 or not codec.is_format(dtype, bits, group_size):
+        raise TypeError(f"the operators do not pack {dtype} with {bits} bits in groups of {group_size}")
+
+
+def _quantize(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str) -> Tensor:
+    _check_format(x.dtype, bits, group_size)
+    if not codec.is_dense(tuple(x.shape), x.stride()):
+        raise ValueError(f"the operator takes dense tensors, got shape {tuple(x.shape)}, strides {x.stride()}")
+    out = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8, device=x.device)
+    codec.bind(impl, x.dtype, bits, group_size, stochastic, False, x.device).encode(x, out, seed)
+    return out
+
+
+def _quantize_fake(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str) -> Tensor:
+    return x.new_empty((fmt.packed_nbytes(x.numel(), bits, group_size),), dtype=torch.uint8)
+
+
+def _dequantize(
+    packed: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    impl: str,
+) -> Tensor:
+    _check_format(dtype, bits, group_size)
+    if not codec.is_dense(tuple(shape), tuple(stride)):
+        raise ValueError(f"the operator restores dense tensors, got shape {tuple(shape)}, strides {tuple(stride)}")
+    if packed.dtype is not torch.uint8 or not packed.is_contiguous():
+        raise TypeError(f"expected contiguous uint8 codes, got {packed.dtype} with strides {packed.stride()}")
+    out = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=packed.device)
+    expected = fmt.packed_nbytes(out.numel(), bits, group_size)
+    if packed.numel() != expected:
+        raise ValueError(f"expected {expected} packed bytes for shape {tuple(shape)}, got {packed.numel()}")
+    codec.bind(impl, dtype, bits, group_size, False, False, packed.device).decode(packed, out)
+    return out
+
+
+def _dequantize_fake(
+    packed: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    impl: str,
+) -> Tensor:
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=packed.device)
+
+
+_library.impl("quantize", _quantize, "CompositeExplicitAutograd")
+_library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
+torch.library.register_fake("pyactcomp::quantize", _quantize_fake, lib=_library)
+torch.library.register_fake("pyactcomp::dequantize", _dequantize_fake, lib=_library)

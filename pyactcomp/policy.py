@@ -1,0 +1,149 @@
+"""Which saved tensors may be compressed: decided from metadata and ownership, never from values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+PARAMETER = "parameter or buffer, alive anyway"
+LEAF = "leaf that requires grad, alive anyway"
+SMALL = "smaller than min_bytes"
+SKIPPED = "inside a skipped module"
+RECAST = "autocast copy of a parameter, cast again in backward"
+FROZEN_COPY = "has the shape of a frozen parameter in autocast's dtype, may be its copy"
+OVERLAPPING = "elements overlap in memory"
+NEGATIVE_VIEW = "lazy negation"
+
+# Reasons under which saving a tensor costs no memory, with or without compression.
+ALIVE_ANYWAY = frozenset({PARAMETER, LEAF})
+
+CARRIER: dict[torch.dtype, torch.dtype] = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+    torch.float64: torch.float32,
+    torch.bool: torch.bool,
+}
+"""Dtypes that are packed, and the dtype they are packed from."""
+
+_STRIDED = torch.strided
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "T",
+        "Transpose",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Permute",
+        "Unsqueeze",
+        "Squeeze",
+        "Expand",
+        "Alias",
+        "Slice",
+        "Select",
+        "Split",
+        "Unbind",
+        "AsStrided",
+    )
+)
+_LONGEST_WALK = 8
+RELU = "ReluBackward0"
+CAST = "ToCopyBackward0"
+
+
+def producer(tensor: Tensor) -> tuple[str, Node | None]:
+    """Return the node that computed ``tensor``, or what it is a view of, with its name. The node must not be kept."""
+    node = tensor.grad_fn
+    for _ in range(_LONGEST_WALK):
+        if node is None:
+            break
+        name = node.name()
+        if name not in _VIEWS:
+            return name, node
+        node = node.next_functions[0][0]
+    return "", None
+
+
+def cast_parameter(node: Node) -> Tensor | None:
+    """Return the parameter that a cast reads, or None if it reads something else."""
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    return leaf if isinstance(leaf, Parameter) else None
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor's local tensor, and any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield the local tensors of all parameters and buffers."""
+    for child in module.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None:
+                yield local_tensor(tensor)
+
+
+class Policy:
+    """Decides for one forward, from what the model owns at its beginning.
+
+    Parameters
+    ----------
+    module : Module or None
+        Whose parameters and buffers are never compressed.
+    min_bytes : int
+        Smaller tensors are kept.
+    """
+
+    __slots__ = ("_frozen_shapes", "_min_bytes", "_storages", "skipping")
+
+    def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
+        self.skipping = 0
+        self._min_bytes = min_bytes
+        # Owned storages stay alive, so their addresses are a proof.
+        self._storages: set[int] = set()
+        # Shapes, and for matrices the transposed shapes, of frozen parameters that autocast would cast.
+        self._frozen_shapes: set[tuple[int, ...]] = set()
+        for tensor in owned_tensors(module) if module is not None else ():
+            if tensor.layout is not torch.strided:
+                continue
+            self._storages.add(tensor.untyped_storage().data_ptr())
+            if isinstance(tensor, Parameter) and not tensor.requires_grad and tensor.itemsize > 2:
+                shape = tuple(tensor.shape)
+                self._frozen_shapes.add(shape)
+                self._frozen_shapes.add((*shape[:-2], *reversed(shape[-2:])))
+        self._storages.discard(0)
+
+    def reason_to_keep(self, tensor: Tensor) -> str | None:
+        """Return why a plain tensor is not to be packed, or None."""
+        if tensor.layout is not _STRIDED:
+            return f"layout {tensor.layout}"
+        if tensor.untyped_storage().data_ptr() in self._storages:
+            return PARAMETER
+        base = tensor._base
+        owner = tensor if base is None else base
+        if type(owner) is not Tensor and isinstance(owner, Parameter):
+            return PARAMETER
+        if tensor.requires_grad and owner.is_leaf and owner.requires_grad:
+            return LEAF
+        if self.skipping:
+            return SKIPPED
+        if tensor.dtype not in CARRIER:
+            return f"dtype {tensor.dtype}"
+        if tensor.nbytes < self._min_bytes:
+            return SMALL
+        # Whether autocast is on cannot be asked: inside the operator that it has dispatched, it is off.
+        if (
+            self._frozen_shapes
+            and not tensor.requires_grad
+            and tuple(tensor.shape) in self._frozen_shapes
+            and tensor.dtype is torch.get_autocast_dtype(tensor.device.type)
+        ):
+            return FROZEN_COPY
+        if tensor.is_neg():
+            return NEGATIVE_VIEW
+        return None

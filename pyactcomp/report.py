@@ -1,0 +1,168 @@
+"""What was saved, as what, how small, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.nn import Module
+
+from . import policy
+from .compress import Compressed, session_of
+from .engine import Session
+from .record import SavedTensor
+
+_MODULE_ROWS = 20
+
+
+@dataclass
+class Line:
+    """A sum over saved tensors, in bytes."""
+
+    name: str
+    tensors: int = 0
+    saved_bytes: int = 0
+    unique_bytes: int = 0
+    stored_bytes: int = 0
+
+    def add(self, tensor: SavedTensor) -> None:
+        """Count a tensor in."""
+        self.tensors += 1
+        self.saved_bytes += tensor.saved_bytes
+        self.unique_bytes += tensor.unique_bytes
+        self.stored_bytes += tensor.stored_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """The saved tensors of one forward.
+
+    Attributes
+    ----------
+    tensors : tuple of SavedTensor
+        One record for each tensor that autograd asked to save, in order; empty before the first step.
+    note : str
+        Why there are none, or empty.
+
+    Notes
+    -----
+    The totals leave out parameters, buffers and other leaves, which are alive whether saved or not; they are
+    in :attr:`kept`. ``unique_bytes`` is what autograd alone would have held, whole storages counted once;
+    ``stored_bytes`` is what is held instead.
+    """
+
+    tensors: tuple[SavedTensor, ...]
+    note: str = ""
+    _total: Line = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        total = Line("total")
+        for tensor in self.tensors:
+            if tensor.kept not in policy.ALIVE_ANYWAY:
+                total.add(tensor)
+        object.__setattr__(self, "_total", total)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd asked to save, a tensor saved twice counted twice."""
+        return self._total.saved_bytes
+
+    @property
+    def unique_bytes(self) -> int:
+        """Bytes of the storages that autograd alone would have kept alive."""
+        return self._total.unique_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes held for backward."""
+        return self._total.stored_bytes
+
+    @property
+    def modules(self) -> tuple[Line, ...]:
+        """Sums for each module that saved something, in the order of the forward."""
+        return self._lines(lambda tensor: tensor.module, alive_anyway=False)
+
+    @property
+    def kept(self) -> tuple[Line, ...]:
+        """Sums for each reason for which tensors were not compressed."""
+        return self._lines(lambda tensor: tensor.kept, alive_anyway=True)
+
+    def _lines(self, key: Callable[[SavedTensor], str | None], *, alive_anyway: bool) -> tuple[Line, ...]:
+        lines: dict[str, Line] = {}
+        for tensor in self.tensors:
+            name = key(tensor)
+            if name is not None and (alive_anyway or tensor.kept not in policy.ALIVE_ANYWAY):
+                lines.setdefault(name, Line(name)).add(tensor)
+        return tuple(lines.values())
+
+    def __str__(self) -> str:
+        if self.note:
+            return self.note
+        largest = sorted(self.modules, key=lambda line: -line.unique_bytes)
+        rows = [(line.name or "(root)", line) for line in largest[:_MODULE_ROWS]]
+        rest = Line("")
+        for line in largest[_MODULE_ROWS:]:
+            rest = Line("", *(getattr(rest, n) + getattr(line, n) for n in _SUMS))
+        if rest.tensors:
+            rows.append((f"({len(largest) - _MODULE_ROWS} more modules)", rest))
+        rows.append(("total", self._total))
+        table = _table("module", rows)
+        if self.kept:
+            table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
+        return table
+
+
+_SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes")
+
+
+def _table(title: str, rows: list[tuple[str, Line]]) -> str:
+    cells: list[tuple[str, ...]] = [(title, "tensors", "saved MiB", "unique MiB", "stored MiB", "ratio")]
+    for name, line in rows:
+        ratio = f"{line.unique_bytes / line.stored_bytes:.2f}" if line.stored_bytes else "-"
+        sizes = (f"{count / 2**20:.2f}" for count in (line.saved_bytes, line.unique_bytes, line.stored_bytes))
+        cells.append((name, str(line.tensors), *sizes, ratio))
+    widths = [max(len(row[column]) for row in cells) for column in range(6)]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def report(target: Module | Compressed) -> Report:
+    """Return what autograd saved in the first recorded training forward.
+
+    Parameters
+    ----------
+    target : Module or Compressed
+        A compressed model, or the object that ``with pyactcomp.compressed() as c`` gives.
+
+    Returns
+    -------
+    Report
+        Plain data that prints as a table. Before the first step its ``note`` says that nothing was recorded.
+
+    Raises
+    ------
+    PyactcompError
+        If the model is not compressed.
+
+    Examples
+    --------
+    >>> import torch, pyactcomp
+    >>> model = pyactcomp.compress(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()))
+    >>> print(pyactcomp.report(model))
+    nothing was recorded yet: run a training step first
+    >>> model(torch.randn(1024, 256)).sum().backward()
+    >>> r = pyactcomp.report(model)
+    >>> round(r.unique_bytes / r.stored_bytes, 2)
+    3.76
+    """
+    session: Session = target.session if isinstance(target, Compressed) else session_of(target)
+    if session.recorder is None:
+        note = "nothing was recorded yet: run a training step first"
+        if isinstance(target, Module) and not target.training:
+            note += " (the model is in evaluation mode, in which nothing is compressed; call model.train())"
+        return Report((), note)
+    return Report(tuple(session.recorder.saved))

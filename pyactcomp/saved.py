@@ -1,0 +1,270 @@
+"""What autograd holds in place of a saved tensor: each kind restores itself, any number of times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from .errors import PyactcompError
+from .kernels import Kernel
+from .torch_private import current_raw_stream
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+class Saved(Protocol):
+    """A saved tensor in another form."""
+
+    def restore(self) -> Tensor:
+        """Return a tensor with the values, shape, strides, dtype and device of the original."""
+
+
+def unpack(saved: Saved) -> Tensor:
+    """Restore a saved tensor: the hook that autograd calls in backward."""
+    return saved.restore()
+
+
+def unpack_profiled(saved: Saved) -> Tensor:
+    """Restore a saved tensor as a range of its own in a profile."""
+    with torch.profiler.record_function("pyactcomp::unpack"):
+        return saved.restore()
+
+
+def _modified(what: str, version: int, expected: int) -> str:
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what}, is at version {version}; expected version {expected} instead."
+    )
+
+
+def _described(tensor: Tensor, shape: torch.Size) -> str:
+    return f"[{tensor.type()} {list(shape)}]"
+
+
+def _version_probe(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter of ``tensor``, but neither its storage nor its graph."""
+    key = tensor.dtype, tensor.device
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    probe = tensor.detach()
+    probe.data = empty
+    return probe
+
+
+class Kept:
+    """A tensor held as it is, with the version check that autograd drops where hooks are set."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def restore(self) -> Tensor:
+        """Return the tensor, unless it was written to."""
+        version = self.tensor._version
+        if version != self.version:
+            raise RuntimeError(_modified(_described(self.tensor, self.tensor.shape), version, self.version))
+        return self.tensor
+
+
+class Recast:
+    """Autocast's copy of a parameter, made again from the live parameter."""
+
+    __slots__ = ("_dtype", "_layout", "_name_of", "_parameter", "_version")
+
+    def __init__(self, copy: Tensor, parameter: Tensor, name_of: Callable[[Tensor], str]) -> None:
+        self._parameter = parameter
+        self._version = parameter._version
+        self._dtype = copy.dtype
+        self._layout = copy.size(), copy.stride(), copy.storage_offset()
+        self._name_of = name_of
+
+    def restore(self) -> Tensor:
+        """Cast the live parameter again, unless it was written to."""
+        version = self._parameter._version
+        if version != self._version:
+            name = self._name_of(self._parameter)
+            raise PyactcompError(
+                _modified(name, version, self._version)
+                + f" Autocast's {self._dtype} copy of it was not kept, and the parameter has changed between forward "
+                "and backward: run backward before the optimizer's step, or keep the copies with "
+                "keep_weight_copies=True."
+            )
+        return torch.as_strided(self._parameter.detach().to(self._dtype), *self._layout)
+
+
+class Region:
+    """A packed piece of memory: the elements of one dense tensor in storage order.
+
+    Several saved tensors may be views of it. The restored tensor is kept from the first of their unpackings
+    to the last, so that the backward of q, k and v restores their common input once; ``recent`` bounds how
+    many restored tensors are kept at a time.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_carrier",
+        "_kernel",
+        "_pending",
+        "_probe",
+        "_recent",
+        "_restored",
+        "_version",
+        "dtype",
+        "shape",
+        "storage",
+        "stream",
+        "stride",
+        "uses",
+    )
+
+    def __init__(
+        self,
+        source: Tensor,
+        kernel: Kernel,
+        carrier: torch.dtype,
+        buffer: Tensor,
+        seed: int,
+        stream: int,
+        recent: deque[ref[Region]],
+    ) -> None:
+        self.dtype = source.dtype
+        self.shape = source.size()
+        self.stride = source.stride()
+        # The Python object of a storage lives exactly as long as the storage. Where this reference still gives it,
+        # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
+        self.storage = ref(source.untyped_storage())
+        self.stream = stream
+        self.uses = 1
+        self._version = source._version
+        self._probe = _version_probe(source)
+        self._pending = 0
+        self._restored: Tensor | None = None
+        self._recent = recent
+        self._carrier = carrier
+        self._kernel = kernel
+        self._buffer = buffer
+        kernel.encode(source if carrier is self.dtype else source.detach().to(carrier), buffer, seed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._buffer.numel()
+
+    def still_holds(self, source: Tensor, storage: torch.UntypedStorage, stream: int) -> bool:
+        """Return whether what is packed is, provably, what ``source`` holds now at the same address and length."""
+        return (
+            self.storage() is storage
+            and self._version == source._version == self._probe._version
+            and self.dtype is source.dtype
+            and self.stream == stream
+        )
+
+    def restore(self) -> Tensor:
+        """Return the restored tensor with the layout that was packed first."""
+        version = self._probe._version
+        if version != self._version:
+            raise RuntimeError(_modified(_described(self._probe, self.shape), version, self._version))
+        index = self._probe.get_device()
+        if index >= 0 and current_raw_stream(index) != self.stream:
+            self._join_streams()
+            return self._decode()
+        return self._decode() if self.uses == 1 else self._restore_shared()
+
+    def _restore_shared(self) -> Tensor:
+        if self._pending == 0:
+            self._pending = self.uses
+        self._pending -= 1
+        restored = self._restored
+        if restored is None:
+            restored = self._decode()
+            if self._pending:
+                self._restored = restored
+                if len(self._recent) == self._recent.maxlen:
+                    oldest = self._recent[0]()
+                    if oldest is not None and oldest is not self:
+                        oldest._restored = None
+                self._recent.append(ref(self))
+        elif self._pending == 0:
+            self._restored = None
+        return restored
+
+    def _decode(self) -> Tensor:
+        out = self._probe.new_empty_strided(self.shape, self.stride, dtype=self._carrier)
+        self._kernel.decode(self._buffer, out)
+        return out if self._carrier is self.dtype else out.to(self.dtype)
+
+    def _join_streams(self) -> None:
+        """Order the current stream after the one that packed, and keep the buffer for it."""
+        device = self._probe.device
+        current = torch.cuda.current_stream(device)
+        if self.stream == 0:
+            packing: Any = torch.cuda.default_stream(device)
+        else:
+            packing = torch.cuda.ExternalStream(self.stream, device=device)  # type: ignore[no-untyped-call]
+        current.wait_stream(packing)
+        self._buffer.record_stream(current)
+
+
+class View:
+    """A saved tensor that is a view of a packed region."""
+
+    __slots__ = ("_layout", "region")
+
+    def __init__(self, region: Region, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+        self.region = region
+        self._layout = shape, stride, offset
+
+    def restore(self) -> Tensor:
+        """Return the view of the restored region."""
+        return self.region.restore().as_strided(*self._layout)
+
+
+class Gathered:
+    """A saved tensor with gaps between its elements, packed from a dense copy."""
+
+    __slots__ = ("_layout", "_probe", "_version", "region")
+
+    def __init__(self, region: Region, tensor: Tensor) -> None:
+        self.region = region
+        self._probe = _version_probe(tensor)
+        self._version = tensor._version
+        self._layout = tensor.size(), tensor.stride()
+
+    def restore(self) -> Tensor:
+        """Return the elements spread to their strides again."""
+        version = self._probe._version
+        if version != self._version:
+            raise RuntimeError(_modified(_described(self._probe, self._layout[0]), version, self._version))
+        dense = self.region.restore()
+        out = torch.empty_strided(*self._layout, dtype=dense.dtype, device=dense.device)
+        return out.copy_(dense)
+
+
+class Distributed:
+    """A DTensor whose local tensor was saved in another form."""
+
+    __slots__ = ("_local", "_spec")
+
+    def __init__(self, local: Saved, tensor: Any) -> None:
+        self._local = local
+        self._spec = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+
+    def restore(self) -> Tensor:
+        """Return the DTensor around the restored local tensor."""
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = self._spec
+        restored: Tensor = DTensor.from_local(
+            self._local.restore(), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return restored

@@ -1,0 +1,192 @@
+"""Every private name of torch that pyactcomp relies on, in one place, each with a test of what it must do.
+
+``pyactcomp doctor`` runs the tests, so that a torch release that moves one is named rather than guessed at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+__all__ = [
+    "constant_in_graphs",
+    "current_raw_stream",
+    "inside_functorch",
+    "profiler_enabled",
+    "saved_tensor_hooks_enabled",
+    "self_test",
+    "top_saved_tensor_hooks",
+]
+
+SavedTensorHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
+
+
+def top_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """Return the innermost active pair of saved-tensor hooks."""
+    return cast("SavedTensorHooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def saved_tensor_hooks_enabled() -> bool:
+    """Return False inside ``disable_saved_tensors_hooks``."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def inside_functorch() -> bool:
+    """Return whether a transform of torch.func (vmap, grad, jvp, functionalize) is being traced."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def profiler_enabled() -> bool:
+    """Return whether a torch profiler is recording."""
+    return profiler._is_profiler_enabled
+
+
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+"""Return the current stream of a CUDA device, by its index, as an integer."""
+
+
+def constant_in_graphs(function: Callable[[], None]) -> Callable[[], None]:
+    """Mark a function that torch.compile runs while it traces instead of tracing it.
+
+    As torch.compiler.assume_constant_result does, which imports the whole compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _test_top_hooks() -> None:
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert top_saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(same, same):
+        top = top_saved_tensor_hooks()
+        assert top is not None
+        assert top[0] is top[1] is same
+
+
+def _test_hooks_enabled() -> None:
+    assert saved_tensor_hooks_enabled()
+    with torch.autograd.graph.disable_saved_tensors_hooks("self test"):
+        assert not saved_tensor_hooks_enabled()
+
+
+def _test_functorch() -> None:
+    seen: list[bool] = []
+
+    def probe(x: Tensor) -> Tensor:
+        seen.append(inside_functorch())
+        return x
+
+    torch.func.vmap(probe)(torch.zeros(1))
+    assert seen == [True]
+    assert not inside_functorch()
+
+
+def _test_profiler() -> None:
+    assert not profiler_enabled()
+    with profiler.profile():
+        assert profiler_enabled()
+
+
+def _test_storage_weak_ref() -> None:
+    tensor = torch.zeros(2)
+    reference = weakref.ref(tensor.untyped_storage())
+    view = tensor[1:]
+    del tensor
+    assert reference() is view.untyped_storage()
+    del view
+    assert reference() is None
+
+
+def _test_raw_stream() -> None:
+    if torch.cuda.is_available():
+        assert current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def _test_constant_in_graphs() -> None:
+    def ours() -> None: ...
+
+    def theirs() -> None: ...
+
+    torch.compiler.assume_constant_result(theirs)  # type: ignore[no-untyped-call]
+    assert vars(constant_in_graphs(ours)) == vars(theirs) != {}
+
+
+def _test_version_counter() -> None:
+    tensor = torch.zeros(1)
+    probe = tensor.detach()
+    probe.data = torch.empty(0)
+    tensor.add_(1)
+    assert probe._version == tensor._version == 1
+    assert probe.untyped_storage().nbytes() == 0
+
+
+def _test_base() -> None:
+    tensor = torch.zeros(2, 3)
+    assert tensor.t()._base is tensor
+
+
+def _test_node_names() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    node = weight.to(torch.bfloat16).t().grad_fn
+    assert node is not None
+    assert node.name() == "TBackward0"
+    cast_node = node.next_functions[0][0]
+    assert cast_node is not None
+    assert cast_node.name() == "ToCopyBackward0"
+    leaf = cast_node.next_functions[0][0]
+    assert getattr(leaf, "variable", None) is weight
+
+
+def _test_module_hooks() -> None:
+    module = torch.nn.Identity()
+    handle = module.register_forward_pre_hook(lambda *_: None)
+    assert handle.id in module._forward_pre_hooks
+    module.register_forward_hook(lambda *_: None, always_call=True)
+    assert len(module._forward_hooks) == len(module._forward_hooks_always_called) == 1
+
+
+_TESTS: dict[str, Callable[[], None]] = {
+    "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
+    "torch._C._functorch.peek_interpreter_stack": _test_functorch,
+    "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
+    "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
+    "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
+    "Tensor._version, shared by detach() and kept by .data =": _test_version_counter,
+    "_dynamo_marked_constant": _test_constant_in_graphs,
+    "Tensor._base": _test_base,
+    "names and edges of autograd nodes": _test_node_names,
+    "Module._forward_pre_hooks, Module._forward_hooks": _test_module_hooks,
+}
+
+
+def self_test() -> dict[str, str | None]:
+    """Test every private name.
+
+    Returns
+    -------
+    dict
+        Name to None where it does what pyactcomp relies on, otherwise to what went wrong.
+
+    Examples
+    --------
+    >>> from pyactcomp import torch_private
+    >>> [name for name, wrong in torch_private.self_test().items() if wrong]
+    []
+    """
+    results: dict[str, str | None] = {}
+    for name, test in _TESTS.items():
+        try:
+            test()
+        except Exception as error:  # whatever a changed torch raises is the finding
+            results[name] = f"{type(error).__name__}: {error}"
+        else:
+            results[name] = None
+    return results

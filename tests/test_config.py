@@ -1,0 +1,120 @@
+"""The configuration object: its defaults, what it accepts, and what it says of a value it does not."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from pyactcomp import Config, codec
+from pyactcomp import format as fmt
+
+
+def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:
+    config = Config()
+    assert (config.mode, config.group_size, config.rounding, config.impl) == ("int8", 64, "nearest", "auto")
+    assert (config.seed, config.skip, config.keep_weight_copies, config.on_conflict) == (0, (), False, "raise")
+    # 16,384 rows have statistics of 64 KiB in float32, which must stay below the limit.
+    assert config.min_bytes > 16_384 * 4
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("mode", ("int8",)),
+        ("group_size", fmt.GROUP_SIZES),
+        ("rounding", codec.ROUNDINGS),
+        ("impl", codec.IMPLS),
+        ("on_conflict", ("raise", "skip")),
+        ("keep_weight_copies", (True, False)),
+        ("seed", (0, 1, 2**64 - 1)),
+        ("min_bytes", (0, 1, 2**63 - 1)),
+        ("skip", ((), ("layer.0", torch.nn.Linear))),
+    ],
+)
+def test_every_documented_value_is_accepted(option: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        assert getattr(Config(**{option: value}), option) == value
+
+
+def test_skip_becomes_a_tuple_whatever_sequence_it_was() -> None:
+    expected = ("a", torch.nn.GELU)
+    for skip in (["a", torch.nn.GELU], ("a", torch.nn.GELU), iter(["a", torch.nn.GELU])):
+        assert Config(skip=skip).skip == expected  # type: ignore[arg-type]
+
+
+def test_config_is_frozen_comparable_hashable_and_picklable() -> None:
+    config = Config(group_size=128, skip=["a"], seed=3)  # type: ignore[arg-type]
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 4  # type: ignore[misc]
+    assert config == Config(group_size=128, skip=("a",), seed=3)
+    assert config != Config(group_size=64, skip=("a",), seed=3)
+    assert hash(config) == hash(Config(group_size=128, skip=("a",), seed=3))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert replace(config, seed=0).seed == 0
+
+
+def test_config_takes_keywords_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Config("int8")  # type: ignore[misc]
+
+
+WRONG = [
+    ("mode", "int4", ValueError),
+    ("mode", "", ValueError),
+    ("mode", None, ValueError),
+    ("mode", ["int8"], ValueError),
+    ("group_size", 32, ValueError),
+    ("group_size", 64.0, ValueError),
+    ("group_size", "64", ValueError),
+    ("rounding", "down", ValueError),
+    ("rounding", True, ValueError),
+    ("impl", "gpu", ValueError),
+    ("impl", None, ValueError),
+    ("on_conflict", "ignore", ValueError),
+    ("keep_weight_copies", "yes", ValueError),
+    ("keep_weight_copies", None, ValueError),
+    ("seed", -1, ValueError),
+    ("seed", 2**64, ValueError),
+    ("seed", 1.0, TypeError),
+    ("seed", True, TypeError),
+    ("seed", None, TypeError),
+    ("min_bytes", -1, ValueError),
+    ("min_bytes", 2**63, ValueError),
+    ("min_bytes", "128KiB", TypeError),
+    ("min_bytes", 1e6, TypeError),
+    ("skip", "layer", TypeError),
+    ("skip", torch.nn.Linear, TypeError),
+    ("skip", None, TypeError),
+    ("skip", 3, TypeError),
+    ("skip", [3], TypeError),
+    ("skip", [None], TypeError),
+    ("skip", [int], TypeError),
+    ("skip", [torch.nn.Linear(1, 1)], TypeError),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"), WRONG, ids=lambda value: None if isinstance(value, type) else repr(value)[:20]
+)
+def test_a_wrong_value_is_named_with_what_was_got(option: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        Config(**{option: value})
+    message = str(caught.value)
+    got = value[0] if isinstance(value, list) and option == "skip" else value
+    assert message.startswith(option)
+    assert repr(got) in message
+
+
+@pytest.mark.parametrize("option", ["bits", "modes", "Seed", ""])
+def test_an_unknown_option_is_a_type_error(option: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        Config(**{option: 8})
+
+
+def test_every_field_is_documented() -> None:
+    documented = Config.__doc__ or ""
+    assert [field.name for field in fields(Config) if f"    {field.name} : " not in documented] == []

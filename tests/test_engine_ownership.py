@@ -1,0 +1,241 @@
+"""What the engine must never compress: parameters, their views and copies, buffers, integers, small tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyactcomp
+from pyactcomp import policy
+from pyactcomp.engine import Session
+from pyactcomp.report import Report
+
+
+def reasons(report: Report) -> dict[str, int]:
+    return {line.name: line.tensors for line in report.kept}
+
+
+def compressed_shapes(report: Report) -> list[tuple[int, ...]]:
+    return [tensor.shape for tensor in report.tensors if tensor.kept is None]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+class Tied(nn.Module):
+    """Uses one weight directly, transposed and sliced, and a buffer in a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("scale", torch.rand(64, 64) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        y = y @ self.weight.t()
+        y = y @ self.weight[:, :32]
+        return y @ self.scale[:32]
+
+
+def test_parameters_their_views_and_buffers_are_kept() -> None:
+    model = pyactcomp.compress(Tied(), min_bytes=0)
+    x = torch.randn(48, 64, requires_grad=True)
+    model(x).sum().backward()
+    report = pyactcomp.report(model)
+    # Four operands are the model's own; what is compressed has 48 rows, and x is a leaf that requires grad.
+    assert reasons(report) == {policy.PARAMETER: 4, policy.LEAF: 1}
+    assert all(shape[0] == 48 for shape in compressed_shapes(report))
+    # The gradient of x passes only through exact weights and the buffer.
+    w, s = model.weight.detach(), model.scale
+    exact = torch.ones(48, 64) @ s[:32].t() @ w[:, :32].t() @ w @ w.t()
+    assert torch.equal(x.grad, exact) or (x.grad - exact).norm() <= 1e-6 * exact.norm()
+
+
+def test_parameters_are_recognised_without_a_model() -> None:
+    model = Tied()
+    with pyactcomp.compressed(min_bytes=0) as c:
+        model(torch.randn(48, 64)).sum().backward()
+    # The first product needs no gradient for its left operand and saves no weight.
+    kept = [t.shape for t in pyactcomp.report(c).tensors if t.kept == policy.PARAMETER]
+    assert kept == [(64, 64), (64, 32)]
+
+
+def test_integers_are_never_changed() -> None:
+    index = torch.randint(0, 100, (4096,))
+    table = nn.Embedding(100, 32)
+    model = pyactcomp.compress(nn.Sequential(table), min_bytes=0)
+    model(index).sum().backward()
+    assert reasons(pyactcomp.report(model))["dtype torch.int64"] == 1
+    assert torch.equal(table.weight.grad[:, 0], torch.bincount(index, minlength=100).float())
+
+
+def test_tensors_below_min_bytes_are_kept_and_at_it_compressed() -> None:
+    for elements, kept in ((255, True), (256, False)):
+        with pyactcomp.compressed(min_bytes=1024) as c:
+            x = torch.randn(elements, requires_grad=True) * 2
+            x.exp()
+        assert [t.kept == policy.SMALL for t in pyactcomp.report(c).tensors] == [kept]
+
+
+def test_four_bit_weights_held_as_bytes_are_kept() -> None:
+    class Unpacked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, codes):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(codes)
+            return x @ (codes.float() - 8)
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (codes,) = ctx.saved_tensors
+            return grad @ (codes.float() - 8).t(), None
+
+    class FourBit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randint(0, 16, (64, 64), dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Unpacked.apply(x, self.codes)
+
+    model = pyactcomp.compress(FourBit(), min_bytes=0)
+    x = torch.randn(32, 64, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(32, 64) @ (model.codes.float() - 8).t())
+    assert compressed_shapes(pyactcomp.report(model)) == []
+
+
+def test_weights_swapped_between_forwards_are_still_recognised() -> None:
+    model = pyactcomp.compress(nn.Linear(64, 64), min_bytes=0)
+    for _ in range(2):
+        model.weight.data = torch.randn(64, 64)
+        x = torch.randn(8, 64, requires_grad=True)
+        (model(x * 1.0)).sum().backward()
+        exact = torch.ones(8, 64) @ model.weight.detach()
+        assert (x.grad - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_copies_are_cast_again_and_not_held(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def input_gradient() -> Tensor:
+        with torch.autocast("cpu", dtype):
+            loss = model(x).float().square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    exact = input_gradient()
+    pyactcomp.compress(model, min_bytes=0)
+    got = input_gradient()
+    report = pyactcomp.report(model)
+    copies = [t for t in report.tensors if t.kept == policy.RECAST]
+    # The first layer's and the second layer's weight, each as a transposed view of its copy.
+    assert [t.shape for t in copies] == [(256, 256)] * 2
+    assert sum(t.stored_bytes for t in copies) == 0
+    assert sum(t.unique_bytes for t in copies) == 2 * 256 * 256 * 2
+    # Both weights are exact, and the square is taken outside the model, so nothing lossy is on this path.
+    assert torch.equal(got, exact)
+
+
+def test_keep_weight_copies_holds_them() -> None:
+    model = pyactcomp.compress(nn.Linear(256, 256), min_bytes=0, keep_weight_copies=True)
+    x = torch.randn(64, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum()
+    with torch.no_grad():
+        model.weight.add_(1)
+    loss.backward()
+    assert policy.RECAST not in reasons(pyactcomp.report(model))
+
+
+def test_a_parameter_changed_before_backward_raises_and_is_named() -> None:
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), min_bytes=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(8, 64)).float().sum()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(pyactcomp.PyactcompError, match=r"'1\.weight'.*keep_weight_copies=True"):
+        loss.backward()
+
+
+def test_frozen_weights_copies_are_kept_exact_and_reported() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 32))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    x = torch.randn(16, 96, requires_grad=True)
+
+    def input_gradient() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x).float()
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    exact = input_gradient()
+    pyactcomp.compress(model, min_bytes=0)
+    got = input_gradient()
+    assert reasons(pyactcomp.report(model))[policy.FROZEN_COPY] == 2
+    assert torch.equal(got, exact)
+
+
+def test_walks_for_weight_copies_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyactcomp.engine._MOST_CASTS", 2)
+    walked: list[str] = []
+    monkeypatch.setattr("pyactcomp.engine.cast_parameter", lambda node: walked.append(node.name()))
+    with pyactcomp.compressed(min_bytes=0):
+        x = torch.randn(64, requires_grad=True) * 2
+        for _ in range(5):
+            x.bfloat16().sin()
+    assert walked == ["ToCopyBackward0"] * 2
+
+
+def test_a_dtensor_is_compressed_by_its_local_tensor() -> None:
+    pytest.importorskip("torch.distributed.tensor")
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.randn(64, 64)
+        x = DTensor.from_local(local, mesh, [Replicate()]).requires_grad_()
+        with pyactcomp.compressed(min_bytes=0) as c:
+            (x * 2).sin().sum().backward()
+        report = pyactcomp.report(c)
+        assert [t.kept for t in report.tensors if t.shape == (64, 64)] == [None]
+        grad = x.grad.to_local()
+        exact = 2 * (2 * local).cos()
+        bound = 2 * pyactcomp.reference.error_bound((2 * local).flatten()).view(64, 64) + 1e-6
+        assert bool(((grad - exact).abs() <= bound).all())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_skipped_modules_keep_everything_exact() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    for skip in (["1"], [nn.GELU]):
+        pyactcomp.compress(model, min_bytes=0, skip=skip)
+        model(torch.randn(32, 64)).sum().backward()
+        by_module = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (32, 64)}
+        assert by_module == {"0": None, "1": policy.SKIPPED, "2": None}
+        pyactcomp.decompress(model)
+
+
+def test_the_policy_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a value was read")
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    session = Session(pyactcomp.Config(min_bytes=0))
+    session.open(None)
+    try:
+        x = torch.randn(256, requires_grad=True)
+        y = (x * 2).exp().relu()
+    finally:
+        session.close()
+    y.backward(torch.ones(256))
+    assert session.recorder is not None
+    assert len(session.recorder.saved) > 0

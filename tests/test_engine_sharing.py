@@ -1,0 +1,216 @@
+"""One tensor saved by several operators is stored once, and only when it is proven to be the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyactcomp
+from pyactcomp import format as fmt
+from pyactcomp.reference import error_bound
+
+
+def stored(report: pyactcomp.Report) -> list[int]:
+    return [tensor.stored_bytes for tensor in report.tensors if tensor.kept is None]
+
+
+def test_a_tensor_saved_by_several_operators_is_stored_once() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with pyactcomp.compressed(min_bytes=0) as c:
+        y = x * 2
+        out = y.sin() + y.cos() + y.exp() * 0
+    assert stored(pyactcomp.report(c))[:2] == [fmt.packed_nbytes(64 * 64, 8, 64), 0]
+    assert pyactcomp.report(c).saved_bytes > pyactcomp.report(c).unique_bytes
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_views_of_one_memory_share_it_whatever_their_shape() -> None:
+    with pyactcomp.compressed(min_bytes=0) as c:
+        y = torch.randn(32, 64, requires_grad=True) * 2
+        views = (y, y.view(64, 32), y.t(), y.view(4, 8, 64).transpose(0, 1))
+        graphs = [view.sin() for view in views]
+    assert stored(pyactcomp.report(c)) == [fmt.packed_nbytes(32 * 64, 8, 64), 0, 0, 0]
+    for view, graph in zip(views, graphs, strict=True):
+        (gradient,) = torch.autograd.grad(graph.sum(), view)
+        bound = error_bound(y.detach().flatten()).max() + 1e-6
+        assert gradient.shape == view.shape
+        assert float((gradient - view.cos()).detach().abs().max()) <= bound
+
+
+def test_slices_of_one_projection_share_their_base() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3 * 64, requires_grad=True)
+
+    def loss() -> Tensor:
+        q, k, v = (x * 1.0).chunk(3, dim=-1)
+        return (q.sin() * k.cos() * v).sum()
+
+    exact = torch.autograd.grad(loss(), x)[0]
+    with pyactcomp.compressed(min_bytes=0) as c:
+        compressed = loss()
+    got = torch.autograd.grad(compressed, x)[0]
+    sizes = stored(pyactcomp.report(c))
+    assert sizes.count(fmt.packed_nbytes(16 * 192, 8, 64)) == 1
+    # Each gradient is a product of three factors, each within half a step of 2 * 4 sigma / 255 of its group.
+    assert (got - exact).norm() <= 0.02 * exact.norm()
+
+
+def test_a_freed_tensor_at_the_same_address_is_not_mistaken_for_it() -> None:
+    # The allocator hands the memory of the first product to the second; the shapes are equal, the values not.
+    seen = set()
+    reused = 0
+    for _ in range(50):
+        with pyactcomp.compressed(min_bytes=0):
+            x = torch.full((256, 64), 3.0, requires_grad=True)
+            y = x * 1.0
+            first = y.data_ptr()
+            a = y.square().sum()
+            del y
+            z = x * 2.0
+            reused += z.data_ptr() == first
+            seen.add(z.data_ptr())
+            b = z.square().sum()
+        (a + b).backward()
+        # d(a)/dx = 2 x = 6, d(b)/dx = 2 (2 x) 2 = 24; a constant of a few bits is packed without error.
+        assert torch.equal(x.grad, torch.full_like(x, 30.0))
+    assert reused, "the allocator never reused the address, so this test proved nothing"
+
+
+def test_a_tensor_changed_between_two_saves_is_stored_again() -> None:
+    x = torch.randn(64, 64)
+    w = torch.randn(64, 64, requires_grad=True)
+    with pyactcomp.compressed(min_bytes=0):
+        buffer = x.clone()
+        first = w * buffer
+        buffer.mul_(2)
+        second = w * buffer
+    # The second product saved the doubled values; the first one's operand has changed, as without hooks.
+    second_gradient = torch.autograd.grad(second.sum(), w)[0]
+    assert bool(((second_gradient - 2 * x).abs() <= error_bound((2 * x).flatten()).view_as(x)).all())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(first.sum(), w)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 2**40], ids=["compressed", "kept"])
+@pytest.mark.parametrize("case", ["input", "output", "view", "base"])
+def test_an_edit_after_saving_raises_what_autograd_raises(case: str, min_bytes: int) -> None:
+    def graph() -> tuple[Tensor, Tensor]:
+        x = torch.randn(64, 64, requires_grad=True)
+        y = x * 2
+        if case == "input":
+            return y.sin().sum(), y
+        if case == "output":
+            z = y.exp()
+            return z.sum(), z
+        if case == "view":
+            return y.t().sin().sum(), y
+        return y.sin().sum(), y.view(-1)
+
+    loss, target = graph()
+    with torch.no_grad():
+        target.add_(1)
+    with pytest.raises(RuntimeError) as plain:
+        loss.backward()
+    with pyactcomp.compressed(min_bytes=min_bytes):
+        loss, target = graph()
+    with torch.no_grad():
+        target.add_(1)
+    with pytest.raises(RuntimeError) as ours:
+        loss.backward()
+    assert "is at version 1; expected version 0 instead" in str(plain.value)
+    assert str(ours.value).split(", which is")[0].split("; expected")[1][:19] == " version 0 instead."
+    assert "modified by an inplace operation: [torch.FloatTensor [64, 64]]" in str(ours.value)
+
+
+def test_an_in_place_activation_is_no_edit() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ReLU(inplace=True))
+    x = torch.randn(128, 64)
+    verification = pyactcomp.verify(model, x, lambda y: y.square().sum(), min_bytes=0)
+    # Each gradient is a product with one packed operand, whose relative error is at most that of ReLU(randn), 0.0029.
+    assert max(verification.errors.values()) <= 2 * 0.0029
+
+
+def test_relu_keeps_its_sign_where_it_rounds_to_zero() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 1024).abs() * torch.logspace(-6, 0, 1024)
+    x[:, ::2] *= -1
+    x.requires_grad_()
+    for relu in (torch.relu, torch.nn.functional.relu_):
+        with pyactcomp.compressed(min_bytes=0) as c:
+            loss = relu(x * 1.0).view(1024, 64).sum()
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert len(stored(pyactcomp.report(c))) == 1
+        assert torch.equal(gradient, (x > 0).float())
+
+
+def test_packing_keeps_neither_the_tensor_nor_its_graph_alive() -> None:
+    with pyactcomp.compressed(min_bytes=0):
+        x = torch.randn(64, 64, requires_grad=True)
+        y = x * 2
+        storage = weakref.ref(y.untyped_storage())
+        address = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+        z = y.sin()
+        del y, storage
+    assert address.expired()
+    z.sum().backward()
+
+
+@pytest.mark.parametrize("min_bytes", [0, 2**40], ids=["compressed", "kept"])
+def test_an_operator_that_saves_its_output_does_not_leak(min_bytes: int) -> None:
+    def run() -> torch.multiprocessing.reductions.StorageWeakRef:
+        with pyactcomp.compressed(min_bytes=min_bytes):
+            y = torch.randn(64, 64, requires_grad=True).exp()
+        return torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+
+    gc.disable()
+    try:
+        assert run().expired()
+    finally:
+        gc.enable()
+
+
+def test_packed_buffers_are_freed_with_their_graph() -> None:
+    model = pyactcomp.compress(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), min_bytes=0)
+    from pyactcomp.saved import Region
+
+    loss = model(torch.randn(32, 64)).sum()
+    gc.collect()
+    assert sum(type(o) is Region for o in gc.get_objects()) == 4
+    loss.backward()
+    del loss
+    assert sum(type(o) is Region for o in gc.get_objects()) == 0
+
+
+def test_a_shared_tensor_is_restored_once_for_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyactcomp.saved import Region
+
+    decoded: list[Region] = []
+    real = Region._decode
+    monkeypatch.setattr(Region, "_decode", lambda self: decoded.append(self) or real(self))
+    x = torch.randn(64, 64, requires_grad=True)
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
+    with pyactcomp.compressed(min_bytes=0):
+        y = x * 2
+        loss = sum((y @ w).sum() for w in weights)
+    loss.backward(retain_graph=True)
+    assert len(decoded) == 1
+    assert decoded[0]._restored is None
+    loss.backward()
+    assert len(decoded) == 2
+
+
+def test_deep_chains_are_freed_without_recursion() -> None:
+    with pyactcomp.compressed(min_bytes=0):
+        x = torch.randn(64, requires_grad=True)
+        y = x
+        for _ in range(12_000):
+            y = y.sin()
+    y.sum().backward()
+    del y
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())

@@ -1,0 +1,293 @@
+"""The report's totals against byte counts made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyactcomp
+from pyactcomp import PyactcompError, policy
+from pyactcomp.report import Line, Report
+
+ROWS = 1024
+MIB = 2**20
+
+
+def packed(numel: int) -> int:
+    """Return the bytes of ``numel`` 8-bit codes, here a multiple of 64, and of their groups' parameters."""
+    assert numel % 64 == 0
+    return numel + numel // 64 * 4
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128))
+
+
+def step(model: nn.Module, rows: int = ROWS) -> None:
+    model(torch.randn(rows, 256)).sum().backward()
+
+
+def by_name(lines: tuple[Line, ...]) -> dict[str, tuple[int, int, int, int]]:
+    return {line.name: (line.tensors, line.saved_bytes, line.unique_bytes, line.stored_bytes) for line in lines}
+
+
+def test_totals_and_modules_of_a_perceptron() -> None:
+    model = pyactcomp.compress(perceptron())
+    step(model)
+    report = pyactcomp.report(model)
+
+    x, hidden, narrow = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 256 * 4
+    weight_2, weight_4 = 512 * 256 * 4, 256 * 128 * 4
+    # Linear saves its input and, where the input needs a gradient, its weight; GELU its input, ReLU its result, which
+    # is also the last layer's input.
+    assert by_name(report.modules) == {
+        "0": (1, x, x, packed(x // 4)),
+        "1": (1, hidden, hidden, packed(hidden // 4)),
+        "2": (1, hidden, hidden, packed(hidden // 4)),
+        "3": (1, narrow, narrow, packed(narrow // 4)),
+        "4": (1, narrow, 0, 0),
+    }
+    assert report.saved_bytes == x + 2 * hidden + 2 * narrow
+    assert report.unique_bytes == x + 2 * hidden + narrow
+    assert report.stored_bytes == packed((x + 2 * hidden + narrow) // 4)
+    assert by_name(report.kept) == {policy.PARAMETER: (2, weight_2 + weight_4, 0, 0)}
+    assert report.note == ""
+
+
+def test_records_name_module_shape_and_dtype_in_the_order_of_the_forward() -> None:
+    model = pyactcomp.compress(perceptron().bfloat16())
+    model(torch.randn(ROWS, 256).bfloat16()).sum().backward()
+    tensors = [t for t in pyactcomp.report(model).tensors if t.kept is None]
+    assert [(t.module, t.shape, t.dtype) for t in tensors] == [
+        ("0", (ROWS, 256), "bfloat16"),
+        ("1", (ROWS, 512), "bfloat16"),
+        ("2", (ROWS, 512), "bfloat16"),
+        ("3", (ROWS, 256), "bfloat16"),
+        ("4", (ROWS, 256), "bfloat16"),
+    ]
+    assert [t.saved_bytes for t in tensors] == [ROWS * n * 2 for n in (256, 512, 512, 256, 256)]
+
+
+def test_an_in_place_relu_shares_its_result_with_the_next_layer() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(inplace=True), nn.Linear(256, 256))
+    pyactcomp.compress(model)
+    step(model)
+    size = ROWS * 256 * 4
+    assert by_name(pyactcomp.report(model).modules) == {
+        "0": (1, size, size, packed(size // 4)),
+        "1": (1, size, size, packed(size // 4)),
+        "2": (1, size, 0, 0),
+    }
+
+
+class Masked(nn.Module):
+    """Saves a boolean, integers, a tensor that is small, and one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 256)
+        self.scale = nn.Parameter(torch.ones(1, 256))
+        self.register_buffer("shift", torch.ones(ROWS, 256))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        x = x.masked_fill(x > 0, 0.0)
+        x = x * self.shift
+        small = x[:4] * x[:4]
+        return (x * x).sum() + small.sum()
+
+
+def test_reasons_and_bytes_of_what_was_not_compressed() -> None:
+    model = pyactcomp.compress(Masked())
+    tokens = torch.randint(0, 100, (ROWS,))
+    model(tokens).backward()
+    report = pyactcomp.report(model)
+    size = ROWS * 256 * 4
+    kept = by_name(report.kept)
+    # The embedding saves its 64-bit indices, which are never changed.
+    assert kept["dtype torch.int64"] == (1, ROWS * 8, ROWS * 8, ROWS * 8)
+    # The buffer is alive anyway: it is listed, and counts nothing.
+    assert kept[policy.PARAMETER] == (1, size, 0, 0)
+    # x[:4] twice: 4 KiB each, of a storage that is alive whole for as long as it is kept.
+    assert kept[policy.SMALL][:2] == (2, 2 * 4 * 256 * 4)
+    assert set(kept) == {"dtype torch.int64", policy.PARAMETER, policy.SMALL}
+    boolean = [t for t in report.tensors if t.dtype == "bool"]
+    assert [(t.saved_bytes, t.unique_bytes, t.stored_bytes, t.kept) for t in boolean] == [
+        (size // 4, size // 4, size // 4 // 8, None)
+    ]
+
+
+def test_small_tensors_are_kept_raw_and_counted_whole() -> None:
+    model = pyactcomp.compress(perceptron(), min_bytes=2 * MIB)
+    step(model)
+    report = pyactcomp.report(model)
+    x, hidden, narrow = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 256 * 4
+    # Exactly min_bytes is compressed, less is not; the last layer's input is the ReLU's result.
+    assert by_name(report.kept)[policy.SMALL] == (3, x + 2 * narrow, x + narrow, x + narrow)
+    assert report.stored_bytes == x + narrow + packed(2 * hidden // 4)
+    assert report.unique_bytes == x + 2 * hidden + narrow
+
+
+def test_skipped_modules_are_kept_and_say_so() -> None:
+    model = pyactcomp.compress(perceptron(), skip=["1", nn.ReLU])
+    step(model)
+    report = pyactcomp.report(model)
+    hidden, narrow = ROWS * 512 * 4, ROWS * 256 * 4
+    assert by_name(report.kept)[policy.SKIPPED] == (2, hidden + narrow, hidden + narrow, hidden + narrow)
+    assert [t.module for t in report.tensors if t.kept == policy.SKIPPED] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"skip": [nn.Linear, nn.LayerNorm]}, {"min_bytes": 2**40}], ids=["small", "skipped", "all-small"]
+)
+def test_parameters_and_buffers_are_left_out_whatever_else_keeps_them(options: dict[str, Any]) -> None:
+    # They are alive whether saved or not: no total may count them, however small they are and wherever they are saved.
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256), nn.Linear(256, 8))
+    pyactcomp.compress(model, **options)
+    step(model)
+    report = pyactcomp.report(model)
+    owned = [t for t in report.tensors if t.shape in {(256,), (256, 256), (256, 8), (8, 256)}]
+    # The norm's weight and bias, and the weights of the two layers behind it.
+    assert len(owned) == 4
+    assert [(t.kept, t.unique_bytes, t.stored_bytes) for t in owned] == [(policy.PARAMETER, 0, 0)] * 4
+    # Three layer inputs and the norm's, its mean and its reciprocal deviation.
+    assert report.unique_bytes == 4 * ROWS * 256 * 4 + 2 * ROWS * 4
+
+
+@pytest.mark.parametrize("group_size", [64, 128, 256])
+def test_stored_bytes_follow_the_group_size(group_size: int) -> None:
+    model = pyactcomp.compress(perceptron(), group_size=group_size)
+    step(model)
+    report = pyactcomp.report(model)
+    numel = report.unique_bytes // 4
+    assert report.stored_bytes == numel + 4 * numel // group_size
+
+
+def test_lines_add_up_to_the_totals() -> None:
+    model = pyactcomp.compress(nn.Sequential(perceptron(), nn.Linear(128, 8), nn.LayerNorm(8)), min_bytes=2**16)
+    step(model)
+    report = pyactcomp.report(model)
+    for name in ("saved_bytes", "unique_bytes", "stored_bytes"):
+        assert sum(getattr(line, name) for line in report.modules) == getattr(report, name) > 0
+    counted = [t for t in report.tensors if t.kept not in policy.ALIVE_ANYWAY]
+    assert sum(line.tensors for line in report.modules) == len(counted)
+    assert sum(line.tensors for line in report.kept) == sum(t.kept is not None for t in report.tensors)
+
+
+# Before, and in which mode.
+
+
+def test_before_the_first_step_the_report_says_so() -> None:
+    model = pyactcomp.compress(perceptron())
+    report = pyactcomp.report(model)
+    assert report == Report((), report.note)
+    assert str(report) == report.note == "nothing was recorded yet: run a training step first"
+    assert (report.saved_bytes, report.unique_bytes, report.stored_bytes) == (0, 0, 0)
+    assert report.modules == report.kept == ()
+
+
+def test_in_evaluation_mode_the_note_says_what_to_do() -> None:
+    model = pyactcomp.compress(perceptron()).eval()
+    step(model)
+    note = pyactcomp.report(model).note
+    assert note.startswith("nothing was recorded yet")
+    assert "model.train()" in note
+    model.train()
+    step(model)
+    assert pyactcomp.report(model).note == ""
+
+
+def test_a_forward_without_gradients_is_not_recorded() -> None:
+    model = pyactcomp.compress(perceptron())
+    with torch.no_grad():
+        model(torch.randn(ROWS, 256))
+    assert "nothing was recorded yet" in pyactcomp.report(model).note
+    step(model)
+    assert pyactcomp.report(model).saved_bytes > 0
+
+
+def test_the_first_step_is_what_is_reported() -> None:
+    model = pyactcomp.compress(perceptron())
+    step(model)
+    first = pyactcomp.report(model)
+    step(model, rows=2 * ROWS)
+    assert pyactcomp.report(model) == first
+
+
+def test_recording_leaves_no_hooks_on_the_modules() -> None:
+    model = pyactcomp.compress(perceptron())
+    before = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+    step(model)
+    assert [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()] == before
+    assert before[1:] == [(0, 0)] * 5
+
+
+def test_a_context_reports_what_was_saved_inside_it() -> None:
+    model = perceptron()
+    with pyactcomp.compressed(model) as context:
+        loss = model(torch.randn(ROWS, 256)).sum()
+    loss.backward()
+    plain = pyactcomp.compress(perceptron())
+    step(plain)
+    assert by_name(pyactcomp.report(context).modules) == by_name(pyactcomp.report(plain).modules)
+
+
+# How it reads.
+
+
+def test_the_table_contains_the_totals_every_module_and_every_reason() -> None:
+    model = pyactcomp.compress(perceptron())
+    step(model)
+    report = pyactcomp.report(model)
+    rows = [line.split() for line in str(report).splitlines()]
+    ratio = report.unique_bytes / report.stored_bytes
+    sizes = [f"{n / MIB:.2f}" for n in (report.saved_bytes, report.unique_bytes, report.stored_bytes)]
+    assert ["total", "5", *sizes, f"{ratio:.2f}"] in rows
+    assert sizes[:2] == ["7.00", "6.00"]
+    for line in report.modules:
+        assert any(row[:2] == [line.name, str(line.tensors)] for row in rows if row)
+    assert policy.PARAMETER in str(report)
+    assert "module" in rows[0]
+
+
+def test_a_long_table_gathers_the_smallest_modules_in_one_row() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(23)))
+    pyactcomp.compress(model)
+    step(model)
+    report = pyactcomp.report(model)
+    text = str(report)
+    size = ROWS * 256 * 4
+    assert len(report.modules) == 23
+    rest = next(line.split() for line in text.splitlines() if line.startswith("(3 more modules)"))
+    assert rest[3:] == ["3", *(f"{n / MIB:.2f}" for n in (3 * size, 3 * size, 3 * packed(size // 4))), "3.76"]
+
+
+def test_a_report_is_plain_data() -> None:
+    model = pyactcomp.compress(perceptron())
+    step(model)
+    report = pyactcomp.report(model)
+    restored = pickle.loads(pickle.dumps(report))
+    assert restored == report
+    assert str(restored) == str(report)
+    assert restored.stored_bytes == report.stored_bytes
+    assert report != Report(report.tensors[1:])
+    records = json.loads(json.dumps([dataclasses.asdict(t) for t in report.tensors]))
+    assert sum(r["stored_bytes"] for r in records) == report.stored_bytes
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.note = ""  # type: ignore[misc]
+
+
+def test_report_of_a_model_that_is_not_compressed_raises() -> None:
+    with pytest.raises(PyactcompError, match=r"Sequential is not compressed; call pyactcomp\.compress"):
+        pyactcomp.report(perceptron())
+    model = pyactcomp.compress(perceptron())
+    with pytest.raises(PyactcompError, match="is not compressed"):
+        pyactcomp.report(model[0])
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module.*got int"):
+        pyactcomp.report(3)  # type: ignore[arg-type]

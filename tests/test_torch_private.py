@@ -1,0 +1,101 @@
+"""Each private name of torch that the engine relies on does what it is relied on for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyactcomp import torch_private
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str | None]:
+    return torch_private.self_test()
+
+
+@pytest.mark.parametrize("name", torch_private._TESTS)
+def test_a_private_name_does_what_is_relied_on(name: str, results: dict[str, str | None]) -> None:
+    assert results[name] is None
+
+
+def test_the_self_test_reports_a_name_that_moved(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, str | None]
+) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
+    after = torch_private.self_test()
+    assert set(after) == set(results)
+    wrong = {name: reason for name, reason in after.items() if reason is not None}
+    assert set(wrong) == {
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._functorch.peek_interpreter_stack",
+    }
+    assert "AttributeError" in wrong["torch._C._autograd._top_saved_tensors_default_hooks"]
+
+
+def test_the_self_test_leaves_no_hook_behind(results: dict[str, str | None]) -> None:
+    assert results
+    assert torch_private.top_saved_tensor_hooks() is None
+    assert torch_private.saved_tensor_hooks_enabled()
+    assert not torch_private.profiler_enabled()
+
+
+def test_top_saved_tensor_hooks_is_the_innermost_pair_of_this_thread() -> None:
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    def other(x: Tensor) -> Tensor:
+        return x
+
+    seen: list[object] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        with torch.autograd.graph.saved_tensors_hooks(other, pack):
+            assert torch_private.top_saved_tensor_hooks() == (other, pack)
+        assert torch_private.top_saved_tensor_hooks() == (pack, pack)
+        thread = threading.Thread(target=lambda: seen.append(torch_private.top_saved_tensor_hooks()))
+        thread.start()
+        thread.join()
+    assert torch_private.top_saved_tensor_hooks() is None
+    assert seen == [None]
+
+
+def test_inside_functorch_tells_every_transform() -> None:
+    def probe(x: Tensor) -> Tensor:
+        assert torch_private.inside_functorch()
+        return x.sum()
+
+    x = torch.ones(3)
+    torch.func.grad(probe)(x)
+    torch.func.vmap(probe)(x.view(3, 1))
+    torch.func.functionalize(probe)(x)
+    assert not torch_private.inside_functorch()
+
+
+@pytest.mark.gpu
+def test_current_raw_stream_follows_the_current_stream() -> None:
+    assert torch_private.current_raw_stream(0) == torch.cuda.current_stream().cuda_stream
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert torch_private.current_raw_stream(0) == stream.cuda_stream != 0
+
+
+def test_every_public_function_has_a_self_test() -> None:
+    """What the module offers must be among what ``pyactcomp doctor`` tests."""
+    tree = ast.parse(inspect.getsource(torch_private))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tested = {
+        name.id
+        for function in functions.values()
+        if function.name.startswith("_test_")
+        for name in ast.walk(function)
+        if isinstance(name, ast.Name)
+    }
+    offered = {name for name in functions if not name.startswith("_")} - {"self_test"}
+    assert offered - tested == set()
+    registered = {test.__name__ for test in torch_private._TESTS.values()}
+    assert registered == {name for name in functions if name.startswith("_test_")}
