@@ -1,0 +1,83 @@
+"""``python -m bench SUITE``: measure, and append rows to ``bench/results/SUITE.json``; ``report`` draws from them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .rows import ROOT, Budget, Options
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON files")
+
+    measuring = argparse.ArgumentParser(add_help=False, parents=[shared])
+    measuring.add_argument("--budget-s", type=float, help="start no row that would not end within these seconds")
+    measuring.add_argument("--only", default="", metavar="WORKLOAD[,METHOD]", help="measure just this")
+    measuring.add_argument("--again", action="store_true", help="also measure what is there for this commit")
+    measuring.add_argument("--tiny", action="store_true", help="sizes that test the harness, not the code")
+    measuring.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+
+    training = argparse.ArgumentParser(add_help=False, parents=[measuring])
+    training.add_argument("--methods", default="", metavar="A,B,...", help="measure just these methods")
+
+    top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    suites = top.add_subparsers(dest="suite", required=True)
+    suites.add_parser("codec", parents=[measuring], help="quantise and dequantise against a device copy and the peers")
+    suites.add_parser("overhead", parents=[measuring], help="host time of pack and unpack per tensor")
+    suites.add_parser("step", parents=[training], help="whole training steps of five models")
+    batch = suites.add_parser("batch", parents=[training], help="throughput against batch size under a memory cap")
+    batch.add_argument("--memory-gib", type=float, help="the cap, by default 24")
+    report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
+    report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
+    report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
+    return top
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one suite; return the exit code."""
+    top = parser()
+    args = top.parse_args(arguments)
+    if args.suite == "report":
+        from . import report
+
+        report.run(args.out, args.readme, args.docs)
+        return 0
+
+    import torch
+
+    from . import batch, codec, overhead, step
+    from .methods import METHODS
+    from .workloads import WORKLOADS
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        top.error("--device cuda: torch finds no GPU here; use --device cpu or leave it out")
+    options = Options(args.out.resolve(), device, Budget(args.budget_s), _names(args.only), args.again, args.tiny)
+    if args.suite in ("step", "batch"):
+        methods = _names(args.methods)
+        if unknown := set(methods) - set(METHODS):
+            top.error(f"unknown method {sorted(unknown)}; known: {', '.join(METHODS)}")
+        if options.only and options.only[0] not in WORKLOADS:
+            top.error(f"unknown workload {options.only[0]!r}; known: {', '.join(WORKLOADS)}")
+    if args.suite == "codec":
+        codec.run(options)
+    elif args.suite == "overhead":
+        overhead.run(options)
+    elif args.suite == "step":
+        step.run(options, methods)
+    else:
+        batch.run(options, methods, args.memory_gib or batch.MEMORY_GIB)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

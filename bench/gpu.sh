@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Builds, runs the GPU tests and then every suite. The budgets add up to about nine minutes; a second run skips the
+# rows that are there and goes on with those that did not fit.
+#
+#   bench/gpu.sh [SUITE...]          default: tests codec overhead step batch
+#
+# OUT     folder for the JSON files; default bench/results
+# PYTHON  interpreter that has torch with CUDA; default python3
+# PYACTCOMP_BENCH_COMMIT  the commit, where the copy has no .git folder
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+out=${OUT:-bench/results}
+suites=${*:-tests codec overhead step batch}
+export PYTHONUNBUFFERED=1
+mkdir -p "$out"
+# Earlier rows travel along, so that a second run skips them and adds to them.
+[ "$out" -ef bench/results ] || cp bench/results/*.json "$out" 2>/dev/null
+
+"$python" -m pip install -q --no-build-isolation --no-deps -e . || exit 1
+
+failed=0
+for suite in $suites; do
+    case $suite in
+        tests) timeout 120 "$python" -m pytest -q -m gpu tests || failed=1 ;;
+        codec) timeout 90 "$python" -m bench codec --budget-s 45 --out "$out" || failed=1 ;;
+        overhead) timeout 40 "$python" -m bench overhead --budget-s 20 --out "$out" || failed=1 ;;
+        step) timeout 330 "$python" -m bench step --budget-s 270 --out "$out" || failed=1 ;;
+        batch) timeout 100 "$python" -m bench batch --budget-s 60 --out "$out" || failed=1 ;;
+        *) echo "unknown suite '$suite'; known: tests codec overhead step batch" >&2; exit 2 ;;
+    esac
+done
+exit "$failed"

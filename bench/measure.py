@@ -1,0 +1,105 @@
+"""Timing: the only module that reads a clock around device work.
+
+Small work is timed as replays of a CUDA graph, so that launch overhead on the host does not count as device
+time. Every replay runs over several sets of buffers, together at least three times the L2 cache, so that no
+input is found in the cache. Competitors take turns in shuffled rounds, so that a drift of the clocks or a
+neighbour on the machine meets them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+L2_MULTIPLE = 3
+"""A set of buffers is used again after this many times the L2 cache has passed through it."""
+
+CONTENDED = 1.05
+"""A run whose copies have a 90th percentile this much above their median shared the device with someone."""
+
+
+def buffer_sets(nbytes: int, l2_bytes: int) -> int:
+    """Return how many tensors of ``nbytes`` to rotate through; at least two, so that none follows itself."""
+    return max(2, -(-L2_MULTIPLE * l2_bytes // nbytes))
+
+
+def interleave(tasks: Mapping[str, Callable[[], float]], rounds: int, seed: int = 0) -> dict[str, list[float]]:
+    """Run every task once a round, in an order shuffled anew each round, and return what each one returned."""
+    shuffled = random.Random(seed)
+    samples: dict[str, list[float]] = {name: [] for name in tasks}
+    for _ in range(rounds):
+        order = list(tasks)
+        shuffled.shuffle(order)
+        for name in order:
+            samples[name].append(tasks[name]())
+    return samples
+
+
+def host_task(function: Callable[[Any], Any], items: Sequence[Any]) -> Callable[[], float]:
+    """Return a task that applies the function to all items and returns microseconds an item."""
+
+    def task() -> float:
+        begin = time.perf_counter()
+        kept = [function(item) for item in items]
+        end = time.perf_counter()
+        del kept
+        return (end - begin) * 1e6 / len(items)
+
+    return task
+
+
+def device_task(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Callable[[], float], str]:
+    """Return a task like :func:`host_task`, in device time, and how it is timed: "graph" or "event"."""
+    function(items[0])  # compiles and loads what is loaded lazily, which a capture forbids
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            # Held until the capture ends, so that the outputs too are distinct buffers.
+            outputs = [function(item) for item in items]
+        del outputs
+        run: Callable[[], Any] = graph.replay
+        timer = "graph"
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        torch.cuda.synchronize()
+        timer = "event"
+
+        def run() -> None:
+            for item in items:
+                function(item)
+
+    def task() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        run()  # untimed: while it runs the host queues the timed one, so that no launch latency is inside
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / len(items)
+
+    return task, timer
+
+
+def step_times(step: Callable[[], Any], count: int, device: str) -> list[float]:
+    """Return the milliseconds of ``count`` consecutive calls, by CUDA events on a GPU."""
+    if device != "cuda":
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return times
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]

@@ -1,0 +1,141 @@
+"""Suite `overhead`: host time per saved tensor of pack and unpack, through the public context.
+
+A chain of cheap operations saves one tensor each. The host time of its forward and backward, with and without
+compression, differs by one pack and one unpack per tensor. The tensors are so small that the device keeps up;
+``drain_us``, what is left to wait for once the host is done, is recorded as evidence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+import pyactcomp
+from pyactcomp import format as fmt
+
+from .rows import Options, Row, failure, quantile
+
+NBYTES = 256 << 10
+"""Twice the size below which tensors are kept as they are; the device is done with one in a few microseconds."""
+LENGTH = 2000
+ROUNDS = 7
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def chain(x: Tensor, length: int, context: Context, device: str) -> tuple[float, float, float]:
+    """Return the host's microseconds per operation of forward, backward, and of waiting for the device after both."""
+    upstream = torch.ones_like(x)
+    x.grad = None
+    _synchronize(device)
+    marks = [time.perf_counter()]
+    with context():
+        y = x
+        for _ in range(length):
+            y = torch.sin(y)
+    marks.append(time.perf_counter())
+    _synchronize(device)
+    marks.append(time.perf_counter())
+    y.backward(upstream)
+    marks.append(time.perf_counter())
+    _synchronize(device)
+    marks.append(time.perf_counter())
+    forward, drain, backward, second_drain = ((end - begin) * 1e6 / length for begin, end in itertools.pairwise(marks))
+    return forward, backward, drain + second_drain
+
+
+def _per_call_us(function: Callable[[], object], calls: int, device: str) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    elapsed = time.perf_counter() - begin
+    _synchronize(device)
+    return elapsed * 1e6 / calls
+
+
+def launches(x: Tensor, calls: int, device: str) -> Row:
+    """Return the host time of what every pack and unpack cannot do without: an allocation and a launch each."""
+    module = importlib.import_module(f"pyactcomp.kernels.{'cuda' if device == 'cuda' else 'cpu'}")
+    if (reason := module.unavailable_reason()) is not None:
+        raise ImportError(reason)
+    kernel = module.bind(x.dtype, 8, 64, False, False, x.device)
+    nbytes = fmt.packed_nbytes(x.numel(), 8, 64)
+    packed = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+    restored = torch.empty_like(x)
+    parts = {
+        "allocate_us": lambda: torch.empty(nbytes, dtype=torch.uint8, device=x.device),
+        "encode_us": lambda: kernel.encode(x, packed, 0),
+        "decode_us": lambda: kernel.decode(packed, restored),
+    }
+    for part in parts.values():
+        _per_call_us(part, calls, device)
+    rounds = {name: [_per_call_us(part, calls, device) for _ in range(ROUNDS)] for name, part in parts.items()}
+    return {name: quantile(samples, 0.5) for name, samples in rounds.items()}
+
+
+def measure(options: Options) -> Row:
+    """Return the figures of one row."""
+    device = options.device
+    length, rounds = (50, 3) if options.tiny else (LENGTH, ROUNDS)
+    torch.manual_seed(0)
+    x = torch.randn(NBYTES // 2, dtype=torch.bfloat16, device=device).requires_grad_()
+
+    chain(x, 4, nullcontext, device)
+    exact = x.grad
+    chain(x, 4, pyactcomp.compressed, device)
+    if exact is None or x.grad is None or torch.equal(exact, x.grad):
+        raise RuntimeError("the gradient with compression is the exact one: nothing was compressed, nothing to time")
+
+    chain(x, length, nullcontext, device)
+    chain(x, length, pyactcomp.compressed, device)
+    plain, ours = [], []
+    for _ in range(rounds):
+        plain.append(chain(x, length, nullcontext, device))
+        ours.append(chain(x, length, pyactcomp.compressed, device))
+    pack = [b[0] - a[0] for a, b in zip(plain, ours, strict=True)]
+    unpack = [b[1] - a[1] for a, b in zip(plain, ours, strict=True)]
+    with torch.no_grad():
+        breakdown = launches(x.detach(), length, device)
+    return {
+        "tensors": length,
+        "nbytes": NBYTES,
+        "pack_us": quantile(pack, 0.5),
+        "unpack_us": quantile(unpack, 0.5),
+        "sum_us": quantile([a + b for a, b in zip(pack, unpack, strict=True)], 0.5),
+        "drain_us": quantile([b[2] for b in ours], 0.5),
+        "samples_pack_us": pack,
+        "samples_unpack_us": unpack,
+        "plain_forward_us": quantile([a[0] for a in plain], 0.5),
+        "plain_backward_us": quantile([a[1] for a in plain], 0.5),
+        **breakdown,
+    }
+
+
+def run(options: Options) -> None:
+    """Measure once per commit."""
+    store = options.store("overhead")
+    key: Row = {"workload": "sin-chain", "method": "int8", "scale": "tiny" if options.tiny else "full"}
+    if (store.has(**key) and not options.again) or not options.selects("sin-chain", "int8"):
+        return
+    if not options.budget.allows(0.0):
+        print("overhead: not started, the budget is used up")
+        return
+    try:
+        row: Row = {"status": "ok", **measure(options)}
+    except (ImportError, RuntimeError) as problem:
+        row = failure(problem)
+    store.append({"suite": "overhead", **key, **row})
+    names = ("pack_us", "unpack_us", "sum_us", "drain_us", "allocate_us", "encode_us", "decode_us")
+    figures = "  ".join(f"{name} {row[name]:.2f}" for name in names if name in row)
+    print(f"overhead {row['status']} {figures}{row.get('reason', '')}", flush=True)

@@ -1,0 +1,192 @@
+"""Rows of measurements: where they are kept, what they say about their origin, how samples are summarised."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "transformers", "timm", "bitsandbytes", "pyactcomp")
+FINAL = ("ok", "oom")
+"""A row with one of these is a result; `unavailable` and `error` are tried again by the next run."""
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """Return the ``q`` quantile of the samples, interpolating linearly between neighbours."""
+    ordered = sorted(samples)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def summary(samples: Sequence[float], unit: str) -> Row:
+    """Return median, 20th and 80th percentile and the raw samples, named by their unit."""
+    return {
+        f"median_{unit}": quantile(samples, 0.5),
+        f"p20_{unit}": quantile(samples, 0.2),
+        f"p80_{unit}": quantile(samples, 0.8),
+        f"samples_{unit}": [round(sample, 4) for sample in samples],
+    }
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _sources_digest() -> str:
+    """Return a digest of the sources that a figure depends on: a commit says nothing about a dirty tree."""
+    digest = hashlib.sha256()
+    for folder in ("pyactcomp", "csrc", "bench"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".hpp", ".cu", ".cuh", ".h"):
+                digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _command() -> str:
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--out=")]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return " ".join(["python -m bench", *arguments])
+
+
+def provenance(device: str) -> Row:
+    """Return what a reader needs to judge or repeat a row that was measured on ``device`` ("cuda" or "cpu").
+
+    The commit of a copy without its .git folder is taken from the variable ``PYACTCOMP_BENCH_COMMIT``.
+    """
+    import torch
+
+    commit = os.environ.get("PYACTCOMP_BENCH_COMMIT") or _output_of("git", "rev-parse", "HEAD")
+    changes = _output_of("git", "status", "--porcelain", "--", "pyactcomp", "csrc", "bench", ":!bench/results")
+    gpu = device == "cuda"
+    return {
+        "commit": commit,
+        "dirty": None if changes is None else bool(changes),
+        "sources": _sources_digest(),
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "command": _command(),
+    }
+
+
+@dataclass
+class Budget:
+    """The wall-clock time a run may still use; rows that would not fit are not started."""
+
+    seconds: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def remaining(self) -> float | None:
+        return None if self.seconds is None else self.seconds - (self.clock() - self.started)
+
+    def allows(self, expected_s: float) -> bool:
+        """Return whether something that takes about ``expected_s`` seconds still fits."""
+        remaining = self.remaining()
+        return remaining is None or remaining > max(expected_s, 0.0)
+
+
+@dataclass
+class Store:
+    """The rows of one suite in one JSON file, rewritten atomically with each new row."""
+
+    path: Path
+    origin: Row
+
+    def rows(self) -> list[Row]:
+        if not self.path.exists():
+            return []
+        loaded: list[Row] = json.loads(self.path.read_text())["rows"]
+        return loaded
+
+    def append(self, row: Row) -> None:
+        """Stamp the row with time and origin and write it out at once."""
+        stamped = {**row, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "origin": self.origin}
+        lines = ",\n".join(json.dumps(r, allow_nan=False) for r in [*self.rows(), stamped])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".tmp")
+        draft.write_text(f'{{"schema": {SCHEMA}, "rows": [\n{lines}\n]}}\n')
+        draft.replace(self.path)
+
+    def has(self, **key: Any) -> bool:
+        """Return whether a result with these fields was measured at this commit, from these sources, on this device."""
+        same = ("commit", "sources", "device")
+        return any(
+            row["status"] in FINAL
+            and all(row.get(name) == value for name, value in key.items())
+            and all(row["origin"][name] == self.origin[name] for name in same)
+            for row in self.rows()
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says to every suite."""
+
+    out: Path
+    device: str
+    budget: Budget
+    only: tuple[str, ...] = ()
+    again: bool = False
+    tiny: bool = False
+
+    def store(self, suite: str) -> Store:
+        return Store(self.out / f"{suite}.json", provenance(self.device))
+
+    def selects(self, workload: str, method: str | None = None) -> bool:
+        """Return whether ``--only WORKLOAD[,METHOD]`` lets this workload (and method) through."""
+        if self.only and self.only[0] != workload:
+            return False
+        return method is None or len(self.only) < 2 or self.only[1] == method
+
+
+def failure(error: BaseException) -> Row:
+    """Return the fields of a row that has no figure: status and reason."""
+    import torch
+
+    from pyactcomp.errors import ImplementationUnavailableError
+
+    status = "error"
+    if isinstance(error, torch.OutOfMemoryError):
+        status = "oom"
+    elif isinstance(error, (ImportError, ImplementationUnavailableError)):
+        status = "unavailable"
+    return {"status": status, "reason": f"{type(error).__name__}: {error}".strip()[:400]}
+
+
+def select(rows: Iterable[Row], **key: Any) -> list[Row]:
+    """Return the rows with these fields, oldest first."""
+    return [row for row in rows if all(row.get(name) == value for name, value in key.items())]

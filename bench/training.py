@@ -1,0 +1,165 @@
+"""One model under one method: whole training steps, their time, their memory and the gradients' error."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .measure import step_times
+from .methods import Context, Method
+from .rows import Row, summary
+from .workloads import Batch, Workload
+
+WEIGHT_SEED, INPUT_SEED, STEP_SEED = 0, 1, 2
+WARM_UP = 3
+"""Steps before the timed ones: the first creates the optimizer's state, the last is the one whose memory counts."""
+LOSS_TOLERANCE = 2.0**-7
+"""Two forwards with the same weights, batch and seed differ by the order of bf16 sums at most: about an ulp."""
+
+
+@dataclass
+class Trainer:
+    """A model, its batch and its optimizer; ``context`` is what the method wraps a forward in."""
+
+    workload: Workload
+    device: str
+    module: nn.Module
+    batch: Batch
+    context: Context = nullcontext
+    tiny: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+
+    def forward(self) -> Tensor:
+        autocast = torch.autocast(self.device, torch.bfloat16) if self.workload.autocast else nullcontext()
+        with autocast, self.context():
+            loss: Tensor = self.module(*self.batch)
+        return loss
+
+    def finish(self, loss: Tensor) -> None:
+        """Run what follows a forward, down to gradients that are gone."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        self.finish(self.forward())
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of one step from the first step's random state, leaving none behind."""
+        torch.manual_seed(STEP_SEED)
+        self.forward().backward()
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        self.module.zero_grad(set_to_none=True)
+        return gradients
+
+
+def build(workload: Workload, batch: int, device: str, tiny: bool) -> Trainer:
+    """Build the model with the same weights and the same batch every time."""
+    if workload.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    torch.manual_seed(WEIGHT_SEED)
+    with torch.device(device):
+        module = workload.build(tiny)
+    module.train()
+    torch.manual_seed(INPUT_SEED)
+    return Trainer(workload, device, module, workload.inputs(batch, device, tiny), tiny=tiny)
+
+
+def clean(device: str) -> None:
+    """Return what the last model left in the allocator, so that the next one starts from the same state."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def relative_error(gradients: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the relative L2 error over all gradients taken as one vector."""
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(gradients, exact, strict=True))
+    return float((difference / sum(float(b.double().square().sum()) for b in exact)) ** 0.5)
+
+
+def apply_and_compare(trainer: Trainer, method: Method) -> Row:
+    """Apply a lossy method, and return the error of its gradients beside that of an exact repetition."""
+    blocks = trainer.workload.blocks(trainer.module)
+    if not method.lossy:
+        trainer.context = method.apply(trainer.module, blocks)
+        return {}
+    exact = trainer.gradients()
+    again = trainer.gradients()
+    trainer.context = method.apply(trainer.module, blocks)
+    lossy = trainer.gradients()
+    return {"grad_error": relative_error(lossy, exact), "grad_error_vanilla": relative_error(again, exact)}
+
+
+def memory_of_step(trainer: Trainer) -> Row:
+    """Return the bytes of one step, nothing on the CPU: torch counts allocations on a GPU only."""
+    if trainer.device != "cuda":
+        trainer.step()
+        return {}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    loss = trainer.forward()
+    act = torch.cuda.memory_allocated() - base
+    trainer.finish(loss)
+    torch.cuda.synchronize()
+    return {
+        "base_bytes": base,
+        "act_bytes": act,
+        "peak_minus_base_bytes": torch.cuda.max_memory_allocated() - base,
+    }
+
+
+def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_loss: float | None) -> Row:
+    """Measure one method on a freshly built model and return the row's figures.
+
+    ``exact_loss`` is the first loss of the vanilla row: a method that changes the forward is an error, not a row.
+    """
+    clean(device)
+    leftover = torch.cuda.memory_allocated() if device == "cuda" else None
+    trainer = build(workload, workload.batch_size(tiny), device, tiny)
+    errors = apply_and_compare(trainer, method)
+    clean(device)
+
+    torch.manual_seed(STEP_SEED)
+    loss = trainer.forward()
+    first_loss = float(loss.detach())
+    reference_loss = first_loss if exact_loss is None else exact_loss
+    if not abs(first_loss - reference_loss) <= LOSS_TOLERANCE * abs(reference_loss):
+        raise RuntimeError(f"the first loss is {first_loss}, without the method it is {reference_loss}")
+    trainer.finish(loss)
+    del loss
+
+    steps = method.steps if not tiny else 2
+    for _ in range(WARM_UP - 2):
+        trainer.step()
+    memory = memory_of_step(trainer)
+    times = step_times(trainer.step, steps, device)
+    return {
+        "batch": workload.batch_size(tiny),
+        "first_loss": first_loss,
+        "leftover_bytes": leftover,
+        **memory,
+        **errors,
+        **summary(times, "ms"),
+    }
+
+
+def throughput(trainer: Trainer, batch: int, steps: int) -> Row:
+    """Return how many samples a second this trainer gets through with batches of this size."""
+    torch.manual_seed(INPUT_SEED)
+    trainer.batch = ()
+    trainer.batch = trainer.workload.inputs(batch, trainer.device, trainer.tiny)
+    for _ in range(2):
+        trainer.step()
+    times = summary(step_times(trainer.step, steps, trainer.device), "ms")
+    return {"batch": batch, "samples_per_s": batch / times["median_ms"] * 1e3, **times}

@@ -1,0 +1,180 @@
+"""The models that the training suites measure: random weights, random inputs, the loss inside the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, ...]
+
+TINY_VOCABULARY = 2048
+"""Still wide enough that the logits of a tiny model are large enough to be compressed."""
+
+
+class LanguageModelLoss(nn.Module):
+    """A Hugging Face model whose output is its loss, so that no other output outlives the forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=labels).loss
+        return loss
+
+
+class ClassifierLoss(nn.Module):
+    """An image classifier with its criterion, so that what covers the module covers the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(images), labels)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model at one size.
+
+    ``build(tiny)`` makes it on the current default device, ``inputs(batch, device, tiny)`` draws a batch and
+    ``blocks(module)`` names what gradient checkpointing wraps.
+    """
+
+    name: str
+    build: Callable[[bool], nn.Module]
+    inputs: Callable[[int, str, bool], Batch]
+    blocks: Callable[[Any], list[nn.Module]]
+    batch: int
+    conditions: str
+    autocast: bool = False
+    tf32: bool = False
+    first_batch: int = 8
+
+    def batch_size(self, tiny: bool) -> int:
+        return 2 if tiny else self.batch
+
+
+def _bert(tiny: bool) -> nn.Module:
+    from transformers import AutoModelForMaskedLM, BertConfig
+
+    size: dict[str, Any] = (
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+        if tiny
+        else {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    )
+    return LanguageModelLoss(
+        AutoModelForMaskedLM.from_config(
+            BertConfig(**size, vocab_size=TINY_VOCABULARY if tiny else 30522), attn_implementation="sdpa"
+        )
+    )
+
+
+def _gpt2(tiny: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    size: dict[str, Any] = (
+        {"n_embd": 64, "n_layer": 2, "n_head": 2} if tiny else {"n_embd": 1024, "n_layer": 24, "n_head": 16}
+    )
+    config = GPT2Config(**size, vocab_size=TINY_VOCABULARY if tiny else 50257, use_cache=False)
+    return LanguageModelLoss(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+
+
+def _llama(tiny: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    size: dict[str, Any] = (
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+        if tiny
+        else {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
+    )
+    config = LlamaConfig(
+        **size,
+        num_key_value_heads=2 if tiny else 8,
+        vocab_size=TINY_VOCABULARY if tiny else 32000,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    return LanguageModelLoss(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16))
+
+
+def _swin(tiny: bool) -> nn.Module:
+    import timm
+
+    if tiny:
+        model = timm.models.swin_transformer.SwinTransformer(
+            img_size=56, num_classes=10, embed_dim=32, depths=(1, 2), num_heads=(1, 2)
+        )
+    else:
+        model = timm.create_model("swin_base_patch4_window7_224")
+    return ClassifierLoss(model)
+
+
+def _resnet(tiny: bool) -> nn.Module:
+    import timm
+
+    model = timm.create_model("resnet18", num_classes=10) if tiny else timm.create_model("resnet50")
+    return ClassifierLoss(model).to(memory_format=torch.channels_last)
+
+
+def _tokens(vocabulary: int, length: int, labelled_by_itself: bool) -> Callable[[int, str, bool], Batch]:
+    def draw(batch: int, device: str, tiny: bool) -> Batch:
+        shape = (batch, 64 if tiny else length)
+        known = TINY_VOCABULARY if tiny else vocabulary
+        tokens = torch.randint(known, shape, device=device)
+        return tokens, tokens if labelled_by_itself else torch.randint(known, shape, device=device)
+
+    return draw
+
+
+def _images(channels_last: bool) -> Callable[[int, str, bool], Batch]:
+    def draw(batch: int, device: str, tiny: bool) -> Batch:
+        side, classes = (56, 10) if tiny else (224, 1000)
+        images = torch.randn(batch, 3, side, side, device=device)
+        if channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        return images, torch.randint(classes, (batch,), device=device)
+
+    return draw
+
+
+def _swin_blocks(module: Any) -> list[nn.Module]:
+    return [block for stage in module.model.layers for block in stage.blocks]
+
+
+def _resnet_blocks(module: Any) -> list[nn.Module]:
+    model = module.model
+    return [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "bert_large_amp", _bert, _tokens(30522, 512, False), lambda m: list(m.model.bert.encoder.layer), 32,
+            "BertForMaskedLM, BERT-large, sdpa, 32 x 512 tokens, bf16 autocast, dropout 0.1", autocast=True,
+        ),
+        Workload(
+            "llama_1b_bf16", _llama, _tokens(32000, 4096, True), lambda m: list(m.model.model.layers), 4,
+            "LlamaForCausalLM, 16 layers of 2048, 4 x 4096 tokens, pure bf16", first_batch=1,
+        ),
+        Workload(
+            "gpt2_medium_amp", _gpt2, _tokens(50257, 1024, True), lambda m: list(m.model.transformer.h), 16,
+            "GPT2LMHeadModel, 24 layers of 1024, 16 x 1024 tokens, bf16 autocast, dropout 0.1", autocast=True,
+            first_batch=2,
+        ),
+        Workload(
+            "swin_base_amp", _swin, _images(False), _swin_blocks, 128,
+            "timm swin_base_patch4_window7_224, 128 images of 224 px, bf16 autocast", autocast=True, first_batch=32,
+        ),
+        Workload(
+            "resnet50_tf32", _resnet, _images(True), _resnet_blocks, 256,
+            "timm resnet50, 256 images of 224 px, channels_last, TF32, cudnn.benchmark", tf32=True, first_batch=64,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,136 @@
+"""What the distributed tests share, and what their processes run; these report through files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from works_with import MIN_BYTES, Block, Transformer, gradients, regression
+
+import pyactcomp
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+
+Worker = Callable[[int, str], dict[str, Any]]
+
+# Three samples a rank, so that no flattened activation (96 positions) has the shape of a weight.
+BATCH = 6
+
+
+def need_devices(backend: str, count: int) -> None:
+    """Skip where NCCL would have fewer GPUs than processes."""
+    if backend == "nccl" and torch.cuda.device_count() < count:
+        pytest.skip(f"NCCL over {count} processes needs as many GPUs, found {torch.cuda.device_count()}")
+
+
+def assert_no_weight_compressed(report: pyactcomp.Report) -> None:
+    """Assert that nothing packed has the shape of a matrix of :class:`Block`; no activation of a rank has one."""
+    weights = {tuple(sorted(p.shape)) for p in Block().parameters() if p.dim() == 2}
+    packed = {tuple(sorted(tensor.shape)) for tensor in report.tensors if tensor.kept is None}
+    assert packed
+    assert not packed & weights
+
+
+@contextmanager
+def process_group(backend: str, rank: int, world: int, directory: Path) -> Iterator[None]:
+    """Join the group through a file, which needs no free port."""
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of(backend: str, rank: int) -> str:
+    """Return the device on which a rank works."""
+    return f"cuda:{rank}" if backend == "nccl" else "cpu"
+
+
+def _run(rank: int, worker: Worker, backend: str, world: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    with process_group(backend, rank, world, directory):
+        torch.save(worker(rank, backend), directory / f"{rank}.pt")
+
+
+def run(worker: Worker, backend: str, world: int, directory: Path) -> list[dict[str, Any]]:
+    """Run ``worker(rank, backend)`` in ``world`` processes and return what each of them returned."""
+    mp.spawn(_run, args=(worker, backend, world, directory), nprocs=world)
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _shard(device: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = regression(device, BATCH)
+    return inputs.chunk(dist.get_world_size())[rank], targets.chunk(dist.get_world_size())[rank]
+
+
+def _model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer().to(device)
+
+
+def exact_gradients(device: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of the whole batch in one process, without compression."""
+    model = _model(device)
+    inputs, targets = regression(device, BATCH)
+    F.mse_loss(model(inputs), targets).backward()
+    return gradients(model)
+
+
+def ddp(rank: int, backend: str) -> dict[str, Any]:
+    """Take one step of each nesting of compression and DDP."""
+    device = device_of(backend, rank)
+    ids = [rank] if backend == "nccl" else None
+    inside, outside = _model(device), _model(device)
+    pyactcomp.compress(inside, min_bytes=MIN_BYTES)
+    wrapped = {
+        "compress inside": nn.parallel.DistributedDataParallel(inside, device_ids=ids),
+        "compress outside": pyactcomp.compress(
+            nn.parallel.DistributedDataParallel(outside, device_ids=ids), min_bytes=MIN_BYTES
+        ),
+    }
+    inputs, targets = _shard(device, rank)
+    results = {}
+    for name, model in wrapped.items():
+        F.mse_loss(model(inputs), targets).backward()
+        owner = inside if model.module is inside else model
+        results[name] = {n: g.cpu() for n, g in gradients(model.module).items()}, pyactcomp.report(owner)
+    return results
+
+
+def fsdp(rank: int, backend: str) -> dict[str, Any]:
+    """Take one step with sharded parameters, under full and under mixed precision."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = device_of(backend, rank)
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+    inputs, targets = _shard(device, rank)
+    results = {}
+    for name, policy in (
+        ("float32", MixedPrecisionPolicy()),
+        ("bfloat16", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    ):
+        model = _model(device)
+        exact = copy.deepcopy(model)
+        for m in (model, exact):
+            for block in m.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(m, mesh=mesh, mp_policy=policy)
+        pyactcomp.compress(model, min_bytes=MIN_BYTES)
+        found = []
+        for m in (model, exact):
+            F.mse_loss(m(inputs).float(), targets).backward()
+            found.append({n: p.grad.full_tensor().cpu() for n, p in m.named_parameters()})
+        results[name] = found[0], found[1], pyactcomp.report(model)
+    return results

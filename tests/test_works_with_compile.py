@@ -1,0 +1,176 @@
+"""Works with: torch.compile, in whatever order and around whatever part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo import lookup_backend
+from works_with import GRADIENT_BOUND, MIN_BYTES, Transformer, assert_compressed, gradients, regression, relative_error
+
+import pyactcomp
+
+# torch's own: of tracing a block whose input has a grad_fn, and inductor's advice.
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
+
+# On the CPU inductor would spend the time on the C++ compiler; what the hooks see is decided before it.
+TARGETS = [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+
+Compile = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def exact() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def compiled_then_compressed(model: Transformer, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    compiled = torch.compile(model, **options)
+    return compiled, pyactcomp.compress(compiled, min_bytes=MIN_BYTES)
+
+
+def blocks_compiled_then_compressed(model: Transformer, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    for block in model.blocks:
+        block.compile(**options)
+    return model, pyactcomp.compress(model, min_bytes=MIN_BYTES)
+
+
+def compressed_then_blocks_compiled(model: Transformer, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    pyactcomp.compress(model, min_bytes=MIN_BYTES)
+    for block in model.blocks:
+        block.compile(**options)
+    return model, model
+
+
+def compressed_then_compiled(model: Transformer, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    pyactcomp.compress(model, min_bytes=MIN_BYTES)
+    return torch.compile(model, **options), model
+
+
+def compressed_then_compiled_in_place(model: Transformer, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    pyactcomp.compress(model, min_bytes=MIN_BYTES)
+    model.compile(**options)
+    return model, model
+
+
+def compiled_in_place_then_compressed(model: Transformer, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    model.compile(**options)
+    return model, pyactcomp.compress(model, min_bytes=MIN_BYTES)
+
+
+HOOKS_AROUND_GRAPHS = [
+    compiled_then_compressed,
+    blocks_compiled_then_compressed,
+    compressed_then_blocks_compiled,
+]
+HOOKS_INSIDE_THE_GRAPH = [
+    compressed_then_compiled,
+    compressed_then_compiled_in_place,
+    compiled_in_place_then_compressed,
+]
+
+
+def step(call: nn.Module, device: str) -> torch.Tensor:
+    inputs, targets = regression(device)
+    loss = F.mse_loss(call(inputs), targets)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_agrees(model: Transformer, loss: torch.Tensor, exact: Transformer, exact_loss: torch.Tensor) -> float:
+    # Inductor fuses the forward, which moves float32 roundings: a few ulp through each of some 50 operators.
+    rtol = 64 * torch.finfo(torch.float32).eps if loss.device.type == "cuda" else 0.0
+    torch.testing.assert_close(loss, exact_loss, rtol=rtol, atol=0.0)
+    error = relative_error(gradients(model), gradients(exact))
+    assert error <= GRADIENT_BOUND, "NaN, from the mask's infinities, fails here too"
+    return error
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("order", HOOKS_AROUND_GRAPHS)
+def test_compiled_graph_under_the_hooks_is_compressed_and_warned_of_once(
+    exact: Transformer, order: Compile, device: str, backend: str
+) -> None:
+    model = copy.deepcopy(exact.to(device))
+    call, compressed = order(model, {"backend": backend, "fullgraph": True})
+    with pytest.warns(UserWarning, match=r"Compile each block .* or leave the model eager") as w:
+        loss = step(call, device)
+    assert sum("pyactcomp" in str(warning.message) for warning in w) == 1
+    assert assert_agrees(model, loss, exact, step(exact, device)) > 0.0
+    assert_compressed(pyactcomp.report(compressed))
+    for parameter in (*model.parameters(), *exact.parameters()):
+        parameter.grad = None
+    # The second step runs the compiled graphs again, warns no more (a warning is an error here), and is as right.
+    assert_agrees(model, step(call, device), exact, step(exact, device))
+
+
+@pytest.mark.filterwarnings("ignore:a graph compiled by torch.compile runs under")
+@pytest.mark.parametrize("order", HOOKS_AROUND_GRAPHS)
+def test_compressing_around_compiled_graphs_causes_no_further_compilation(exact: Transformer, order: Compile) -> None:
+    compilations = []
+
+    def counting(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        compilations.append(graph)
+        return lookup_backend("aot_eager")(graph, examples)
+
+    call, _ = order(copy.deepcopy(exact), {"backend": counting, "fullgraph": True})
+    step(call, "cpu")
+    first = len(compilations)
+    step(call, "cpu")
+    assert len(compilations) == first > 0
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("order", HOOKS_INSIDE_THE_GRAPH)
+def test_compiling_a_compressed_module_itself_compresses_nothing_and_says_so(
+    exact: Transformer, order: Compile, device: str, backend: str
+) -> None:
+    model = copy.deepcopy(exact.to(device))
+    call, compressed = order(model, {"backend": backend, "fullgraph": True})
+    with pytest.warns(UserWarning, match=r"torch\.compile"):
+        loss = step(call, device)
+    assert_agrees(model, loss, exact, step(exact, device))
+    assert not pyactcomp.report(compressed).tensors
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("named", [False, True], ids=["without model", "with model"])
+def test_compressed_context_around_a_compiled_model(exact: Transformer, device: str, backend: str, named: bool) -> None:
+    model = copy.deepcopy(exact.to(device))
+    compiled = torch.compile(model, backend=backend)
+    inputs, targets = regression(device)
+    with pytest.warns(UserWarning, match=r"torch\.compile"):
+        with pyactcomp.compressed(model if named else None, min_bytes=MIN_BYTES) as context:
+            loss = F.mse_loss(compiled(inputs), targets)
+    loss.backward()
+    assert assert_agrees(model, loss.detach(), exact, step(exact, device)) > 0.0
+    report = pyactcomp.report(context)
+    assert_compressed(report)
+    assert not {tuple(sorted(p.shape)) for p in model.blocks.parameters() if p.dim() == 2} & {
+        tuple(sorted(tensor.shape)) for tensor in report.tensors if tensor.kept is None
+    }
+
+
+@pytest.mark.filterwarnings("ignore:a graph compiled by torch.compile runs under")
+def test_skipped_module_inside_a_compiled_block_does_not_break_its_graph(exact: Transformer) -> None:
+    model = copy.deepcopy(exact)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    pyactcomp.compress(model, min_bytes=MIN_BYTES, skip=[nn.LayerNorm])
+    assert assert_agrees(model, step(model, "cpu"), exact, step(exact, "cpu")) > 0.0

@@ -1,0 +1,51 @@
+"""Works with: FSDP2 and DTensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import distributed_worker as worker
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from works_with import GRADIENT_BOUND, WIDTH, assert_compressed, assert_step_agrees, relative_error
+
+from pyactcomp import policy
+
+WORLD = 2
+
+
+@pytest.mark.parametrize("backend", worker.BACKENDS)
+def test_fsdp2_gradients_agree_and_gathered_weights_are_not_compressed(backend: str, tmp_path: Path) -> None:
+    worker.need_devices(backend, WORLD)
+    for results in worker.run(worker.fsdp, backend, WORLD, tmp_path):
+        for found, exact, report in results.values():
+            assert 0.0 < relative_error(found, exact) <= GRADIENT_BOUND
+            assert_compressed(report)
+            worker.assert_no_weight_compressed(report)
+            assert any(tensor.kept in policy.ALIVE_ANYWAY for tensor in report.tensors)
+
+
+@pytest.mark.parametrize("backend", worker.BACKENDS)
+def test_dtensor_model_compresses_local_tensors(backend: str, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    worker.need_devices(backend, 1)
+    device = worker.device_of(backend, 0)
+    with worker.process_group(backend, 0, 1, tmp_path):
+        mesh = init_device_mesh(torch.device(device).type, (1,))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)).to(device)
+        plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+        assert isinstance(model[0].weight, DTensor)
+        inputs = torch.randn(128, WIDTH, device=device)
+        report = assert_step_agrees(model, lambda m: F.mse_loss(m(inputs), inputs))
+        # Both layers' inputs and the GELU's, of which the last two are DTensors.
+        packed = [tensor for tensor in report.tensors if tensor.kept is None]
+        assert len(packed) == 3
+        weights = {tuple(sorted(p.shape)) for p in model.parameters()}
+        assert not weights & {tuple(sorted(tensor.shape)) for tensor in packed}
