@@ -58,6 +58,8 @@ class Provider:
     decode: Callable[[Any], Tensor]
     tensors: Callable[[Any], tuple[Tensor, ...]]
     exact_format: bool = False
+    capturable: bool = True
+    """False for what launches on the default stream: a graph would not hold it."""
 
 
 def _copy(_: Case, __: torch.device) -> Provider:
@@ -116,6 +118,7 @@ def _bitsandbytes(_: Case, __: torch.device) -> Provider:
         lambda x: functional.quantize_blockwise(x, blocksize=256),
         lambda stored: functional.dequantize_blockwise(stored[0], stored[1]),
         lambda stored: (stored[0], stored[1].absmax),
+        capturable=False,
     )
 
 
@@ -221,7 +224,10 @@ def measure(case: Case, methods: list[str], options: Options) -> Iterator[Row]:
                 ("quantise", provider.encode, sources),
                 ("dequantise", provider.decode, stored),
             ):
-                task, timer = device_task(function, items) if gpu else (host_task(function, items), "host")
+                if gpu:
+                    task, timer = device_task(function, items, capture=provider.capturable)
+                else:
+                    task, timer = host_task(function, items), "host"
                 tasks[f"{name}:{phase}"] = task
                 results[f"{name}:{phase}"] = {
                     **row, "phase": phase, "timer": timer, "bytes_moved": moved, "relative_l2": error

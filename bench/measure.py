@@ -53,27 +53,31 @@ def host_task(function: Callable[[Any], Any], items: Sequence[Any]) -> Callable[
     return task
 
 
-def device_task(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Callable[[], float], str]:
+def device_task(
+    function: Callable[[Any], Any], items: Sequence[Any], *, capture: bool = True
+) -> tuple[Callable[[], float], str]:
     """Return a task like :func:`host_task`, in device time, and how it is timed: "graph" or "event"."""
     function(items[0])  # compiles and loads what is loaded lazily, which a capture forbids
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            # Held until the capture ends, so that the outputs too are distinct buffers.
-            outputs = [function(item) for item in items]
-        del outputs
-        run: Callable[[], Any] = graph.replay
-        timer = "graph"
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        torch.cuda.synchronize()
-        timer = "event"
 
-        def run() -> None:
-            for item in items:
-                function(item)
+    def run_each() -> None:
+        for item in items:
+            function(item)
+
+    run: Callable[[], Any] = run_each
+    timer = "event"
+    if capture:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                # Held until the capture ends, so that the outputs too are distinct buffers.
+                outputs = [function(item) for item in items]
+            del outputs
+            run, timer = graph.replay, "graph"
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            torch.cuda.synchronize()
 
     def task() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -78,6 +78,11 @@ def _compress(module: nn.Module, _: Blocks) -> Context:
     return nullcontext
 
 
+def _compress_in_groups_of_128(module: nn.Module, _: Blocks) -> Context:
+    pyactcomp.compress(module, mode="int8", group_size=128)
+    return nullcontext
+
+
 def _compress_with_triton(module: nn.Module, _: Blocks) -> Context:
     pyactcomp.compress(module, mode="int8", impl="triton")
     return nullcontext
@@ -97,11 +102,12 @@ METHODS = {
         Method("ckpt2", _checkpoint(2)),
         Method("naive8", _naive, cost=2.5),
         Method("int8+ckpt", _compress_and_checkpoint, cost=2.0),
+        Method("int8-g128", _compress_in_groups_of_128, cost=2.5, lossy=True),
         Method("int8-triton", _compress_with_triton, cost=2.5),
         Method("save_on_cpu", _save_on_cpu, steps=3, cost=8.0),
         Method(VANILLA_AGAIN, _vanilla),
     )
 }
 CORE = (VANILLA, "int8", "ckpt")
-STAGES = (CORE, ("ckpt2", "naive8", "int8+ckpt", "int8-triton"), ("save_on_cpu",))
+STAGES = (CORE, ("ckpt2", "naive8", "int8+ckpt", "int8-g128", "int8-triton"), ("save_on_cpu",))
 """What to measure first on all workloads, so that a budget that ends early keeps what tells most."""

@@ -1,6 +1,6 @@
 """pyactcomp makes training fit: activations saved for backward in 8 bits, with one call."""
 
-from . import ops
+from . import functional, ops
 from ._version import __version__
 from .codec import Packed, dequantize, quantize
 from .compress import compress, compressed, decompress
@@ -22,6 +22,7 @@ __all__ = [
     "compressed",
     "decompress",
     "dequantize",
+    "functional",
     "ops",
     "quantize",
     "report",

@@ -28,7 +28,7 @@ def _warn_of_traced_root() -> None:
     """Warn while torch.compile traces a compressed model: the graph decides itself what to save."""
     warnings.warn(
         "torch.compile traces a model that pyactcomp compresses, hooks included, so nothing in it is compressed. "
-        "Compile its blocks instead (block.compile()), or compress what torch.compile(model) returns.",
+        "Leave the modules that hold most activations eager, or let torch.compile decide what to save.",
         stacklevel=2,
     )
 
@@ -248,8 +248,9 @@ class Compressed(contextlib.ContextDecorator):
     >>> with pyactcomp.compressed(model) as c:
     ...     loss = model(torch.randn(256, 512)).log_softmax(1).mean()
     >>> loss.backward()
-    >>> pyactcomp.report(c).stored_bytes < pyactcomp.report(c).unique_bytes / 3
-    True
+    >>> r = pyactcomp.report(c)
+    >>> r.unique_bytes, r.stored_bytes       # log_softmax's result is packed, the input of the model kept as it is
+    (1048576, 663552)
     """
 
     def __init__(self, model: Module | None = None, **options: Any) -> None:

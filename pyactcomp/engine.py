@@ -24,6 +24,8 @@ from .kernels import Kernel
 from .policy import (
     CARRIER,
     CAST,
+    NO_GRAD,
+    OTHER_LAYOUT,
     OVERLAPPING,
     RECAST,
     RELU,
@@ -116,31 +118,34 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
-        if type(tensor) not in _PLAIN:
-            local = local_tensor(tensor)
-            if local is not tensor and type(local) in _PLAIN:
-                return Distributed(self.pack(local), tensor)
-            return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
+        if type(tensor) in _PLAIN:
+            return self._pack_plain(tensor, tensor)
+        local = local_tensor(tensor)
+        if local is not tensor and type(local) in _PLAIN:
+            return Distributed(self._pack_plain(local, tensor), tensor)
+        return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
+
+    def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
+        """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
         if self.policy is None:
             self.policy = Policy(self._module, self.session.config.min_bytes)
-        reason = self.policy.reason_to_keep(tensor)
+        reason = self.policy.reason_to_keep(tensor, saved)
         if reason is not None:
+            if reason is NO_GRAD and not self.session.warned_of_compile:
+                self.session.warn_of_compiled_graph()
             return self._keep(tensor, reason)
-        positive = False
-        if tensor.requires_grad:
-            name, node = producer(tensor)
-            positive = name == RELU
-            if name == CAST and node is not None and self._casts_left:
-                self._casts_left -= 1
-                parameter = cast_parameter(node)
-                if parameter is not None and _same_memory_layout(tensor, parameter):
-                    if self.recorder is not None:
-                        self.recorder.add(tensor, RECAST, None)
-                    return Recast(tensor, parameter, self.session.name_of)
-        elif not self.session.warned_of_compile:
-            self.session.warn_of_compiled_graph()
+        name, node = producer(saved)
+        if name == CAST and node is not None and self._casts_left:
+            self._casts_left -= 1
+            parameter = cast_parameter(node)
+            if parameter is not None:
+                if not _same_memory_layout(tensor, parameter):
+                    return self._keep(tensor, OTHER_LAYOUT)
+                if self.recorder is not None:
+                    self.recorder.add(tensor, RECAST, None)
+                return Recast(tensor, parameter, self.session.name_of)
         try:
-            kernel = self.session.kernel(tensor.dtype, tensor.device, positive)
+            kernel = self.session.kernel(tensor.dtype, tensor.device, name == RELU)
         except ImplementationUnavailableError:
             unserved = f"device {tensor.device}: impl={self.session.config.impl!r} does not serve it"
             return self._keep(tensor, unserved)
@@ -387,9 +392,9 @@ class Session:
             if "_functorch" in frame.f_code.co_filename:
                 self.warned_of_compile = True
                 warnings.warn(
-                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but its "
-                    "backward restores every saved tensor at once, so the peak does not shrink. Compile each block "
-                    "instead of the whole model, or leave the model eager.",
+                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but what it "
+                    "saves is kept as it is, since it does not tell activations from masks. Leave the modules that "
+                    "hold most activations eager, or let torch.compile decide what to save.",
                     stacklevel=3,
                 )
                 return

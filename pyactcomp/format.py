@@ -15,7 +15,8 @@ MIN_STEP = 2.0**-118
 """Smallest step of a group that holds a finite value.
 
 With a step of at least 2**-118 the remainder of the division ``(x - minimum) / step`` is a multiple of
-2**-149, the smallest float32, so that a division by Newton's method with a fused multiply-add is exact.
+2**-149, the smallest float32, wherever the quotient is at least 1/2: a division by Newton's method with fused
+multiply-adds then gives the rounded quotient, and a smaller quotient has code 0 either way.
 """
 
 MAX_FINITE = 2.0**126

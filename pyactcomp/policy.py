@@ -13,8 +13,11 @@ PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 SKIPPED = "inside a skipped module"
+OTHER_LAYOUT = "autocast copy of a parameter in another layout, kept"
 RECAST = "autocast copy of a parameter, cast again in backward"
-FROZEN_COPY = "has the shape of a frozen parameter in autocast's dtype, may be its copy"
+# Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
+# anyway, and not forgiving. An error of half a step is small beside a group's range, and that of a mask is the dtype's.
+NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, kept exact"
 OVERLAPPING = "elements overlap in memory"
 NEGATIVE_VIEW = "lazy negation"
 
@@ -99,36 +102,30 @@ class Policy:
         Smaller tensors are kept.
     """
 
-    __slots__ = ("_frozen_shapes", "_min_bytes", "_storages", "skipping")
+    __slots__ = ("_min_bytes", "_storages", "skipping")
 
     def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
         self.skipping = 0
         self._min_bytes = min_bytes
         # Owned storages stay alive, so their addresses are a proof.
         self._storages: set[int] = set()
-        # Shapes, and for matrices the transposed shapes, of frozen parameters that autocast would cast.
-        self._frozen_shapes: set[tuple[int, ...]] = set()
         for tensor in owned_tensors(module) if module is not None else ():
-            if tensor.layout is not torch.strided:
-                continue
-            self._storages.add(tensor.untyped_storage().data_ptr())
-            if isinstance(tensor, Parameter) and not tensor.requires_grad and tensor.itemsize > 2:
-                shape = tuple(tensor.shape)
-                self._frozen_shapes.add(shape)
-                self._frozen_shapes.add((*shape[:-2], *reversed(shape[-2:])))
+            if tensor.layout is _STRIDED:
+                self._storages.add(tensor.untyped_storage().data_ptr())
         self._storages.discard(0)
 
-    def reason_to_keep(self, tensor: Tensor) -> str | None:
-        """Return why a plain tensor is not to be packed, or None."""
+    def reason_to_keep(self, tensor: Tensor, saved: Tensor) -> str | None:
+        """Return why a plain tensor is not to be packed, or None; ``saved`` is the DTensor around it, or itself."""
         if tensor.layout is not _STRIDED:
             return f"layout {tensor.layout}"
         if tensor.untyped_storage().data_ptr() in self._storages:
             return PARAMETER
-        base = tensor._base
-        owner = tensor if base is None else base
+        base = saved._base
+        owner = saved if base is None else base
         if type(owner) is not Tensor and isinstance(owner, Parameter):
             return PARAMETER
-        if tensor.requires_grad and owner.is_leaf and owner.requires_grad:
+        needs_grad = saved.requires_grad
+        if needs_grad and owner.is_leaf and owner.requires_grad:
             return LEAF
         if self.skipping:
             return SKIPPED
@@ -136,14 +133,8 @@ class Policy:
             return f"dtype {tensor.dtype}"
         if tensor.nbytes < self._min_bytes:
             return SMALL
-        # Whether autocast is on cannot be asked: inside the operator that it has dispatched, it is off.
-        if (
-            self._frozen_shapes
-            and not tensor.requires_grad
-            and tuple(tensor.shape) in self._frozen_shapes
-            and tensor.dtype is torch.get_autocast_dtype(tensor.device.type)
-        ):
-            return FROZEN_COPY
+        if not needs_grad and tensor.dtype is not torch.bool:
+            return NO_GRAD
         if tensor.is_neg():
             return NEGATIVE_VIEW
         return None

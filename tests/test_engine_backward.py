@@ -16,8 +16,13 @@ from pyactcomp import torch_private
 from pyactcomp.reference import error_bound
 
 
+def activation(rows: int) -> Tensor:
+    """Return what a hidden layer gets: a tensor that requires grad and is no leaf."""
+    return torch.randn(rows, 64, requires_grad=True) * 1
+
+
 class Probe(torch.autograd.Function):
-    """Saves a tensor that needs no gradient."""
+    """Saves a tensor and hands what comes back to ``seen``."""
 
     @staticmethod
     def forward(ctx, anchor, x, seen):  # type: ignore[no-untyped-def]
@@ -51,14 +56,14 @@ LAYOUTS = {
 def test_layout_dtype_and_values_come_back(layout: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 16, 64)
-    x = x > 0 if dtype is torch.bool else x.to(dtype)
+    x = x > 0 if dtype is torch.bool else x.to(dtype).requires_grad_() * 1
     y = LAYOUTS[layout](x)
     seen: list[Tensor] = []
     anchor = torch.zeros((), requires_grad=True)
     with pyactcomp.compressed(min_bytes=0) as c:
         loss = Probe.apply(anchor, y, seen)
     loss.backward()
-    (got,) = seen
+    got = seen[0].detach()
     assert got.dtype == dtype
     assert got.shape == y.shape
     assert got.stride() == y.stride()
@@ -67,6 +72,7 @@ def test_layout_dtype_and_values_come_back(layout: str, dtype: torch.dtype) -> N
         assert torch.equal(got, y)
         return
     # The widest group in any of these layouts spans the whole tensor.
+    x, y = x.detach(), y.detach()
     widest = float((x.max() - x.min()).double())
     largest = float(x.abs().max())
     out = torch.finfo(dtype).eps * largest / 2
@@ -102,11 +108,11 @@ def test_double_backward_matches_within_the_format() -> None:
 
 def test_backward_from_another_thread() -> None:
     model = pyactcomp.compress(nn.Linear(64, 64), min_bytes=0)
-    x = torch.randn(32, 64)
-    model(x).sum().backward()
+    x = torch.randn(32, 64, requires_grad=True)
+    model(x * 1).sum().backward()
     expected = model.weight.grad.clone()
     model.zero_grad()
-    loss = model(x).sum()
+    loss = model(x * 1).sum()
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
@@ -138,8 +144,9 @@ def test_gradients_see_infinities_and_nan() -> None:
     w = torch.ones(256, requires_grad=True)
     x = torch.randn(256)
     x[3], x[70], x[200] = float("inf"), -float("inf"), float("nan")
+    leaf = x.clone().requires_grad_()
     with pyactcomp.compressed(min_bytes=0):
-        loss = (w * x.clone()).sum()
+        loss = (w * (leaf * 1)).sum()
     loss.backward()
     assert torch.equal(w.grad.isinf(), x.isinf())
     assert torch.equal(w.grad.isnan(), x.isnan())
@@ -280,7 +287,7 @@ def test_our_own_context_around_a_compressed_model_is_no_conflict() -> None:
 def test_copies_are_independent_and_compressed(how: str) -> None:
     model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64), nn.GELU()), min_bytes=0, skip=[nn.GELU])
     before = list(model.state_dict())
-    model(torch.randn(8, 64)).sum().backward()
+    model(activation(8)).sum().backward()
     if how == "deepcopy":
         twin = copy.deepcopy(model)
     elif how == "pickle":
@@ -292,7 +299,7 @@ def test_copies_are_independent_and_compressed(how: str) -> None:
         twin = torch.load(file, weights_only=False)
     assert list(twin.state_dict()) == before == ["0.weight", "0.bias"]
     assert pyactcomp.report(twin).note
-    twin(torch.randn(16, 64)).sum().backward()
+    twin(activation(16)).sum().backward()
     shapes = {t.shape for t in pyactcomp.report(twin).tensors if t.kept is None}
     assert shapes == {(16, 64)}
     assert {t.module for t in pyactcomp.report(twin).tensors if t.kept == pyactcomp.policy.SKIPPED} == {"1"}
@@ -303,18 +310,19 @@ def test_copies_are_independent_and_compressed(how: str) -> None:
 def test_profiler_shows_pack_and_unpack() -> None:
     model = pyactcomp.compress(nn.Linear(64, 64), min_bytes=0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        model(torch.randn(32, 64)).sum().backward()
+        model(activation(32)).sum().backward()
     names = {event.key: event.count for event in profile.key_averages()}
-    assert names["pyactcomp::pack"] == names["pyactcomp::unpack"] == 1
+    assert names["pyactcomp::pack"] == names["pyactcomp::unpack"] == 2  # input and weight
 
 
 def test_stochastic_rounding_differs_between_tensors_and_repeats_with_the_seed() -> None:
     x = torch.randn(64, 64)
+    leaf = x.clone().requires_grad_()
 
     def run(seed: int) -> tuple[Tensor, Tensor]:
         a, b = (torch.zeros(64, 64, requires_grad=True) for _ in range(2))
         with pyactcomp.compressed(min_bytes=0, rounding="stochastic", seed=seed):
-            loss = (a * x.clone()).sum() + (b * x.clone()).sum()
+            loss = (a * (leaf * 1)).sum() + (b * (leaf * 1)).sum()
         loss.backward()
         return a.grad, b.grad
 

@@ -105,7 +105,8 @@ def assert_step_agrees(
     loss.backward()
 
     torch.testing.assert_close(loss.detach(), exact_loss.detach(), rtol=loss_rtol, atol=0.0)
-    assert 0.0 < relative_error(gradients(model), gradients(exact)) <= GRADIENT_BOUND
+    error = relative_error(gradients(model), gradients(exact))
+    assert 0.0 < error <= GRADIENT_BOUND, error
     report = pyactcomp.report(model)
     assert_compressed(report)
     return report

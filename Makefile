@@ -1,0 +1,57 @@
+# Every target sets up .venv by itself. A torch >= 2.11 that $(PYTHON) can import is reused; otherwise 2.13.0 is
+# installed. Nothing installed later may replace it: requirements/present.py pins what is there.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+PINNED := --constraint requirements/constraints.txt --constraint $(VENV)/present.txt
+HAS_TORCH := -c "import torch; exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11))"
+
+# Two workers with one thread each use two cores better than one worker with two: most tests are small.
+WORKERS ?= 2
+ARGS ?=
+
+LINTED := bench pyactcomp requirements setup.py tests
+NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
+FORMATTED := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/package
+	$(RUN) -m pyactcomp demo $(ARGS)
+
+test: $(VENV)/package $(VENV)/tools
+	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/package $(VENV)/tools
+	$(RUN) -m ruff check $(LINTED)
+	$(RUN) -m ruff format --check $(LINTED)
+	$(RUN) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+
+bench: $(VENV)/package
+	for suite in codec overhead step; do $(RUN) -m bench $$suite $(ARGS); done
+
+clean:
+	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/torch: requirements/present.py
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
+	system=; if $(PYTHON) $(HAS_TORCH) 2>/dev/null; then system=--system-site-packages; fi; \
+	$(PYTHON) -m venv $$system $(VENV)
+	$(RUN) $(HAS_TORCH) 2>/dev/null || $(PIP) torch==2.13.0
+	$(RUN) requirements/present.py > $(VENV)/present.txt
+	touch $@
+
+$(VENV)/package: $(VENV)/torch requirements/build.txt requirements/constraints.txt $(NATIVE)
+	$(PIP) $(PINNED) --requirement requirements/build.txt
+	$(PIP) $(PINNED) --no-build-isolation --editable '.[cli,bench]'
+	touch $@
+
+$(VENV)/tools: $(VENV)/torch requirements/dev.txt requirements/constraints.txt
+	$(PIP) $(PINNED) --requirement requirements/dev.txt
+	touch $@

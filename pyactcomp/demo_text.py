@@ -1,0 +1,81 @@
+"""Real text that every machine has: the source of Python's standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import PyactcompError
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_HELD_OUT_ONE_IN = 10
+
+
+def is_held_out(module: str) -> bool:
+    """Return whether a top-level module is kept for validation, decided by its name alone.
+
+    Examples
+    --------
+    >>> [name for name in ("json", "socket", "statistics", "turtle") if is_held_out(name)]
+    ['statistics']
+    """
+    return zlib.crc32(module.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
+    """Read the training text and the validation text.
+
+    Whole top-level modules (a package with all its files) go to one side or the other.
+
+    Parameters
+    ----------
+    root : Path, optional
+        The folder to read; the running interpreter's standard library by default.
+
+    Returns
+    -------
+    training, validation : Tensor, [n], uint8
+
+    Raises
+    ------
+    PyactcompError
+        If either side would be empty, as with an interpreter that keeps its library in a zip file.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    training, validation = bytearray(), bytearray()
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _NOT_LIBRARY.isdisjoint(relative.parts):
+            continue
+        side = validation if is_held_out(relative.with_suffix("").parts[0]) else training
+        side += path.read_bytes()
+    if not training or not validation:
+        raise PyactcompError(
+            f"found {len(training)} bytes of training and {len(validation)} bytes of validation text in {root}, "
+            "expected the standard library's source files; use an interpreter that ships them"
+        )
+    return torch.frombuffer(training, dtype=torch.uint8), torch.frombuffer(validation, dtype=torch.uint8)
+
+
+def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw random windows and the bytes that follow each of theirs.
+
+    Parameters
+    ----------
+    text : Tensor, [n], uint8
+    count, length : int
+        How many windows, of how many bytes; ``length < n``.
+    generator : torch.Generator
+        The source of the windows' positions.
+
+    Returns
+    -------
+    inputs, targets : Tensor, [count, length], int64
+    """
+    starts = torch.randint(text.numel() - length, (count, 1), generator=generator)
+    drawn = text[starts + torch.arange(length + 1)].to(torch.int64)
+    return drawn[:, :-1], drawn[:, 1:]

@@ -1,0 +1,119 @@
+"""What works on this machine, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from . import codec, reference, torch_private
+from ._version import __version__
+
+# Each implementation's native device; without CUDA, Triton can still be tried through its interpreter.
+_IMPLEMENTATIONS = {"reference": "cpu", "cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
+
+# A partial last group, and more groups than one block of threads takes.
+_TEST_NUMEL = 64 * 1024 + 37
+
+
+def examine() -> dict[str, Any]:
+    """Examine the machine: versions, devices, implementations, and the private torch names relied on.
+
+    Runs a few small kernels on every implementation that loads, so it creates a CUDA context where there is
+    a GPU.
+
+    Returns
+    -------
+    dict
+        ``versions``: name to version or None; ``devices``: a list of ``device``, ``name``, ``memory_bytes``;
+        ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
+        sentence (``self_test`` is None when it passed or could not run); ``torch_private``: name to None or
+        what is wrong; ``problems``: everything that should work and does not, as sentences.
+
+    Examples
+    --------
+    >>> import pyactcomp.doctor
+    >>> examined = pyactcomp.doctor.examine()
+    >>> examined["implementations"]["reference"]["unavailable_reason"] is None
+    True
+    """
+    devices = _devices()
+    implementations = {name: _implementation(name, device) for name, device in _IMPLEMENTATIONS.items()}
+    private = torch_private.self_test()
+    problems = [
+        f"{name}: {entry['self_test']}" for name, entry in implementations.items() if entry["self_test"] is not None
+    ]
+    problems += [f"torch's {name}: {wrong}" for name, wrong in private.items() if wrong is not None]
+    for device in devices:
+        if codec.resolve("auto", torch.device(device["device"])) == "reference":
+            problems.append(
+                f"{device['device']}: only the slow reference implementation serves it; the reasons stand under "
+                "the implementations"
+            )
+    return {
+        "versions": _versions(),
+        "devices": devices,
+        "implementations": implementations,
+        "torch_private": private,
+        "problems": problems,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "pyactcomp": __version__,
+        "torch": str(torch.__version__),
+        "torch's CUDA": torch.version.cuda,
+        "triton": metadata.version("triton") if importlib.util.find_spec("triton") else None,
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices: list[dict[str, Any]] = [
+        {"device": "cpu", "name": f"{platform.machine()}, {torch.get_num_threads()} threads", "memory_bytes": None}
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": f"{properties.name}, sm_{properties.major}{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return devices
+
+
+def _implementation(name: str, device_type: str) -> dict[str, str | None]:
+    device = torch.device(device_type if torch.cuda.is_available() else "cpu")
+    reason = codec.unavailable_reason(name, device)
+    return {
+        "device": str(device),
+        "unavailable_reason": reason,
+        "self_test": _self_test(name, device) if reason is None else None,
+    }
+
+
+def _self_test(name: str, device: torch.device) -> str | None:
+    """Return None if the implementation's bytes are the reference's, otherwise what differs."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(_TEST_NUMEL, generator=generator)
+    values[5], values[500] = float("inf"), float("nan")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        source = values.to(dtype)
+        try:
+            packed = codec.quantize(source.to(device), impl=name)  # type: ignore[arg-type]
+            restored = codec.dequantize(packed, impl=name)  # type: ignore[arg-type]
+        except Exception as error:  # A diagnosis reports every failure, whatever it is.
+            return f"raised {type(error).__name__}: {error}"
+        expected = reference.quantize(source)
+        if not torch.equal(packed.buffer.cpu(), expected):
+            return f"packs {dtype} into other bytes than the reference; reinstall pyactcomp, or report this"
+        expected_values = reference.dequantize(expected, _TEST_NUMEL, dtype=dtype)
+        if not torch.equal(restored.cpu().view(torch.uint8), expected_values.view(torch.uint8)):
+            return f"restores {dtype} to other values than the reference; reinstall pyactcomp, or report this"
+    return None

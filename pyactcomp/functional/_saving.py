@@ -1,0 +1,114 @@
+"""How an autograd function keeps a tensor for backward: exactly, or in codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import codec
+from .. import format as fmt
+from ..codec import Impl, Packed, Rounding
+from ..errors import PyactcompError
+
+Restore = Callable[[Tensor], Tensor]
+Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The options all functions of this package share; ``bits=None`` keeps exact tensors."""
+
+    bits: int | None
+    group_size: int
+    rounding: Rounding | None
+    seed: int
+    impl: Impl
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("bits", self.bits, (None, *fmt.BITS)),
+            ("group_size", self.group_size, fmt.GROUP_SIZES),
+            ("rounding", self.rounding, (None, *codec.ROUNDINGS)),
+            ("impl", self.impl, codec.IMPLS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        if not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an integer, got {self.seed!r}")
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether codes are rounded stochastically: by default, where they have fewer than 8 bits."""
+        return self.rounding == "stochastic" or (self.rounding is None and self.bits != 8)
+
+    def keep(self, x: Tensor) -> tuple[Tensor, Restore]:
+        """Return the tensor to save for backward, and what restores ``x`` from it."""
+        if self.bits is None:
+            return x, _same
+        packed = codec.quantize(
+            x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
+        )
+        form = (packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size)
+        impl = self.impl
+        return packed.buffer, lambda buffer: codec.dequantize(Packed(buffer, *form), impl=impl)
+
+    def fuses(self, x: Tensor) -> bool:
+        """Return whether a fused Triton kernel serves ``x``; a named implementation is taken as it is."""
+        return (
+            self.bits is not None
+            and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and x.numel() > 0
+            and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))
+            and _triton_serves(self.impl, x.device)
+        )
+
+
+# Options are the same on every call of a layer: they are checked once.
+saving = functools.lru_cache(maxsize=256)(Saving)
+
+
+@functools.lru_cache(maxsize=64)
+def _triton_serves(impl: Impl, device: torch.device) -> bool:
+    if impl == "triton":
+        codec.resolve(impl, device)
+    return codec.unavailable_reason("triton", device) is None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Decorate a ``backward`` that has no derivative of its own.
+
+    ``torch.autograd.function.once_differentiable`` returns gradients without a graph where the incoming one has
+    none, and a second derivative then silently lacks a term.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise PyactcompError(
+                "backward with create_graph=True went through a function of pyactcomp.functional, which can be "
+                "differentiated only once; use the function of torch.nn.functional there"
+            )
+        return backward(ctx, grad)
+
+    return checked
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Return whether autograd will want a gradient for one of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def check_float_tensor(name: str, x: Tensor | None) -> None:
+    """Raise TypeError unless ``x`` is a floating-point tensor."""
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a floating-point torch.Tensor, got {got}")

@@ -1,0 +1,137 @@
+"""The kernels of the codec in Triton.
+
+No kernel is specialised on an integer's value: ``Launcher`` tells compiled kernels apart by their pointers alone.
+The functions are Triton's language, not Python.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_ops import (
+    any_flagged,
+    decode_tile,
+    element_index,
+    encode_any_tile,
+    encode_tile,
+    load_codes,
+    load_tile,
+    restore_escapes,
+    store_codes,
+    store_raw,
+    to_raw,
+)
+
+
+@triton.jit(do_not_specialize=["numel", "key0", "key1"])
+def encode_kernel(
+    source,
+    out,
+    numel: tl.int64,
+    key0: tl.uint32,
+    key1: tl.uint32,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    KEEP_POSITIVE: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Pack [numel] elements; a program packs GROUPS groups, the first program the last ones.
+
+    The end of the tensor is what its producer wrote last, hence what the cache still holds; what begins at the
+    start next finds it there.
+    """
+    TILE: tl.constexpr = GROUPS * GROUP
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    index, high = element_index(start, key1, GROUP, GROUPS)
+    key = key0.to(tl.uint32)
+    if numel - start >= TILE:
+        x = load_tile(source + start, TILE, GROUP, GROUPS, False)
+        codes, parameters = encode_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE, COMPILED)
+        store_codes(out, codes, parameters, start, TILE, numel, BITS, 16, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        x = load_tile(source + start, left, GROUP, GROUPS, True)
+        codes, parameters = encode_any_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE)
+        store_codes(out, codes, parameters, start, left, numel, BITS, 16, True)
+
+
+@triton.jit
+def _decode(
+    packed,
+    out,
+    start,
+    left,
+    numel,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    codes, parameters = load_codes(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    values = decode_tile(codes, parameters)
+    if DTYPE == tl.float16:
+        # A finite value stays finite.
+        values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
+    raw = to_raw(values, DTYPE, COMPILED)
+    if any_flagged(parameters):
+        if DTYPE == tl.bfloat16:
+            raw = restore_escapes(raw, codes, parameters, 0xFF80, 0x7F80, 0x7FC0, BITS)
+        elif DTYPE == tl.float16:
+            raw = restore_escapes(raw, codes, parameters, 0xFC00, 0x7C00, 0x7E00, BITS)
+        else:
+            raw = restore_escapes(raw, codes, parameters, 0xFF800000, 0x7F800000, 0x7FC00000, BITS)
+    store_raw(out + start, raw, left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def decode_kernel(
+    packed,
+    out,
+    numel: tl.int64,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Restore [numel] elements, last tile first."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    if numel - start >= TILE:
+        _decode(packed, out, start, TILE, numel, BITS, GROUP, GROUPS, COMPILED, False)
+    else:
+        _decode(packed, out, start, (numel - start).to(tl.int32), numel, BITS, GROUP, GROUPS, COMPILED, True)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def encode_bool_kernel(source, out, numel: tl.int64, BYTES: tl.constexpr):
+    """Pack [numel] booleans, BYTES bytes of eight a program."""
+    start = tl.program_id(0).to(tl.int64) * BYTES
+    byte = tl.arange(0, BYTES)
+    offsets = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    left = tl.minimum(numel - start * 8, BYTES * 8).to(tl.int32)
+    flags = tl.load(
+        source.to(tl.pointer_type(tl.uint8), bitcast=True) + start * 8 + offsets, mask=offsets < left, other=0
+    )
+    packed = tl.sum((flags != 0).to(tl.uint32) << tl.arange(0, 8)[None, :].to(tl.uint32), 1).to(tl.uint8)
+    tl.store(out + start + byte, packed, mask=byte * 8 < left)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def decode_bool_kernel(packed, out, numel: tl.int64, BYTES: tl.constexpr):
+    """Restore [numel] booleans, BYTES bytes of eight a program."""
+    start = tl.program_id(0).to(tl.int64) * BYTES
+    byte = tl.arange(0, BYTES)
+    offsets = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    left = tl.minimum(numel - start * 8, BYTES * 8).to(tl.int32)
+    bits = tl.load(packed + start + byte, mask=byte * 8 < left, other=0)
+    flags = (bits[:, None].to(tl.uint32) >> tl.arange(0, 8)[None, :].to(tl.uint32)) & 1
+    tl.store(
+        out.to(tl.pointer_type(tl.uint8), bitcast=True) + start * 8 + offsets, flags.to(tl.uint8), mask=offsets < left
+    )

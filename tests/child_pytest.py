@@ -1,0 +1,31 @@
+"""Runs a file of cases in a process of its own: whether Triton interprets is settled when it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_cases(file: str, *, interpret: bool) -> None:
+    """Run the tests of ``file``, beside this one, and fail with their output if they do."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "1" if interpret else "0"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        str(Path(__file__).parent / file),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

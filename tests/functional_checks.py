@@ -1,0 +1,111 @@
+"""What the tests of ``pyactcomp.functional`` share: what was saved, and how far a gradient may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from native_cases import assert_same_bytes
+from torch import Tensor
+from torch.nn import functional as F
+
+from pyactcomp import functional, reference
+
+EPS = torch.finfo(torch.float32).eps
+SEED = 77
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def saved_by(compute: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the tensors that autograd saves while ``compute`` runs."""
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        compute()
+    return saved
+
+
+def assert_codes_saved(saved: list[Tensor], x: Tensor, bits: int, group_size: int, rounding: str | None) -> None:
+    """Assert that the one uint8 tensor saved is the reference's packing of ``x``."""
+    (codes,) = (s for s in saved if s.dtype is torch.uint8)
+    flat = x.detach().cpu().as_strided((x.numel(),), (1,))
+    stochastic = rounding == "stochastic" or (rounding is None and bits != 8)
+    expected = reference.quantize(flat, bits=bits, group_size=group_size, stochastic=stochastic, seed=SEED)
+    assert_same_bytes(codes, expected)
+
+
+def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
+    """Assert an elementwise bound, to which the rounding of ``actual`` to its own dtype is added."""
+    bound = bound + torch.finfo(actual.dtype).eps * (exact.abs() + bound) + torch.finfo(actual.dtype).tiny
+    excess = ((actual.detach().double().cpu() - exact).abs() / bound).max()
+    assert float(excess) <= 1, f"{float(excess):.3g} times the bound"
+
+
+def error_of(x: Tensor, bits: int, group_size: int) -> Tensor:
+    """Return the largest error of each restored element, float64, in the shape of a contiguous ``x``."""
+    flat = x.detach().cpu().reshape(-1)
+    bound = reference.error_bound(flat, bits=bits, group_size=group_size, stochastic=bits != 8, dtype=x.dtype)
+    return bound.view(x.shape)
+
+
+def check_gelu(x: Tensor, grad: Tensor, approximate: str, bits: int, group_size: int, impl: str) -> None:
+    leaf = x.clone().requires_grad_()
+    out = functional.gelu(leaf, approximate, bits=bits, group_size=group_size, seed=SEED, impl=impl)
+    out.backward(grad)
+    assert out.dtype == x.dtype
+    assert leaf.grad is not None
+    wide = x.cpu().double().requires_grad_()
+    exact = F.gelu(wide, approximate=approximate)
+    exact.backward(grad.cpu().double())
+    assert wide.grad is not None
+    # A dozen float32 operations on magnitudes of at most |x|, or of at most 1.2 in the derivative; Abramowitz and
+    # Stegun's formula is within half an ulp of 1. The second derivative is at most 0.8.
+    g = grad.cpu().double().abs()
+    assert_within(out, exact.detach(), 12 * EPS * wide.detach().abs())
+    assert_within(leaf.grad, wide.grad, 0.8 * error_of(x, bits, group_size) * g + 1.2 * 12 * EPS * g)
+
+
+def check_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, grad: Tensor, bits: int, group_size: int, impl: str
+) -> None:
+    length = x.shape[-1]
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    out = functional.layer_norm(leaves[0], length, *leaves[1:], bits=bits, group_size=group_size, seed=SEED, impl=impl)
+    out.backward(grad)
+    assert out.dtype == x.dtype
+    wide = [None if t is None else t.cpu().double().requires_grad_() for t in (x, weight, bias)]
+    exact = F.layer_norm(wide[0], (length,), *wide[1:])
+    exact.backward(grad.cpu().double())
+
+    x64 = wide[0].detach()
+    g = grad.cpu().double().abs()
+    a = g if weight is None else g * weight.cpu().double().abs()
+    rstd = 1 / (x64.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+    row = (x64 - x64.mean(-1, keepdim=True)) * rstd
+    delta = error_of(x, bits, group_size) * rstd
+    # Sums of a row and sums over rows in float32, in any order; a dozen operations more on each element.
+    rounding = (length + 12) * EPS
+    value = row.abs() * (1 if weight is None else weight.cpu().double().abs()) + x64.abs() * rstd
+    assert_within(out, exact.detach(), rounding * (value + 1))
+
+    def mean(t: Tensor) -> Tensor:
+        return t.mean(-1, keepdim=True)
+
+    along = mean(a * row.abs())
+    quantised = delta * along + row.abs() * mean(a * delta) + delta * mean(a * delta)
+    summed = a + mean(a) + row.abs() * along
+    assert_within(leaves[0].grad, wide[0].grad, rstd * (quantised + rounding * summed * (1 + x64.abs() * rstd)))
+    rows = tuple(range(x.dim() - 1))
+    count = (x.numel() // length + length + 12) * EPS
+    if weight is not None:
+        spread = (g * (row.abs() + x64.abs() * rstd)).sum(rows)
+        assert_within(leaves[1].grad, wide[1].grad, (g * delta).sum(rows) + count * spread)
+    if bias is not None:
+        assert_within(leaves[2].grad, wide[2].grad, count * g.sum(rows))

@@ -1,0 +1,144 @@
+"""The demo: what it trains on, what it measures, and what it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyactcomp import demo, demo_memory, demo_model, demo_text
+from pyactcomp.errors import PyactcompError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def result() -> demo.Result:
+    """Return a run with activations four times the smallest size that is compressed."""
+    return demo.run(demo.Config(CPU, width=64, depth=2, heads=2, sequence=128, batch=16, steps=60, learning_rate=2e-3))
+
+
+def test_demo_int8_loss_is_within_two_hundredths_of_vanilla(result: demo.Result) -> None:
+    vanilla, int8, _ = result.rows
+    assert abs(int8.val_loss - vanilla.val_loss) <= 0.02
+    # It has learnt something: the guess of a uniform distribution costs log(256) = 5.55 nats a byte.
+    assert vanilla.val_loss < 4.0
+
+
+def test_demo_checkpoint_computes_the_same_as_vanilla(result: demo.Result) -> None:
+    assert result.training["checkpoint"] == result.training["vanilla"]
+
+
+def test_demo_first_forward_is_the_same_for_all_methods(result: demo.Result) -> None:
+    first = {losses[0] for losses in result.training.values()}
+    assert len(first) == 1
+
+
+def test_demo_int8_saves_a_third_and_less(result: demo.Result) -> None:
+    vanilla, int8, checkpoint = result.rows
+    # Packed float32 takes 8.5 of 32 bits; what stays as it is, small tensors and integers, is under a twentieth.
+    assert int8.saved_bytes <= (8.5 / 32 + 1 / 20) * vanilla.saved_bytes
+    assert int8.saved_bytes >= 8.5 / 32 * checkpoint.saved_bytes
+    assert checkpoint.saved_bytes < vanilla.saved_bytes
+    for row in result.rows:
+        assert row.peak_bytes >= row.saved_bytes
+
+
+def test_demo_repeats_with_the_same_seed_and_not_with_another() -> None:
+    def losses(seed: int) -> dict[str, list[float]]:
+        config = demo.Config(CPU, 32, 1, 2, 16, 4, demo.MINIMUM_STEPS, 1e-3, seed)
+        return dict(demo.run(config).training)
+
+    first = losses(1)
+    assert losses(1) == first
+    assert losses(2) != first
+
+
+def test_demo_leaves_the_global_generator_alone() -> None:
+    before = torch.random.get_rng_state()
+    demo.run(demo.Config(CPU, 32, 1, 2, 16, 4, demo.MINIMUM_STEPS, 1e-3))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_memory_counts_what_the_graph_holds() -> None:
+    """The profiler's count equals the storages that autograd asks to save and that the forward made."""
+    torch.manual_seed(0)
+    model = demo_model.ByteTransformer(32, 2, 2, 64)
+    text = torch.randint(256, (4, 65))
+    storages: dict[int, int] = {}
+    before = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    before.add(text.untyped_storage().data_ptr())
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in before:
+            storages[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(text[:, :-1], text[:, 1:])
+    expected = sum(storages.values()) + loss.untyped_storage().nbytes()
+    measured = demo_memory.measure(CPU, lambda: model(text[:, :-1], text[:, 1:]), lambda loss: loss.backward())
+    assert measured.saved_bytes == expected
+
+
+def test_memory_peak_is_that_of_a_chain_worked_out_by_hand() -> None:
+    n = 1 << 20
+    x = torch.zeros(n, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        return x.exp().exp().sum()
+
+    measured = demo_memory.measure(CPU, forward, lambda loss: loss.backward())
+    assert measured.saved_bytes == 2 * 4 * n + 4
+    # Both outputs, and the gradients before and after one exp; the sum's gradient is one element expanded.
+    assert 3 * 4 * n <= measured.peak_bytes <= 4 * 4 * n + 1024
+
+
+def test_text_sides_share_no_module_and_are_not_empty(tmp_path: Path) -> None:
+    training, held_out = demo_text.load()
+    assert training.numel() > held_out.numel() > 0
+
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "statistics.py").write_bytes(b"train")
+    (tmp_path / "statistics.py").write_bytes(b"held out")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "other.py").write_bytes(b"neither")
+    training, held_out = demo_text.load(tmp_path)
+    assert bytes(training.tolist()) == b"train"
+    assert bytes(held_out.tolist()) == b"held out"
+
+
+def test_text_that_is_missing_is_an_error_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(PyactcompError, match=tmp_path.name):
+        demo_text.load(tmp_path)
+
+
+def test_windows_are_pieces_of_the_text_shifted_by_one() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    inputs, targets = demo_text.windows(text, 5, 7, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (5, 7)
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)
+
+
+@pytest.mark.gpu
+def test_demo_on_the_gpu_compresses_and_learns() -> None:
+    # 64 x 256 tokens of width 256 under autocast: every activation is far above the smallest compressed size.
+    config = demo.Config(torch.device("cuda"), 256, 2, 4, 256, 64, 40, 1e-3)
+    vanilla, int8, checkpoint = demo.run(config).rows
+    assert int8.saved_bytes < vanilla.saved_bytes
+    assert checkpoint.saved_bytes < vanilla.saved_bytes
+    assert abs(int8.val_loss - vanilla.val_loss) <= 0.02
+
+
+@pytest.mark.gpu
+def test_demo_fills_the_share_of_the_gpu_it_is_meant_to() -> None:
+    config = demo.default_config(torch.device("cuda"), steps=demo.MINIMUM_STEPS)
+    free, _ = torch.cuda.mem_get_info()
+    result = demo.run(config)
+    # The batch is a whole number of sequences and the optimizer's state was not there when it was chosen.
+    assert 0.4 * free <= result.rows[0].peak_bytes <= 0.6 * free

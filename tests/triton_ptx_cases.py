@@ -1,0 +1,139 @@
+"""What the Triton kernels compile to for sm_90, read from their PTX; needs no GPU.
+
+Run by ``test_triton.py`` in a process of its own, without Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from pyactcomp.functional import _fused_kernels
+from pyactcomp.kernels import triton as kernels
+from pyactcomp.kernels import triton_kernels
+
+CODEC_KERNELS = [
+    triton_kernels.encode_kernel,
+    triton_kernels.decode_kernel,
+    triton_kernels.encode_bool_kernel,
+    triton_kernels.decode_bool_kernel,
+]
+FUSED_KERNELS = [
+    _fused_kernels.gelu_forward_kernel,
+    _fused_kernels.gelu_backward_kernel,
+    _fused_kernels.layer_norm_forward_kernel,
+    _fused_kernels.layer_norm_backward_kernel,
+]
+GROUP = 64
+PER_THREAD = kernels.TILE // (32 * kernels.WARPS)
+
+
+def ptx(kernel: Any, types: str, warps: int = kernels.WARPS, **constants: Any) -> str:
+    """Compile for sm_90 as ``Launcher`` does, given the types of the arguments, pointers aligned to 16 bytes."""
+    arguments = dict(zip([p.name for p in kernel.params if not p.is_constexpr], types.split(), strict=True))
+    signature = {p.name: arguments.get(p.name, "constexpr") for p in kernel.params}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(kernel, signature, {p.name: constants[p.name] for p in kernel.params if p.is_constexpr}, aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return str(compiled.asm["ptx"])
+
+
+def encode(dtype: str, bits: int = 8, stochastic: bool = False) -> str:
+    return ptx(
+        triton_kernels.encode_kernel,
+        f"*{dtype} *u8 i64 u32 u32",
+        BITS=bits,
+        GROUP=GROUP,
+        GROUPS=kernels.TILE // GROUP,
+        STOCHASTIC=stochastic,
+        KEEP_POSITIVE=False,
+        COMPILED=True,
+    )
+
+
+def decode(dtype: str, bits: int = 8) -> str:
+    return ptx(
+        triton_kernels.decode_kernel,
+        f"*u8 *{dtype} i64",
+        BITS=bits,
+        GROUP=GROUP,
+        GROUPS=kernels.TILE // GROUP,
+        COMPILED=True,
+    )
+
+
+def assert_exact(text: str, multiply_adds: int, *, flushing: tuple[str, ...] = ()) -> None:
+    """Assert that divisions are rounded correctly, nothing flushes, and nothing was contracted."""
+    instructions = re.findall(r"^\s+(?:@\S+ )?([a-z][\w.]+)", text, re.MULTILINE)
+    assert len(instructions) > 100
+    assert [i for i in instructions if i.startswith("div.") and i != "div.rn.f32"] == []
+    assert [i for i in instructions if ".ftz" in i and i not in flushing] == []
+    assert sum(i.startswith(("fma.", "mad.rn")) for i in instructions) == multiply_adds
+
+
+# The quotient of each element takes two; the last, partial tile and stochastic rounding divide.
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("bits", "stochastic"), [(8, False), (4, True), (2, False)])
+def test_encode_is_exact(dtype: str, bits: int, stochastic: bool) -> None:
+    assert_exact(encode(dtype, bits, stochastic), 0 if stochastic else 2 * PER_THREAD)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bits", [8, 2])
+def test_decode_is_exact(dtype: str, bits: int) -> None:
+    assert_exact(decode(dtype, bits), 0)
+
+
+def test_whole_tiles_move_in_16_byte_accesses() -> None:
+    wide = PER_THREAD * 2 // 16
+    assert encode("bf16").count("ld.global.v4.b32") == wide
+    assert decode("bf16").count("st.global.v4.b32") == wide
+
+
+# exp of gelu's derivative and density is approximate on purpose, as torch's; rsqrt gets arguments of at least 1.
+RSQRT = "rsqrt.approx.ftz.f32"
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool) -> None:
+    constants = {"TANH": tanh, "BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "COMPILED": True}
+    # The polynomial's five, in whole and partial tiles, and the quotient's two.
+    polynomial = 0 if tanh else 2 * 5 * PER_THREAD
+    forward = ptx(_fused_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
+    assert_exact(forward, polynomial + 2 * PER_THREAD, flushing=(RSQRT,))
+    backward = ptx(_fused_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
+    assert_exact(backward, polynomial, flushing=(RSQRT,))
+
+
+def test_fused_layer_norm_is_exact() -> None:
+    groups, warps = 16, 2
+    constants = {"N": 768, "HAS_WEIGHT": True, "BITS": 8, "GROUP": GROUP, "GROUPS": groups, "COMPILED": True}
+    forward = ptx(
+        _fused_kernels.layer_norm_forward_kernel,
+        "*bf16 *fp32 *fp32 *fp32 *u8 *fp32 *fp32 i64 fp32 u32 u32",
+        warps,
+        HAS_BIAS=True,
+        STOCHASTIC=False,
+        **constants,
+    )
+    assert_exact(forward, 2 * groups * GROUP // (32 * warps))
+    backward = ptx(
+        _fused_kernels.layer_norm_backward_kernel,
+        "*u8 *fp32 *fp32 *fp32 *fp32 *bf16 *fp32 *fp32 i64",
+        warps,
+        **constants,
+    )
+    assert_exact(backward, 0)
+
+
+@pytest.mark.parametrize("kernel", [*CODEC_KERNELS, *FUSED_KERNELS], ids=lambda kernel: kernel.__name__)
+def test_kernel_specialises_on_pointers_alone(kernel: Any) -> None:
+    # Launcher reuses what was compiled for other integers.
+    integers = [p for p in kernel.params if p.annotation_type.startswith(("i", "u"))]
+    assert [p.name for p in integers if not p.do_not_specialize] == []
+    assert "numel" in [p.name for p in integers]
