@@ -10,8 +10,10 @@ from .rows import Row, quantile, select
 
 GIB = 2**30
 METHOD_ORDER = (
-    "vanilla", "vanilla-again", "int8", "int8-triton", "int8+ckpt", "ckpt", "ckpt2", "naive8", "save_on_cpu"
+    "vanilla", "vanilla-again", "int8", "int8-g128", "int8-triton", "int8+ckpt", "ckpt", "ckpt2", "naive8",
+    "save_on_cpu",
 )  # fmt: skip
+SHORT = ("vanilla", "int8", "ckpt2", "ckpt")
 WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
 
 
@@ -106,9 +108,9 @@ def _section(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def step_table(rows: Iterable[Row]) -> str:
+def step_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> str:
     """Return the table of training steps."""
-    found = step_rows(rows)
+    found = [row for row in step_rows(rows) if row["method"] in methods]
     if not found:
         return ""
     lines = []
@@ -223,7 +225,19 @@ def batch_table(rows: Iterable[Row]) -> str:
     return _section(_table(header, lines), f"Allocator capped at {cap:g} GiB.", conditions(found))
 
 
-TABLES = {"step": step_table, "codec": codec_table, "overhead": overhead_table, "batch": batch_table}
+def short_step_table(rows: Iterable[Row]) -> str:
+    """Return the table of training steps with the methods that a reader compares first."""
+    return step_table(rows, SHORT)
+
+
+TABLES = {
+    "step": ("step", step_table),
+    "step-short": ("step", short_step_table),
+    "codec": ("codec", codec_table),
+    "overhead": ("overhead", overhead_table),
+    "batch": ("batch", batch_table),
+}
+"""The suite and the table of each block."""
 
 
 def fill(text: str, suite: str, content: str) -> str | None:
@@ -239,13 +253,13 @@ def fill(text: str, suite: str, content: str) -> str | None:
 def run(out: Path, readme: Path, docs: Path) -> None:
     """Fill the README's blocks and draw the plots, from what was measured; print each table."""
     text = readme.read_text() if readme.exists() else ""
-    for suite, table in TABLES.items():
+    for block, (suite, table) in TABLES.items():
         content = table(load(out, suite))
         if not content:
-            print(f"{suite}: no rows of a GPU in {out}")
+            print(f"{block}: no rows of a GPU in {out}")
             continue
-        print(f"## {suite}\n\n{content}\n")
-        if (filled := fill(text, suite, content)) is not None:
+        print(f"## {block}\n\n{content}\n")
+        if (filled := fill(text, block, content)) is not None:
             text = filled
     if readme.exists():
         readme.write_text(text)

@@ -256,7 +256,8 @@ def test_a_forward_that_raises_leaves_no_hook_active(inner: bool, skip: tuple[st
     model = Raises(inner)
     plain = copy.deepcopy(hook_counts(model))
     pyactcomp.compress(model, skip=skip, min_bytes=0)
-    x = torch.randn(64, 64)
+    # Requires grad and is no leaf: packed by the first layer, also where the second raises.
+    x = torch.randn(64, 64, requires_grad=True) * 1
     if recorded:
         model(x).sum().backward()
     installed = hook_counts(model)
@@ -346,7 +347,8 @@ def test_what_follows_a_skipped_module_that_raised_is_compressed() -> None:
     model = Tolerant()
     pyactcomp.compress(model, skip=["fragile"], min_bytes=0)
     model.fragile.error = ArithmeticError("of the test")
-    model(torch.randn(64, 64)).sum().backward()
+    # Requires grad and is no leaf: the first layer that is not skipped packs it.
+    model(torch.randn(64, 64, requires_grad=True) * 1).sum().backward()
     compressed = [t.module for t in pyactcomp.report(model).tensors if t.kept is None]
     assert compressed == ["last.0", "last.1"]
 

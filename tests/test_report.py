@@ -47,7 +47,8 @@ def test_totals_and_modules_of_a_perceptron() -> None:
     # Linear saves its input and, where the input needs a gradient, its weight; GELU its input, ReLU its result, which
     # is also the last layer's input.
     assert by_name(report.modules) == {
-        "0": (1, x, x, packed(x // 4)),
+        # The model's input does not require grad, and is kept as it is.
+        "0": (1, x, x, x),
         "1": (1, hidden, hidden, packed(hidden // 4)),
         "2": (1, hidden, hidden, packed(hidden // 4)),
         "3": (1, narrow, narrow, packed(narrow // 4)),
@@ -55,21 +56,24 @@ def test_totals_and_modules_of_a_perceptron() -> None:
     }
     assert report.saved_bytes == x + 2 * hidden + 2 * narrow
     assert report.unique_bytes == x + 2 * hidden + narrow
-    assert report.stored_bytes == packed((x + 2 * hidden + narrow) // 4)
-    assert by_name(report.kept) == {policy.PARAMETER: (2, weight_2 + weight_4, 0, 0)}
+    assert report.stored_bytes == x + packed((2 * hidden + narrow) // 4)
+    assert by_name(report.kept) == {
+        policy.NO_GRAD: (1, x, x, x),
+        policy.PARAMETER: (2, weight_2 + weight_4, 0, 0),
+    }
     assert report.note == ""
 
 
 def test_records_name_module_shape_and_dtype_in_the_order_of_the_forward() -> None:
     model = pyactcomp.compress(perceptron().bfloat16())
     model(torch.randn(ROWS, 256).bfloat16()).sum().backward()
-    tensors = [t for t in pyactcomp.report(model).tensors if t.kept is None]
-    assert [(t.module, t.shape, t.dtype) for t in tensors] == [
-        ("0", (ROWS, 256), "bfloat16"),
-        ("1", (ROWS, 512), "bfloat16"),
-        ("2", (ROWS, 512), "bfloat16"),
-        ("3", (ROWS, 256), "bfloat16"),
-        ("4", (ROWS, 256), "bfloat16"),
+    tensors = [t for t in pyactcomp.report(model).tensors if t.kept != policy.PARAMETER]
+    assert [(t.module, t.shape, t.dtype, t.kept) for t in tensors] == [
+        ("0", (ROWS, 256), "bfloat16", policy.NO_GRAD),
+        ("1", (ROWS, 512), "bfloat16", None),
+        ("2", (ROWS, 512), "bfloat16", None),
+        ("3", (ROWS, 256), "bfloat16", None),
+        ("4", (ROWS, 256), "bfloat16", None),
     ]
     assert [t.saved_bytes for t in tensors] == [ROWS * n * 2 for n in (256, 512, 512, 256, 256)]
 
@@ -80,10 +84,41 @@ def test_an_in_place_relu_shares_its_result_with_the_next_layer() -> None:
     step(model)
     size = ROWS * 256 * 4
     assert by_name(pyactcomp.report(model).modules) == {
-        "0": (1, size, size, packed(size // 4)),
+        # The model's input, kept as it is.
+        "0": (1, size, size, size),
         "1": (1, size, size, packed(size // 4)),
         "2": (1, size, 0, 0),
     }
+
+
+def test_what_does_not_require_grad_is_kept_and_says_so() -> None:
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512)), min_bytes=0)
+    step(model)
+    report = pyactcomp.report(model)
+    x, hidden, statistic = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 4
+    # The model's input, and the mean and the reciprocal deviation of each row in the norm.
+    size = x + 2 * statistic
+    assert by_name(report.kept)[policy.NO_GRAD] == (3, size, size, size)
+    assert [t.module for t in report.tensors if t.kept == policy.NO_GRAD] == ["0", "2", "2"]
+    # The inputs of GELU and of the norm depend on parameters.
+    assert report.stored_bytes == size + packed(2 * hidden // 4)
+    row = next(line for line in str(report).splitlines() if line.startswith(policy.NO_GRAD))
+    mib = f"{size / MIB:.2f}"
+    assert row.removeprefix(policy.NO_GRAD).split() == ["3", mib, mib, mib, "1.00"]
+
+
+def test_an_input_is_packed_only_if_it_requires_grad_and_is_no_leaf() -> None:
+    x = ROWS * 256 * 4
+    leaf = torch.randn(ROWS, 256, requires_grad=True)
+    for given, kept, unique, stored in (
+        (leaf.detach(), policy.NO_GRAD, x, x),
+        (leaf, policy.LEAF, 0, 0),
+        (leaf * 1, None, x, packed(x // 4)),
+    ):
+        model = pyactcomp.compress(nn.Linear(256, 8))
+        model(given).sum().backward()
+        (saved,) = (t for t in pyactcomp.report(model).tensors if t.shape == (ROWS, 256))
+        assert (saved.kept, saved.saved_bytes, saved.unique_bytes, saved.stored_bytes) == (kept, x, unique, stored)
 
 
 class Masked(nn.Module):
@@ -163,9 +198,13 @@ def test_parameters_and_buffers_are_left_out_whatever_else_keeps_them(options: d
 @pytest.mark.parametrize("group_size", [64, 128, 256])
 def test_stored_bytes_follow_the_group_size(group_size: int) -> None:
     model = pyactcomp.compress(perceptron(), group_size=group_size)
-    step(model)
+    # It requires grad and is no leaf: packed, like all that follows.
+    x = torch.randn(ROWS, 256, requires_grad=True) * 1
+    model(x).sum().backward()
     report = pyactcomp.report(model)
-    numel = report.unique_bytes // 4
+    # The input, GELU's input and result, ReLU's result.
+    numel = ROWS * (256 + 512 + 512 + 256)
+    assert report.unique_bytes == 4 * numel
     assert report.stored_bytes == numel + 4 * numel // group_size
 
 

@@ -118,7 +118,9 @@ def test_what_a_compiled_graph_saves_is_kept_and_warned_of_once(
     # A graph saves plain tensors; what blocks exchange in eager mode requires grad and is packed.
     assert policy.NO_GRAD in {tensor.kept for tensor in report.tensors}
     packed = [tensor for tensor in report.tensors if tensor.kept is None]
-    assert (error > 0.0) == bool(packed) == (order is not compiled_then_compressed)
+    assert bool(packed) == (order is not compiled_then_compressed)
+    # Without a packed tensor there is only what inductor's order of operations moves, as in the loss.
+    assert packed or error <= 64 * torch.finfo(torch.float32).eps
     for parameter in (*model.parameters(), *exact.parameters()):
         parameter.grad = None
     # The second step runs the compiled graphs again, warns no more (a warning is an error here), and is as right.
