@@ -83,8 +83,11 @@ def provenance(device: str) -> Row:
     """
     import torch
 
-    commit = os.environ.get("PYACTCOMP_BENCH_COMMIT") or _output_of("git", "rev-parse", "HEAD")
-    changes = _output_of("git", "status", "--porcelain", "--", "pyactcomp", "csrc", "bench", ":!bench/results")
+    commit = os.environ.get("PYACTCOMP_BENCH_COMMIT")
+    changes = None  # of a copy without history nobody can say: the digest tells
+    if commit is None:
+        commit = _output_of("git", "rev-parse", "HEAD")
+        changes = _output_of("git", "status", "--porcelain", "--", "pyactcomp", "csrc", "bench", ":!bench/results")
     gpu = device == "cuda"
     return {
         "commit": commit,
