@@ -105,11 +105,16 @@ class Frame:
             return False
         return True
 
-    def skip(self, change: int) -> None:
-        """Enter (1) or leave (-1) a module in which nothing is compressed."""
+    def enter_exact(self, reason: str) -> None:
+        """Enter a module in which nothing is compressed."""
         if self.policy is None:
             self.policy = Policy(self._module, self.session.config.min_bytes)
-        self.policy.skipping += change
+        self.policy.exact.append(reason)
+
+    def leave_exact(self) -> None:
+        """Leave such a module."""
+        if self.policy is not None and self.policy.exact:
+            self.policy.exact.pop()
 
     def pack_profiled(self, tensor: Tensor) -> Saved:
         """Pack as a range of its own in a profile."""
@@ -309,12 +314,6 @@ class Session:
         """Return the frame of the innermost forward in progress in this thread."""
         stack = self._stack()
         return stack[-1] if stack else None
-
-    def skip(self, change: int) -> None:
-        """Enter (1) or leave (-1) a module in which nothing is compressed."""
-        frame = self.frame()
-        if frame is not None:
-            frame.skip(change)
 
     def open(self, module: Module | None, *, active: bool = True, caller: FrameType | None = None) -> None:
         """Activate the hooks for a forward of ``module``, or step aside where they must not be.

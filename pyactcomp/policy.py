@@ -13,6 +13,7 @@ PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 SKIPPED = "inside a skipped module"
+KINK = "inside an activation whose derivative jumps, which asks on what side of the jump its input was"
 OTHER_LAYOUT = "autocast copy of a parameter in another layout, kept"
 RECAST = "autocast copy of a parameter, cast again in backward"
 # Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
@@ -102,10 +103,11 @@ class Policy:
         Smaller tensors are kept.
     """
 
-    __slots__ = ("_min_bytes", "_storages", "skipping")
+    __slots__ = ("_min_bytes", "_storages", "exact")
 
     def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
-        self.skipping = 0
+        # Why nothing is packed in the modules whose forward is running, innermost last.
+        self.exact: list[str] = []
         self._min_bytes = min_bytes
         # Owned storages stay alive, so their addresses are a proof.
         self._storages: set[int] = set()
@@ -127,8 +129,8 @@ class Policy:
         needs_grad = saved.requires_grad
         if needs_grad and owner.is_leaf and owner.requires_grad:
             return LEAF
-        if self.skipping:
-            return SKIPPED
+        if self.exact:
+            return self.exact[-1]
         if tensor.dtype not in CARRIER:
             return f"dtype {tensor.dtype}"
         if tensor.nbytes < self._min_bytes:

@@ -68,7 +68,7 @@ def test_the_memory_of_a_forward_is_what_the_report_says() -> None:
     before = torch.cuda.memory_allocated()
     out = model(x * 1)
     held = torch.cuda.memory_allocated() - before
-    # The result is held by us. torch's allocator rounds each buffer up to 512 bytes, and leaves up to 1 MiB at the end of
+    # The result is held by us. The allocator rounds each buffer up to 512 bytes, and leaves up to 1 MiB at the end of
     # each segment of 20 MiB to the last buffer in it.
     stored = report.stored_bytes + out.nbytes
     assert stored <= held <= stored + 512 * (len(report.tensors) + 1) + 2**20 * (1 + stored // (20 * 2**20))
