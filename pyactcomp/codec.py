@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import format as fmt
 from . import reference
-from .errors import ImplementationUnavailableError, PyactcompError
+from .errors import ImplementationUnavailableError, PyactcompError, check_choice, check_integer
 from .kernels import Kernel
 
 Impl = Literal["auto", "cuda", "triton", "cpu", "reference"]
@@ -103,8 +103,7 @@ def resolve(impl: str, device: torch.device) -> str:
     ImplementationUnavailableError
         If the named implementation cannot serve the device, or none can.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    check_choice("impl", impl, IMPLS)
     if impl != "auto":
         reason = unavailable_reason(impl, device)
         if reason is not None:
@@ -195,12 +194,8 @@ def _check_options(bits: object, group_size: object, rounding: object, impl: obj
         ("rounding", rounding, ROUNDINGS),
         ("impl", impl, IMPLS),
     ):
-        if not isinstance(value, (str, int)) or value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed must be an integer, got {seed!r}")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be at least 0 and below {2**64}, got {seed}")
+        check_choice(name, value, allowed)
+    check_integer("seed", seed, 2**64)
 
 
 def quantize(

@@ -197,8 +197,9 @@ def compress(model: Module, **options: Any) -> Module:
 
     Notes
     -----
-    Parameters, buffers, autocast's copies of parameters, integers and tensors smaller than ``min_bytes`` are
-    never compressed; :func:`report` gives the reason for each tensor. In evaluation mode nothing is done.
+    Parameters, buffers, autocast's copies of parameters, integers, floating-point tensors that do not require
+    grad, what activations with a kink save and tensors smaller than ``min_bytes`` are never compressed;
+    :func:`report` gives the reason for each tensor. In evaluation mode nothing is done.
     ``PYACTCOMP_DISABLE=1`` in the environment switches everything off.
 
     Examples

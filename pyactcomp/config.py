@@ -10,6 +10,7 @@ import torch
 
 from . import format as fmt
 from .codec import IMPLS, ROUNDINGS, Impl, Rounding
+from .errors import check_choice, check_integer
 
 Mode = Literal["int8"]
 OnConflict = Literal["raise", "skip"]
@@ -73,13 +74,9 @@ class Config:
             ("on_conflict", self.on_conflict, ("raise", "skip")),
             ("keep_weight_copies", self.keep_weight_copies, (True, False)),
         ):
-            if not isinstance(value, (str, int)) or value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-        for name, number, limit in (("seed", self.seed, 2**64), ("min_bytes", self.min_bytes, 2**63)):
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise TypeError(f"{name} must be an integer, got {number!r}")
-            if not 0 <= number < limit:
-                raise ValueError(f"{name} must be at least 0 and below {limit}, got {number}")
+            check_choice(name, value, allowed)
+        check_integer("seed", self.seed, 2**64)
+        check_integer("min_bytes", self.min_bytes, 2**63)
         object.__setattr__(self, "skip", _skip_tuple(self.skip))
 
 

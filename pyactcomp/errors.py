@@ -2,8 +2,12 @@
 
 Wrong arguments raise :class:`TypeError` or :class:`ValueError`; a state that makes a correct answer
 impossible raises :class:`PyactcompError` or a subclass. Every message says what was got, what was
-expected and what to do.
+expected and what to do. The checks of options that several calls share are here too.
 """
+
+from __future__ import annotations
+
+from collections.abc import Collection
 
 
 class PyactcompError(RuntimeError):
@@ -16,3 +20,17 @@ class ImplementationUnavailableError(PyactcompError):
 
 class HookConflictError(PyactcompError):
     """Another pair of saved-tensor hooks is active where ours would be installed."""
+
+
+def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
+    """Raise ValueError unless an option has one of its values; 8.0 is not 8."""
+    if not isinstance(value, (str, int, type(None))) or value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def check_integer(name: str, value: object, limit: int) -> None:
+    """Raise TypeError unless ``value`` is an integer, and ValueError unless it is in [0, limit)."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not 0 <= value < limit:
+        raise ValueError(f"{name} must be at least 0 and below {limit}, got {value}")

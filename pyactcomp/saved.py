@@ -42,8 +42,9 @@ def _modified(what: str, version: int, expected: int) -> str:
     )
 
 
-def _described(tensor: Tensor, shape: torch.Size) -> str:
-    return f"[{tensor.type()} {list(shape)}]"
+def _modified_error(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
+    """Return autograd's own error for a tensor of ``shape`` whose version counter ``tensor`` shares."""
+    return RuntimeError(_modified(f"[{tensor.type()} {list(shape)}]", tensor._version, expected))
 
 
 def _version_probe(tensor: Tensor) -> Tensor:
@@ -69,9 +70,8 @@ class Kept:
 
     def restore(self) -> Tensor:
         """Return the tensor, unless it was written to."""
-        version = self.tensor._version
-        if version != self.version:
-            raise RuntimeError(_modified(_described(self.tensor, self.tensor.shape), version, self.version))
+        if self.tensor._version != self.version:
+            raise _modified_error(self.tensor, self.tensor.shape, self.version)
         return self.tensor
 
 
@@ -171,9 +171,8 @@ class Region:
 
     def restore(self) -> Tensor:
         """Return the restored tensor with the layout that was packed first."""
-        version = self._probe._version
-        if version != self._version:
-            raise RuntimeError(_modified(_described(self._probe, self.shape), version, self._version))
+        if self._probe._version != self._version:
+            raise _modified_error(self._probe, self.shape, self._version)
         index = self._probe.get_device()
         if index >= 0 and current_raw_stream(index) != self.stream:
             self._join_streams()
@@ -242,9 +241,8 @@ class Gathered:
 
     def restore(self) -> Tensor:
         """Return the elements spread to their strides again."""
-        version = self._probe._version
-        if version != self._version:
-            raise RuntimeError(_modified(_described(self._probe, self._layout[0]), version, self._version))
+        if self._probe._version != self._version:
+            raise _modified_error(self._probe, self._layout[0], self._version)
         dense = self.region.restore()
         out = torch.empty_strided(*self._layout, dtype=dense.dtype, device=dense.device)
         return out.copy_(dense)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import codec
 from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
-from ..errors import PyactcompError
+from ..errors import PyactcompError, check_choice
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
@@ -36,8 +36,7 @@ class Saving:
             ("rounding", self.rounding, (None, *codec.ROUNDINGS)),
             ("impl", self.impl, codec.IMPLS),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+            check_choice(name, value, allowed)
         if not isinstance(self.seed, int):
             raise TypeError(f"seed must be an integer, got {self.seed!r}")
 
