@@ -51,6 +51,8 @@ def test_cuda_source_contracts_nothing_in_ptx(source: Path, tmp_path: Path) -> N
 
 def test_native_code_includes_no_torch() -> None:
     sources = [path for path in CSRC.rglob("*") if path.suffix in {".cpp", ".hpp", ".cu", ".cuh", ".h"}]
+    # The subclass of torch's allocator is a module of its own.
+    sources = [path for path in sources if not path.match("bindings/torch_*")]
     assert len(sources) > 5
     found = {
         str(path.relative_to(CSRC)): line

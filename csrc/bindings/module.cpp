@@ -1,8 +1,9 @@
-// The Python module pyactcomp._core: codecs bound to a format, taking addresses.
+// The Python module pyactcomp._core: codecs bound to a format, taking addresses; and the allocator.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 
+#include "bindings/allocator.hpp"
 #include "codec/cpu.hpp"
 #include "common/check.hpp"
 
@@ -108,7 +109,8 @@ void raise_as_pyactcomp_error(std::exception_ptr error) {
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "The native codec: raw addresses in, no torch, nothing checked on the hot path.";
+  module.doc() =
+      "The native codec, raw addresses in and nothing checked on the hot path, and the native allocator; no torch.";
   py::register_local_exception_translator(&raise_as_pyactcomp_error);
 
   module.attr("FLOAT32") = static_cast<int>(pac::DType::kFloat32);
@@ -136,4 +138,5 @@ PYBIND11_MODULE(_core, module) {
 #else
   module.attr("cuda_built") = false;
 #endif
+  pac::bindings::bind_allocator(module);
 }

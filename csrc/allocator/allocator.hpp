@@ -1,0 +1,182 @@
+// What a caching allocator of one device offers, as a table of virtual functions: the Python module, the pluggable
+// library and the torch subclass, which is built apart, all speak to the core through it.
+//
+// Every function may be called from any thread. Functions that take an address throw UnknownAddress where it is not
+// this allocator's, and then nothing has changed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "allocator/config.hpp"
+#include "allocator/device.hpp"
+#include "allocator/stats.hpp"
+#include "allocator/types.hpp"
+
+namespace pac::alloc {
+
+enum class BlockState : std::uint8_t { kFree, kAllocated, kPending };
+
+struct BlockInfo {
+  Address address = 0;
+  Bytes size = 0;
+  Bytes requested = 0;
+  BlockState state = BlockState::kFree;
+  Context context;  ///< of the allocation
+};
+
+/// One contiguous piece of mapped memory, and the blocks that tile it in address order.
+struct SegmentInfo {
+  Address address = 0;
+  Bytes size = 0;
+  Stream stream = 0;
+  PoolKind kind = PoolKind::kSmall;
+  PoolId pool;
+  bool expandable = false;  ///< made of mapped handles
+  Context context;          ///< of the allocation that made it grow
+  std::vector<BlockInfo> blocks;
+};
+
+/// In torch's order. Snapshots are taken, and recorded, by whoever asks for segments and trace.
+enum class Action : std::uint8_t {
+  kAlloc,
+  kFreeRequested,
+  kFreeCompleted,
+  kSegmentAlloc,
+  kSegmentFree,
+  kSegmentMap,
+  kSegmentUnmap,
+  kSnapshot,
+  kOutOfMemory,
+};
+
+struct TraceEntry {
+  Action action = Action::kAlloc;
+  Address address = 0;  ///< for kOutOfMemory: the device's free bytes
+  Bytes size = 0;       ///< requested, for allocations and frees; whole, for segments
+  Stream stream = 0;
+  PoolId pool;
+  std::int64_t time_us = 0;  ///< since the epoch
+  Context context;
+};
+
+struct HistoryOptions {
+  bool enabled = false;
+  std::size_t max_entries = 0;     ///< the oldest entries are dropped beyond it
+  bool record_trace = false;       ///< false: contexts of live blocks only
+  bool clear = false;              ///< forget what was recorded
+  std::uint32_t skip_actions = 0;  ///< bit 1 << Action: not recorded
+};
+
+struct Trace {
+  std::vector<TraceEntry> entries;  ///< oldest first
+  std::uint64_t dropped = 0;
+};
+
+/// A block in use, and the free memory that only it keeps from being merged or given back.
+struct Pin {
+  BlockInfo block;
+  Bytes pinned = 0;
+};
+
+struct Fragmentation {
+  Bytes reserved = 0;
+  Bytes allocated = 0;
+  Bytes pending = 0;
+  Bytes free = 0;
+  Bytes largest_free = 0;
+  Bytes requested = 0;
+  std::map<Stream, Bytes> free_by_stream;
+  std::map<Bytes, std::uint64_t> histogram;  ///< lower bound (a power of two) -> number of free blocks
+  std::map<Bytes, Bytes> free_below;         ///< size (a power of two) -> free bytes in blocks smaller than it
+  std::vector<Pin> pins;                     ///< most pinned bytes first, 10 at most
+};
+
+/// The blocks of a private pool at one moment, to go back to.
+struct PoolCheckpoint {
+  PoolId pool;
+  std::vector<SegmentInfo> segments;
+};
+
+struct CheckpointDelta {
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+};
+
+struct BaseAllocation {
+  Address address = 0;
+  Bytes size = 0;
+};
+
+class Allocator {
+ public:
+  Allocator() = default;
+  Allocator(const Allocator&) = delete;
+  Allocator& operator=(const Allocator&) = delete;
+  virtual ~Allocator() = default;
+
+  /// At least `size` bytes, aligned to 512. Size 0 gives address 0. Throws OutOfMemory.
+  virtual Address allocate(Bytes size, Stream stream, Context context = {}) = 0;
+  /// Never synchronises. try_free returns false, and changes nothing, where the address is not this allocator's.
+  virtual void free(Address address, Context context = {}) = 0;
+  virtual bool try_free(Address address, Context context = {}) = 0;
+  virtual bool owns(Address address) = 0;
+  /// The block may be in use on this stream too: after its free it is reused only when the stream has come so far.
+  virtual void record_stream(Address address, Stream stream) = 0;
+  virtual BaseAllocation base_allocation(Address address) = 0;
+  virtual BlockInfo block(Address address) = 0;
+  /// Gives all unused memory back; with a private pool's id, that pool's. May synchronise.
+  virtual void empty_cache(PoolId pool = {}) = 0;
+  /// The largest block that could be allocated, growth included.
+  virtual Bytes largest_available() = 0;
+
+  virtual Config config() const = 0;
+  /// Changes settings of a running allocator. Throws std::invalid_argument for a change of growth.
+  virtual void configure(const Config& config) = 0;
+
+  // Private pools: between begin and end, allocations on the streams that `filter` accepts come from the pool, and
+  // only from there. A pool lives while its count is positive; its memory is given back after.
+  virtual void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter) = 0;
+  virtual void end_allocate_to_pool(PoolId pool) = 0;
+  virtual void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr) = 0;
+  virtual void release_pool(PoolId pool) = 0;
+  virtual int pool_use_count(PoolId pool) = 0;
+  virtual void set_use_on_oom(PoolId pool, bool use) = 0;
+  virtual void set_no_split(PoolId pool) = 0;
+  virtual std::vector<Address> live_allocations(PoolId pool) = 0;
+  virtual PoolCheckpoint checkpoint(PoolId pool) = 0;
+  virtual CheckpointDelta restore(const PoolCheckpoint& checkpoint) = 0;
+
+  virtual Stats stats() = 0;
+  virtual void reset_peak_stats() = 0;
+  virtual void reset_accumulated_stats() = 0;
+  virtual Fragmentation fragmentation() = 0;
+  virtual void push_scope() = 0;
+  /// Throws std::logic_error where no scope is open.
+  virtual ScopeStats pop_scope() = 0;
+
+  virtual void record_history(const HistoryOptions& options) = 0;
+  virtual Trace trace() = 0;
+  /// With a private pool's id, that pool's only.
+  virtual std::vector<SegmentInfo> segments(PoolId pool = {}) = 0;
+  /// Called with every event, recorded or not, under the lock: it must not call back, nor wait for a lock.
+  virtual void set_tracker(std::function<void(const TraceEntry&)> tracker) = 0;
+
+  /// Called, without the lock, before an allocation fails: takes the bytes that are missing, returns whether it
+  /// freed anything. Returns an id to remove it by. An exception counts as "nothing freed" and is kept for
+  /// the text of the OutOfMemory.
+  virtual int add_pressure_callback(std::function<bool(Bytes)> callback) = 0;
+  virtual void remove_pressure_callback(int id) = 0;
+  /// Called, without the lock, once an allocation has failed for good, before OutOfMemory is thrown:
+  /// requested bytes, device total, device free.
+  virtual int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) = 0;
+
+  /// Throws std::logic_error naming the first invariant that does not hold. Slow: for tests.
+  virtual void check_invariants() = 0;
+};
+
+}  // namespace pac::alloc

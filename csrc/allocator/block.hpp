@@ -1,0 +1,135 @@
+// What memory is made of: segments, tiled by blocks, whose free ones stand in the set of their pool.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "allocator/allocator.hpp"
+#include "allocator/types.hpp"
+
+namespace pac::alloc {
+
+struct Block;
+struct Pool;
+struct PoolGroup;
+
+/// A moment in the life of an allocator: counts frees, so that a fence on a stream tells which it covers.
+using Serial = std::uint64_t;
+
+struct FitKey {
+  Stream stream;
+  Bytes size;
+  Address address;
+};
+
+/// The native allocator's order, which makes lower_bound a best fit on the stream, lowest address first.
+struct FitOrder {
+  using is_transparent = void;
+  bool operator()(const Block* a, const Block* b) const;
+  bool operator()(const Block* a, const FitKey& b) const;
+};
+using FreeSet = std::set<Block*, FitOrder>;
+
+/// Physical memory, where it is mapped now.
+struct Mapping {
+  Handle handle = 0;
+  Bytes size = 0;
+};
+
+/// One device allocation; or a reserved range of addresses in which handles are mapped and unmapped.
+struct Segment {
+  Address address = 0;
+  Bytes size = 0;
+  Stream stream = 0;
+  Pool* pool = nullptr;
+  bool expandable = false;
+  bool oversize = false;  ///< counted as such when it was acquired
+  Block* first = nullptr;
+  std::map<Address, Mapping> mappings;  ///< of an expandable segment, by address
+  Context context;                      ///< of the allocation that made it grow last
+};
+
+struct Block {
+  enum class State : std::uint8_t {
+    kFree,
+    kAllocated,
+    kPending,   ///< freed, but other streams may not be done with it
+    kUnmapped,  ///< addresses without memory
+    kRetired,   ///< addresses whose memory moved away, still mapped until their stream has passed
+  };
+
+  Address address = 0;
+  Bytes size = 0;
+  Bytes requested = 0;
+  Segment* segment = nullptr;
+  Block* previous = nullptr;
+  Block* next = nullptr;
+  State state = State::kFree;
+  bool oversize = false;        ///< counted as such when it was allocated
+  std::uint32_t events = 0;     ///< not yet completed, of a pending block
+  Serial freed = 0;             ///< when its youngest part was freed
+  std::uint64_t fit_calls = 0;  ///< its pool's count when it became free: its age for garbage collection
+  std::vector<Stream> uses;     ///< other streams, from record_stream
+  Context context;
+  FreeSet::iterator position;  ///< in its pool's set, while it is free
+  FreeSet::node_type node;     ///< the set's node, kept while it is not: the hot path allocates nothing
+
+  Stream stream() const { return segment->stream; }
+  Pool& pool() const { return *segment->pool; }
+  Address end() const { return address + size; }
+  bool is_split() const { return previous != nullptr || next != nullptr; }
+};
+
+inline bool FitOrder::operator()(const Block* a, const Block* b) const {
+  return (*this)(a, FitKey{b->stream(), b->size, b->address});
+}
+
+inline bool FitOrder::operator()(const Block* a, const FitKey& b) const {
+  if (a->stream() != b.stream) return a->stream() < b.stream;
+  if (a->size != b.size) return a->size < b.size;
+  return a->address < b.address;
+}
+
+struct Pool {
+  Pool(PoolKind kind_of, bool is_oversize, PoolGroup& group_of)
+      : kind(kind_of), oversize(is_oversize), group(group_of) {}
+
+  PoolKind kind;
+  bool oversize;  ///< under vmm growth: segments of requests of at least max_split_size
+  PoolGroup& group;
+  FreeSet free;
+  std::uint64_t fit_calls = 0;
+};
+
+/// The pools of one id: everybody's, or a private one that a graph or a MemPool owns.
+struct PoolGroup {
+  explicit PoolGroup(PoolId pool_id) : id(pool_id) {}
+  PoolGroup(const PoolGroup&) = delete;
+  PoolGroup& operator=(const PoolGroup&) = delete;
+
+  bool is_private() const { return !id.is_default(); }
+  /// Its memory may be given back: a graph that still lives would read it.
+  bool is_releasable() const { return !is_private() || use_count == 0; }
+
+  PoolId id;
+  Pool small{PoolKind::kSmall, false, *this};
+  Pool large{PoolKind::kLarge, false, *this};
+  Pool oversize{PoolKind::kLarge, true, *this};
+  int use_count = 0;
+  bool use_on_oom = false;
+  bool no_split = false;
+  std::shared_ptr<SegmentSource> source;
+};
+
+/// What an allocation asks of the heap.
+struct Request {
+  Bytes requested = 0;
+  Bytes size = 0;  ///< rounded
+  Stream stream = 0;
+  Pool* pool = nullptr;
+  const Context* context = nullptr;
+};
+
+}  // namespace pac::alloc

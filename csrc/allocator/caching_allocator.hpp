@@ -1,0 +1,106 @@
+// The caching allocator of one device: a heap, what supplies it, what the host knows of streams, and the lock around
+// them.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator/allocator.hpp"
+#include "allocator/heap.hpp"
+#include "allocator/stream_order.hpp"
+#include "allocator/supply.hpp"
+
+namespace pac::alloc {
+
+class CachingAllocator final : public Allocator {
+ public:
+  CachingAllocator(std::shared_ptr<Device> device, const Config& config);
+  ~CachingAllocator() override;
+
+  Address allocate(Bytes size, Stream stream, Context context) override;
+  void free(Address address, Context context) override;
+  bool try_free(Address address, Context context) override;
+  bool owns(Address address) override;
+  void record_stream(Address address, Stream stream) override;
+  BaseAllocation base_allocation(Address address) override;
+  BlockInfo block(Address address) override;
+  void empty_cache(PoolId pool) override;
+  Bytes largest_available() override;
+
+  Config config() const override;
+  void configure(const Config& config) override;
+
+  void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter) override;
+  void end_allocate_to_pool(PoolId pool) override;
+  void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source) override;
+  void release_pool(PoolId pool) override;
+  int pool_use_count(PoolId pool) override;
+  void set_use_on_oom(PoolId pool, bool use) override;
+  void set_no_split(PoolId pool) override;
+  std::vector<Address> live_allocations(PoolId pool) override;
+  PoolCheckpoint checkpoint(PoolId pool) override;
+  CheckpointDelta restore(const PoolCheckpoint& checkpoint) override;
+
+  Stats stats() override;
+  void reset_peak_stats() override;
+  void reset_accumulated_stats() override;
+  Fragmentation fragmentation() override;
+  void push_scope() override;
+  ScopeStats pop_scope() override;
+
+  void record_history(const HistoryOptions& options) override;
+  Trace trace() override;
+  std::vector<SegmentInfo> segments(PoolId pool) override;
+  void set_tracker(std::function<void(const TraceEntry&)> tracker) override;
+  int add_pressure_callback(std::function<bool(Bytes)> callback) override;
+  void remove_pressure_callback(int id) override;
+  int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
+  void check_invariants() override;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct Scope {
+    std::int64_t allocated;  ///< at the beginning
+    std::int64_t reserved;   ///< at the beginning
+    std::int64_t peak;
+    std::int64_t total = 0;
+    std::int64_t allocations = 0;
+  };
+
+  Block& live(Address address);
+  PoolGroup& private_group(PoolId pool);
+  bool capturing() const { return !captures_.empty(); }
+  PoolGroup& group_for(Stream stream);
+  Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source ? *vmm_ : *malloc_; }
+  void free_block(Block& block, const Context& context);
+  void collect_freed();
+
+  Block* attempt(Request& request, Effort effort);
+  Block* obtain(Request& request, Lock& lock);
+  Block* borrow_from_private_pools(Request& request);
+  Block* wait_for_streams(Request& request, Lock& lock);
+  Block* ask_callbacks(Request& request, Lock& lock, std::string& error);
+  void wait(StreamOrder::Wait wait, Lock& lock);
+  void release_cached(Lock& lock, PoolId only);
+  void release_group(PoolGroup& group);
+  [[noreturn]] void fail(const Request& request, Lock& lock, const std::string& callback_error);
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Device> device_;
+  Heap heap_;
+  StreamOrder order_;
+  std::unique_ptr<Supply> malloc_;  ///< also of private pools that bring their own segments
+  std::unique_ptr<Supply> vmm_;     ///< nullptr under malloc growth
+  std::vector<std::pair<PoolId, std::function<bool(Stream)>>> captures_;
+  std::vector<Block*> deferred_;  ///< freed during a capture, when no event may be recorded
+  std::vector<Scope> scopes_;
+  std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
+  std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;
+  int next_callback_ = 0;
+};
+
+}  // namespace pac::alloc

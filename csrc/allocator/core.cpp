@@ -1,0 +1,328 @@
+#include "allocator/core.hpp"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "allocator/caching_allocator.hpp"
+#include "allocator/diagnosis.hpp"
+#include "common/check.hpp"
+
+namespace pac::alloc {
+
+namespace {
+
+// Beyond any device, and far enough from 2^64 that no rounding overflows.
+constexpr Bytes kLargestRequest = Bytes{1} << 56;
+
+[[noreturn]] void throw_unknown(Address address) {
+  std::ostringstream text;
+  text << "0x" << std::hex << address
+       << " is no address of this allocator's: it was never handed out, or was freed before";
+  throw UnknownAddress(text.str());
+}
+
+/// The settings as the device can have them.
+Config supported(Config config, const Device& device) {
+  validate(config);
+  if (!device.has_virtual_memory()) config.growth = Growth::kMalloc;
+  return config;
+}
+
+}  // namespace
+
+CachingAllocator::CachingAllocator(std::shared_ptr<Device> device, const Config& config)
+    : device_(std::move(device)),
+      heap_(supported(config, *device_)),
+      order_(*device_),
+      malloc_(make_malloc_supply(heap_, *device_, order_)) {
+  if (heap_.config.growth == Growth::kVmm) vmm_ = make_vmm_supply(heap_, *device_, order_);
+}
+
+CachingAllocator::~CachingAllocator() {
+  try {
+    order_.clear();
+    if (vmm_) vmm_->release_everything();
+    malloc_->release_everything();
+  } catch (const std::exception&) {
+    // A device that is gone has no memory to give back, and a destructor nobody to tell.
+    return;
+  }
+}
+
+Block& CachingAllocator::live(Address address) {
+  Block* block = heap_.find_live(address);
+  if (!block) throw_unknown(address);
+  return *block;
+}
+
+// ---- allocating ----
+
+Address CachingAllocator::allocate(Bytes size, Stream stream, Context context) {
+  if (size == 0) return 0;
+  Lock lock(mutex_);
+  Request request{size, 0, stream, nullptr, &context};
+  if (size > kLargestRequest) {
+    request.size = size;
+    fail(request, lock, {});
+  }
+  request.size = heap_.round_size(size);
+  collect_freed();
+  request.pool = &heap_.pool_of(group_for(stream), request.size);
+  Block* block = heap_.find_fit(request);
+  if (!block) block = obtain(request, lock);
+  block = heap_.allocate(block, request);
+  if (!scopes_.empty()) {
+    Scope& scope = scopes_.back();
+    scope.peak = std::max(scope.peak, heap_.stats.allocated_bytes.all().current);
+    scope.total += static_cast<std::int64_t>(block->size);
+    ++scope.allocations;
+  }
+  return block->address;
+}
+
+Block* CachingAllocator::attempt(Request& request, Effort effort) {
+  // The lock may have been dropped since the last attempt: pools and free blocks are looked up again.
+  request.pool = &heap_.pool_of(group_for(request.stream), request.size);
+  if (Block* block = heap_.find_fit(request)) return block;
+  return supply_for(request.pool->group).grow(request, effort, capturing());
+}
+
+Block* CachingAllocator::obtain(Request& request, Lock& lock) {
+  if (Block* block = attempt(request, Effort::kNormal)) return block;
+  if (Block* block = borrow_from_private_pools(request)) return block;
+  if (Block* block = wait_for_streams(request, lock)) return block;
+  if (!capturing()) {
+    if (supply_for(request.pool->group).release_oversize(request)) {
+      if (Block* block = attempt(request, Effort::kNormal)) return block;
+    }
+    release_cached(lock, {});
+    ++heap_.stats.num_alloc_retries;
+    if (Block* block = attempt(request, Effort::kScavenge)) return block;
+  }
+  std::string callback_error;
+  if (Block* block = ask_callbacks(request, lock, callback_error)) return block;
+  request.pool = &heap_.pool_of(group_for(request.stream), request.size);  // the lock was dropped
+  fail(request, lock, callback_error);
+}
+
+Block* CachingAllocator::borrow_from_private_pools(Request& request) {
+  if (request.pool->group.is_private()) return nullptr;
+  Block* found = nullptr;
+  Pool* const own = request.pool;
+  heap_.for_each_group([&](PoolGroup& group) {
+    if (found || !group.use_on_oom) return;
+    request.pool = &heap_.pool_of(group, request.size);
+    found = heap_.find_fit(request);
+  });
+  if (!found) request.pool = own;
+  return found;
+}
+
+Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
+  if (capturing()) return nullptr;
+  while (const auto oldest = order_.hold_oldest_pending()) {
+    wait(*oldest, lock);
+    collect_freed();
+    if (Block* block = attempt(request, Effort::kNormal)) return block;
+  }
+  if (!vmm_) return nullptr;
+  if (Block* block = attempt(request, Effort::kScavenge)) return block;
+  // The stream with the most free memory first.
+  const auto free_by_stream = measure_fragmentation(heap_).free_by_stream;
+  std::vector<std::pair<Bytes, Stream>> streams;
+  for (const auto& [stream, bytes] : free_by_stream) {
+    if (stream != request.stream) streams.emplace_back(bytes, stream);
+  }
+  std::sort(streams.rbegin(), streams.rend());
+  for (const auto& [bytes, stream] : streams) {
+    order_.fence(stream, heap_.clock());
+    if (const auto fence = order_.hold_fence(stream)) wait(*fence, lock);
+    if (Block* block = attempt(request, Effort::kScavenge)) return block;
+  }
+  return nullptr;
+}
+
+void CachingAllocator::wait(StreamOrder::Wait wait, Lock& lock) {
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    device_->wait(wait.event);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  order_.end_wait(wait);
+  if (error) std::rethrow_exception(error);
+}
+
+Block* CachingAllocator::ask_callbacks(Request& request, Lock& lock, std::string& error) {
+  const auto callbacks = callbacks_;
+  for (const auto& [id, callback] : callbacks) {
+    bool freed = false;
+    lock.unlock();
+    try {
+      freed = callback(request.size);
+    } catch (const std::exception& raised) {
+      error += (error.empty() ? "" : "; ") + std::string(raised.what());
+    }
+    lock.lock();
+    if (!freed) continue;
+    collect_freed();
+    if (Block* block = attempt(request, Effort::kNormal)) return block;
+    if (Block* block = wait_for_streams(request, lock)) return block;
+    if (capturing()) continue;
+    release_cached(lock, {});
+    if (Block* block = attempt(request, Effort::kScavenge)) return block;
+  }
+  return nullptr;
+}
+
+void CachingAllocator::fail(const Request& request, Lock& lock, const std::string& callback_error) {
+  ++heap_.stats.num_ooms;
+  const Device::Memory memory = device_->memory();
+  heap_.history.add(Action::kOutOfMemory, memory.free, request.requested, request.stream,
+                    request.pool ? request.pool->group.id : PoolId{}, *request.context);
+  std::string text = explain({request, device_->name(), memory, malloc_->limit(), capturing(), callback_error}, heap_);
+  const auto observers = observers_;
+  const Bytes requested = request.requested;
+  lock.unlock();
+  for (const auto& observer : observers) {
+    try {
+      observer(requested, memory.total, memory.free);
+    } catch (const std::exception& raised) {
+      text += std::string(" An observer of this failed too: ") + raised.what() + '.';
+    }
+  }
+  throw OutOfMemory(text);
+}
+
+// ---- freeing ----
+
+void CachingAllocator::free(Address address, Context context) {
+  if (!try_free(address, std::move(context))) throw_unknown(address);
+}
+
+bool CachingAllocator::try_free(Address address, Context context) {
+  const Lock lock(mutex_);
+  Block* block = heap_.find_live(address);
+  if (!block) return false;
+  free_block(*block, context);
+  return true;
+}
+
+void CachingAllocator::free_block(Block& block, const Context& context) {
+  if (block.uses.empty()) {
+    heap_.request_free(&block, context);
+    heap_.release(&block, context);
+  } else if (capturing()) {
+    heap_.request_free(&block, context);
+    deferred_.push_back(&block);
+  } else {
+    order_.add_pending(&block);
+    heap_.request_free(&block, context);
+  }
+}
+
+void CachingAllocator::collect_freed() {
+  if (capturing()) return;
+  while (!deferred_.empty()) {
+    order_.add_pending(deferred_.back());
+    deferred_.pop_back();
+  }
+  if (order_.has_pending()) {
+    order_.poll_pending([this](Block* block) { heap_.release(block, {}); });
+  }
+}
+
+void CachingAllocator::empty_cache(PoolId pool) {
+  Lock lock(mutex_);
+  if (!capturing()) release_cached(lock, pool);
+}
+
+void CachingAllocator::release_cached(Lock& lock, PoolId only) {
+  collect_freed();  // records the events of frees that a capture deferred
+  const Serial now = heap_.clock();
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    device_->synchronize();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  if (error) std::rethrow_exception(error);
+  if (capturing()) return;  // begun by another thread meanwhile
+  ++heap_.stats.num_sync_all_streams;
+  order_.all_passed(now);
+  collect_freed();
+  if (!only.is_default()) {
+    PoolGroup* group = heap_.find_group(only);
+    if (group && group->is_releasable()) supply_for(*group).release_unused(*group);
+    return;
+  }
+  std::vector<PoolId> idle;
+  heap_.for_each_group([&](PoolGroup& group) {
+    if (!group.is_releasable()) return;
+    supply_for(group).release_unused(group);
+    const auto mine = [&](const Segment& segment) { return &segment.pool->group == &group; };
+    const bool empty = std::none_of(heap_.segments().begin(), heap_.segments().end(), mine);
+    if (group.is_private() && empty) idle.push_back(group.id);
+  });
+  for (const PoolId id : idle) heap_.erase_group(id);
+}
+
+// ---- asking about addresses ----
+
+bool CachingAllocator::owns(Address address) {
+  const Lock lock(mutex_);
+  return heap_.find_live(address) != nullptr;
+}
+
+void CachingAllocator::record_stream(Address address, Stream stream) {
+  const Lock lock(mutex_);
+  Block& block = live(address);
+  if (stream == block.stream()) return;
+  if (std::find(block.uses.begin(), block.uses.end(), stream) == block.uses.end()) block.uses.push_back(stream);
+}
+
+BaseAllocation CachingAllocator::base_allocation(Address address) {
+  const Lock lock(mutex_);
+  const Block& block = live(address);
+  if (!block.segment->expandable) return {block.segment->address, block.segment->size};
+  return {block.address, block.size};
+}
+
+BlockInfo CachingAllocator::block(Address address) {
+  const Lock lock(mutex_);
+  return describe(live(address));
+}
+
+Bytes CachingAllocator::largest_available() {
+  const Lock lock(mutex_);
+  const Bytes limit = malloc_->limit();
+  const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
+  const Bytes growable = std::min(device_->memory().free, limit - std::min(limit, reserved));
+  return std::max(growable, measure_fragmentation(heap_).largest_free);
+}
+
+// ---- settings ----
+
+Config CachingAllocator::config() const {
+  const Lock lock(mutex_);
+  return heap_.config;
+}
+
+void CachingAllocator::configure(const Config& config) {
+  const Config checked = supported(config, *device_);
+  const Lock lock(mutex_);
+  PAC_CHECK(checked.growth == heap_.config.growth, "growth cannot change while an allocator runs; it is ",
+            to_string(heap_.config).empty() ? "growth:vmm" : to_string(heap_.config));
+  heap_.config = checked;
+}
+
+std::shared_ptr<Allocator> make_allocator(std::shared_ptr<Device> device, const Config& config) {
+  return std::make_shared<CachingAllocator>(std::move(device), config);
+}
+
+}  // namespace pac::alloc

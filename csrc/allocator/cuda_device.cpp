@@ -1,0 +1,305 @@
+#include "allocator/cuda_device.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <sstream>
+#include <string>
+
+#include "common/check.hpp"
+
+namespace pac::alloc {
+
+namespace {
+
+CUmemAccessDesc access_of(CUdevice device) {
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  return access;
+}
+
+[[noreturn]] void fail(const CudaDriver& driver, CUresult status, const std::string& what) {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  driver.cuGetErrorName(status, &name);
+  driver.cuGetErrorString(status, &text);
+  std::ostringstream message;
+  message << what << " failed: " << (name != nullptr ? name : "error ");
+  if (name == nullptr) message << static_cast<int>(status);
+  if (text != nullptr) message << ": " << text;
+  throw DeviceError(message.str());
+}
+
+/// The driver was shut down, as it is when the process exits: nothing of the device's is left to give back.
+bool gone(CUresult status) { return status == CUDA_ERROR_DEINITIALIZED; }
+
+CUevent event_of(Event event) {
+  return reinterpret_cast<CUevent>(event);  // NOLINT(performance-no-int-to-ptr)
+}
+
+CUstream stream_of(Stream stream) {
+  return reinterpret_cast<CUstream>(stream);  // NOLINT(performance-no-int-to-ptr)
+}
+
+}  // namespace
+
+/// Makes `call` with the context current, in relaxed capture mode. It must not throw.
+template <class Call>
+CUresult CudaDevice::inside(CUcontext context, Call&& call) const {
+  const CUresult pushed = driver_.cuCtxPushCurrent(context);
+  if (pushed != CUDA_SUCCESS) return pushed;
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  driver_.cuThreadExchangeStreamCaptureMode(&mode);
+  const CUresult status = call();
+  driver_.cuThreadExchangeStreamCaptureMode(&mode);
+  CUcontext popped = nullptr;
+  driver_.cuCtxPopCurrent(&popped);
+  return status;
+}
+
+template <class Call>
+CUresult CudaDevice::timed(Call&& call) {
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  const auto begin = std::chrono::steady_clock::now();
+  const CUresult status = inside(call);
+  const auto spent = std::chrono::steady_clock::now() - begin;
+  driver_ns_.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count(), std::memory_order_relaxed);
+  return status;
+}
+
+template <class Call>
+void CudaDevice::give_back(const What& what, Call&& call) {
+  if (forked_after_cuda()) return;  // it is the parent's
+  const CUresult status = timed(call);
+  if (!gone(status)) check(status, what);
+}
+
+void CudaDevice::check(CUresult status, const What& what) const {
+  if (status == CUDA_SUCCESS) return;
+  std::ostringstream text;
+  text << what.call;
+  if (what.size != 0) text << " of " << what.size << " bytes";
+  if (what.address != 0) text << " at 0x" << std::hex << what.address << std::dec;
+  text << " on " << name();
+  fail(driver_, status, text.str());
+}
+
+CudaDevice::CudaDevice(int index) : driver_(cuda_driver()), index_(index) {
+  check(driver_.cuDeviceGet(&device_, index), {"cuDeviceGet"});
+  access_.push_back(access_of(device_));
+  check(driver_.cuDevicePrimaryCtxRetain(&context_, device_), {"cuDevicePrimaryCtxRetain"});
+  look_for_virtual_memory();
+}
+
+CudaDevice::~CudaDevice() {
+  if (forked_after_cuda()) return;
+  // Whatever these report, there is nobody to tell and nothing to do about it.
+  inside([&] {
+    for (CUevent event : spare_events_) driver_.cuEventDestroy(event);
+    return CUDA_SUCCESS;
+  });
+  driver_.cuDevicePrimaryCtxRelease(device_);
+}
+
+void CudaDevice::look_for_virtual_memory() {
+  const auto supported = [&](CUdevice_attribute attribute) {
+    int value = 0;
+    return driver_.cuDeviceGetAttribute(&value, attribute, device_) == CUDA_SUCCESS && value != 0;
+  };
+  if (!driver_.virtual_memory || !supported(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) return;
+  properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  properties_.location.id = device_;
+  if (supported(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)) {
+    properties_.allocFlags.gpuDirectRDMACapable = 1;
+  }
+  std::size_t least = 0;
+  if (driver_.cuMemGetAllocationGranularity(&least, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS) {
+    granularity_ = std::max<Bytes>(2_MiB, least);
+  }
+}
+
+int CudaDevice::count() {
+  const CudaDriver& driver = cuda_driver();
+  int count = 0;
+  const CUresult status = driver.cuDeviceGetCount(&count);
+  if (status != CUDA_SUCCESS) fail(driver, status, "cuDeviceGetCount");
+  return count;
+}
+
+bool CudaDevice::can_access_peer(int device, int peer) {
+  const CudaDriver& driver = cuda_driver();
+  int can = 0;
+  const CUresult status = driver.cuDeviceCanAccessPeer(&can, device, peer);
+  if (status != CUDA_SUCCESS) fail(driver, status, "cuDeviceCanAccessPeer");
+  return can != 0;
+}
+
+Device::Memory CudaDevice::memory() {
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  check(inside([&] { return driver_.cuMemGetInfo(&free, &total); }), {"cuMemGetInfo"});
+  return {free, total};
+}
+
+double CudaDevice::driver_seconds() const {
+  return static_cast<double>(driver_ns_.load(std::memory_order_relaxed)) * 1e-9;
+}
+
+std::optional<Address> CudaDevice::acquire(Bytes size) {
+  CUdeviceptr address = 0;
+  const CUresult status = timed([&] { return driver_.cuMemAlloc(&address, size); });
+  if (status == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
+  check(status, {"cuMemAlloc", size});
+  return address;
+}
+
+void CudaDevice::release(Address address, Bytes size) {
+  give_back({"cuMemFree", size, address}, [&] { return driver_.cuMemFree(address); });
+}
+
+Address CudaDevice::reserve(Bytes size) {
+  CUdeviceptr address = 0;
+  check(timed([&] { return driver_.cuMemAddressReserve(&address, size, granularity_, 0, 0); }),
+        {"cuMemAddressReserve", size});
+  return address;
+}
+
+void CudaDevice::unreserve(Address address, Bytes size) {
+  give_back({"cuMemAddressFree", size, address}, [&] { return driver_.cuMemAddressFree(address, size); });
+}
+
+std::optional<Handle> CudaDevice::create(Bytes size) {
+  CUmemGenericAllocationHandle handle = 0;
+  const CUresult status = timed([&] { return driver_.cuMemCreate(&handle, size, &properties_, 0); });
+  if (status == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
+  check(status, {"cuMemCreate", size});
+  return handle;
+}
+
+void CudaDevice::destroy(Handle handle, Bytes size) {
+  give_back({"cuMemRelease", size}, [&] { return driver_.cuMemRelease(handle); });
+}
+
+void CudaDevice::map(Address address, Bytes size, Handle handle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto mapping = mappings_.emplace(address, size).first;
+  const char* call = "cuMemMap";
+  const CUresult status = timed([&] {
+    const CUresult mapped = driver_.cuMemMap(address, size, 0, handle, 0);
+    if (mapped != CUDA_SUCCESS) return mapped;
+    call = "cuMemSetAccess";
+    const CUresult granted = driver_.cuMemSetAccess(address, size, access_.data(), access_.size());
+    if (granted != CUDA_SUCCESS) driver_.cuMemUnmap(address, size);
+    return granted;
+  });
+  if (status == CUDA_SUCCESS) return;
+  mappings_.erase(mapping);
+  check(status, {call, size, address});
+}
+
+void CudaDevice::unmap(Address address, Bytes size) {
+  if (forked_after_cuda()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  give_back({"cuMemUnmap", size, address}, [&] { return driver_.cuMemUnmap(address, size); });
+  mappings_.erase(address);
+}
+
+void CudaDevice::enable_peer(int peer) {
+  if (peer == index_) return;
+  if (!can_access_peer(peer, index_)) {
+    throw DeviceError("GPU " + std::to_string(peer) + " cannot reach the memory of " + name() +
+                      ": the two have no peer-to-peer connection");
+  }
+  const CUmemAccessDesc access = access_of(peer);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_peer = [&](const CUmemAccessDesc& known) { return known.location.id == access.location.id; };
+  if (std::any_of(access_.begin(), access_.end(), is_peer)) return;
+  access_.reserve(access_.size() + 1);
+  for (const auto& [address, size] : mappings_) {
+    // A copy: a structured binding cannot be captured in C++17.
+    const CUdeviceptr start = address;
+    const std::size_t bytes = size;
+    check(timed([&] { return driver_.cuMemSetAccess(start, bytes, &access, 1); }), {"cuMemSetAccess", bytes, start});
+  }
+  access_.push_back(access);
+}
+
+Event CudaDevice::record(Stream stream) {
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  CUevent event = nullptr;
+  if (!spare_events_.empty()) {
+    event = spare_events_.back();
+    spare_events_.pop_back();
+  }
+  const char* call = "cuEventRecord";
+  const CUresult status = inside([&] {
+    if (event == nullptr) {
+      call = "cuEventCreate";
+      const CUresult created = driver_.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
+      if (created != CUDA_SUCCESS) return created;
+      call = "cuEventRecord";
+    }
+    return driver_.cuEventRecord(event, stream_of(stream));
+  });
+  if (status == CUDA_SUCCESS) return reinterpret_cast<Event>(event);
+  if (event != nullptr) spare_events_.push_back(event);
+  if (status == CUDA_ERROR_INVALID_HANDLE && stream != 0) {
+    // Event and stream are of one device: this stream may be a peer's, which reads what is mapped here.
+    const CUresult recorded = record_elsewhere(stream_of(stream), &event);
+    if (recorded == CUDA_SUCCESS) return reinterpret_cast<Event>(event);
+  }
+  if (gone(status)) return 0;  // stands for an event that completed
+  check(status, {call});
+  return 0;
+}
+
+CUresult CudaDevice::record_elsewhere(CUstream stream, CUevent* event) {
+  CUcontext context = nullptr;
+  const CUresult found = inside([&] { return driver_.cuStreamGetCtx(stream, &context); });
+  if (found != CUDA_SUCCESS) return found;
+  const CUresult status = inside(context, [&] {
+    const CUresult created = driver_.cuEventCreate(event, CU_EVENT_DISABLE_TIMING);
+    if (created != CUDA_SUCCESS) return created;
+    const CUresult recorded = driver_.cuEventRecord(*event, stream);
+    if (recorded != CUDA_SUCCESS) driver_.cuEventDestroy(*event);
+    return recorded;
+  });
+  if (status == CUDA_SUCCESS) foreign_events_.insert(*event);
+  return status;
+}
+
+bool CudaDevice::completed(Event event) {
+  if (event == 0) return true;
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  const CUresult status = inside([&] { return driver_.cuEventQuery(event_of(event)); });
+  if (status == CUDA_ERROR_NOT_READY) return false;
+  if (!gone(status)) check(status, {"cuEventQuery"});
+  return true;
+}
+
+void CudaDevice::wait(Event event) {
+  if (event == 0) return;
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  const CUresult status = inside([&] { return driver_.cuEventSynchronize(event_of(event)); });
+  if (!gone(status)) check(status, {"cuEventSynchronize"});
+}
+
+void CudaDevice::recycle(Event event) {
+  if (event == 0) return;
+  if (foreign_events_.erase(event_of(event)) == 0) {
+    spare_events_.push_back(event_of(event));
+  } else {
+    give_back({"cuEventDestroy"}, [&] { return driver_.cuEventDestroy(event_of(event)); });
+  }
+}
+
+void CudaDevice::synchronize() {
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  const CUresult status = inside([&] { return driver_.cuCtxSynchronize(); });
+  if (!gone(status)) check(status, {"cuCtxSynchronize"});
+}
+
+}  // namespace pac::alloc

@@ -1,0 +1,94 @@
+// One CUDA device behind the port.
+//
+// Only driver calls, each inside the device's primary context, which is torch's too: so a call may come from any
+// thread, whatever device is current there, and leaves the CUDA runtime's last error alone. Each is made in relaxed
+// capture mode, because some thread of the process may be capturing a graph.
+//
+// acquire(), release() and enable_peer() may be called beside the core, without its lock. When the process exits the
+// driver goes first: what gives something back then does nothing, and every event counts as completed.
+#pragma once
+
+#include <cuda.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "allocator/cuda_driver.hpp"
+#include "allocator/device.hpp"
+
+namespace pac::alloc {
+
+class CudaDevice final : public Device {
+ public:
+  /// Creates the device's primary context where the process has none yet. Throws DeviceError.
+  explicit CudaDevice(int index);
+  ~CudaDevice() override;
+
+  /// Throws DeviceError where there is no driver.
+  static int count();
+  static bool can_access_peer(int device, int peer);
+
+  std::string name() const override { return "GPU " + std::to_string(index_); }
+  Memory memory() override;
+  double driver_seconds() const override;
+  std::optional<Address> acquire(Bytes size) override;
+  void release(Address address, Bytes size) override;
+  bool has_virtual_memory() const override { return granularity_ != 0; }
+  Bytes granularity() const override { return granularity_; }
+  Address reserve(Bytes size) override;
+  void unreserve(Address address, Bytes size) override;
+  std::optional<Handle> create(Bytes size) override;
+  void destroy(Handle handle, Bytes size) override;
+  void map(Address address, Bytes size, Handle handle) override;
+  void unmap(Address address, Bytes size) override;
+  Event record(Stream stream) override;
+  bool completed(Event event) override;
+  void wait(Event event) override;
+  void recycle(Event event) override;
+  void synchronize() override;
+
+  /// Lets `peer` read and write what is mapped here, now and later. What was acquired needs cudaDeviceEnablePeerAccess
+  /// instead, which is torch's to call. Throws DeviceError where the two devices cannot reach each other.
+  void enable_peer(int peer);
+
+ private:
+  struct What {
+    const char* call;
+    Bytes size = 0;
+    Address address = 0;
+  };
+
+  template <class Call>
+  CUresult inside(CUcontext context, Call&& call) const;
+  template <class Call>
+  CUresult inside(Call&& call) const {
+    return inside(context_, call);
+  }
+  template <class Call>
+  CUresult timed(Call&& call);
+  template <class Call>
+  void give_back(const What& what, Call&& call);
+  void check(CUresult status, const What& what) const;
+  void look_for_virtual_memory();
+  CUresult record_elsewhere(CUstream stream, CUevent* event);
+
+  const CudaDriver& driver_;
+  int index_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  CUmemAllocationProp properties_{};
+  Bytes granularity_ = 0;  ///< 0: no virtual memory
+  std::atomic<std::int64_t> driver_ns_{0};
+  // Under the core's lock, as record() and recycle() are.
+  std::vector<CUevent> spare_events_;
+  std::set<CUevent> foreign_events_;  ///< in use, of other devices' contexts
+
+  std::mutex mutex_;  ///< of what follows
+  std::map<Address, Bytes> mappings_;
+  std::vector<CUmemAccessDesc> access_;  ///< this device, then its peers
+};
+
+}  // namespace pac::alloc

@@ -1,0 +1,112 @@
+// Blocks and segments of one device, their bookkeeping and their counters. Knows no device, no lock and no policy.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "allocator/address_table.hpp"
+#include "allocator/block.hpp"
+#include "allocator/config.hpp"
+#include "allocator/history.hpp"
+#include "allocator/stats.hpp"
+
+namespace pac::alloc {
+
+/// PyTorch's constants.
+constexpr Bytes kMinBlockSize = 512;
+constexpr Bytes kSmallSize = 1_MiB;       ///< the largest request of the small pool
+constexpr Bytes kSmallBuffer = 2_MiB;     ///< a segment of the small pool
+constexpr Bytes kMinLargeAlloc = 10_MiB;  ///< requests from here on have segments of their own size
+constexpr Bytes kRoundLarge = 2_MiB;
+
+class Heap {
+ public:
+  explicit Heap(const Config& settings) : config(settings) {}
+
+  Config config;
+  Stats stats;
+  History history;
+
+  PoolGroup& default_group() { return default_group_; }
+  /// nullptr where no such pool exists.
+  PoolGroup* find_group(PoolId id);
+  PoolGroup& private_group(PoolId id);
+  /// Forgets a private group; it has no segments left.
+  void erase_group(PoolId id) { groups_.erase(id); }
+  template <class Visit>
+  void for_each_group(Visit visit) {
+    visit(default_group_);
+    for (auto& [id, group] : groups_) visit(*group);
+  }
+  template <class Visit>
+  void for_each_pool(Visit visit) {
+    for_each_group([&](PoolGroup& group) {
+      visit(group.small);
+      visit(group.large);
+      visit(group.oversize);
+    });
+  }
+
+  Bytes round_size(Bytes size) const;
+  Pool& pool_of(PoolGroup& group, Bytes size) const;
+
+  /// The best free block that a request may have, or nullptr.
+  Block* find_fit(const Request& request);
+  /// Makes a free block, or its beginning, the request's.
+  Block* allocate(Block* block, const Request& request);
+  /// The block is no longer its owner's; it becomes free by release(), now or when other streams are done.
+  void request_free(Block* block, const Context& context);
+  void release(Block* block, const Context& context);
+  /// Takes exactly [address, address + size) out of a free block. Throws std::logic_error where it is not free.
+  Block* carve(Segment& segment, Address address, Bytes size);
+
+  /// A segment with one block over all of it: kFree under malloc growth, kUnmapped for a range of addresses.
+  Segment& add_segment(Address address, Bytes size, Stream stream, Pool& pool, bool expandable, const Context& context);
+  /// The segment is one block, which is free or unmapped.
+  void erase_segment(Segment& segment);
+  std::list<Segment>& segments() { return segments_; }
+
+  void insert_free(Block* block);
+  void remove_free(Block* block);
+  /// Makes a block, which is in no set, free: one with its free neighbours, and in its pool's set. Returns that one.
+  Block* join_free(Block* block);
+  /// Merges an unmapped block with unmapped neighbours.
+  Block* join_unmapped(Block* block);
+  /// Cuts a block, which is in no set, after `size` bytes; returns the rest, in the same state.
+  Block* split(Block* block, Bytes size);
+  /// Cuts [address, address + size) out of a block that is in no set, and gives it a state.
+  Block* isolate(Block* block, Address address, Bytes size, Block::State state);
+  Block* block_at(Segment& segment, Address address);
+
+  Block* find_live(Address address) const { return live_.find(address); }
+  const AddressTable<Block>& live() const { return live_; }
+  Serial clock() const { return clock_; }
+  void log(Action action, Address address, Bytes size, const Segment& segment, const Context& context) {
+    history.add(action, address, size, segment.stream, segment.pool->group.id, context);
+  }
+  void count_reserved(Segment& segment, Bytes size, std::int64_t pieces);
+  void count_released(const Segment& segment, Bytes size, std::int64_t pieces);
+
+  void check_invariants();
+
+ private:
+  Block* new_block(Segment& segment, Address address, Bytes size, Block::State state);
+  void absorb_next(Block* block);
+  void absorb_previous(Block* block);
+  void reorder(Block* block);
+  bool should_split(const Block& block, const Request& request) const;
+  void check_pool(Pool& pool);
+
+  PoolGroup default_group_{PoolId{}};
+  std::map<PoolId, std::unique_ptr<PoolGroup>> groups_;
+  std::list<Segment> segments_;
+  AddressTable<Block> live_;
+  std::deque<Block> blocks_;
+  std::vector<Block*> spare_;
+  Serial clock_ = 0;
+};
+
+}  // namespace pac::alloc

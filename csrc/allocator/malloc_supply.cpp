@@ -1,0 +1,183 @@
+// Supply by cudaMalloc, with the native allocator's decisions (c10/cuda/CUDACachingAllocator.cpp, torch 2.11):
+// replaying a recorded trace reserves what the recording did.
+#include <algorithm>
+
+#include "allocator/core.hpp"
+#include "allocator/supply.hpp"
+
+namespace pac::alloc {
+
+Supply::Supply(Heap& heap, Device& device, StreamOrder& order)
+    : heap_(heap), device_(device), order_(order), total_(device.memory().total) {}
+
+Bytes Supply::limit() const {
+  const double fraction = heap_.config.memory_fraction;
+  return fraction < 1.0 ? static_cast<Bytes>(fraction * static_cast<double>(total_)) : kUnlimited;
+}
+
+bool Supply::within_limit(Bytes size) const {
+  const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
+  return size <= limit() && reserved <= limit() - size;
+}
+
+Bytes Supply::garbage_threshold() const {
+  const double share = heap_.config.garbage_collection_threshold;
+  if (share <= 0.0 || heap_.config.memory_fraction >= 1.0) return kUnlimited;
+  return static_cast<Bytes>(share * static_cast<double>(limit()));
+}
+
+Bytes Supply::at_least_initial(const Request& request, Bytes size) {
+  if (grew_initially_ || request.pool->group.is_private() || request.pool->kind != PoolKind::kLarge) return size;
+  grew_initially_ = true;  // also where it fails: the next attempt asks for less
+  return std::max(size, round_up(heap_.config.initial_pool_size, kRoundLarge));
+}
+
+namespace {
+
+thread_local int source_calls = 0;
+
+struct SourceCall {
+  SourceCall() { ++source_calls; }
+  ~SourceCall() { --source_calls; }
+  SourceCall(const SourceCall&) = delete;
+  SourceCall& operator=(const SourceCall&) = delete;
+};
+
+class MallocSupply final : public Supply {
+ public:
+  using Supply::Supply;
+
+  Block* grow(const Request& request, Effort effort, bool capturing) override;
+  bool release_oversize(const Request& request) override;
+  void release_unused(PoolGroup& group) override;
+  void release_everything() override;
+
+ private:
+  void collect_garbage();
+  Bytes segment_size(const Request& request) const;
+  std::optional<Address> acquire(Bytes size, const Request& request);
+  void give_back(Segment& segment);
+  void release(Block* block);
+};
+
+Bytes MallocSupply::segment_size(const Request& request) const {
+  if (request.size <= kSmallSize) return kSmallBuffer;
+  if (request.size < kMinLargeAlloc) return heap_.config.large_segment_size;
+  return round_up(request.size, kRoundLarge);
+}
+
+Block* MallocSupply::grow(const Request& request, Effort, bool capturing) {
+  if (!capturing) collect_garbage();
+  Pool& pool = *request.pool;
+  const Bytes size = at_least_initial(request, segment_size(request));
+  if (!within_limit(size)) return nullptr;
+  const auto address = acquire(size, request);
+  if (!address) return nullptr;
+  Segment& segment = heap_.add_segment(*address, size, request.stream, pool, false, *request.context);
+  heap_.count_reserved(segment, size, 1);
+  heap_.log(Action::kSegmentAlloc, segment.address, size, segment, *request.context);
+  return segment.first;
+}
+
+std::optional<Address> MallocSupply::acquire(Bytes size, const Request& request) {
+  SegmentSource* source = request.pool->group.source.get();
+  if (!source) return device_.acquire(size);
+  const SourceCall call;
+  return source->acquire(size, request.stream);
+}
+
+void MallocSupply::give_back(Segment& segment) {
+  SegmentSource* source = segment.pool->group.source.get();
+  if (!source) return device_.release(segment.address, segment.size);
+  const SourceCall call;
+  source->release(segment.address, segment.size);
+}
+
+void MallocSupply::release(Block* block) {
+  Segment& segment = *block->segment;
+  give_back(segment);
+  heap_.count_released(segment, segment.size, 1);
+  heap_.log(Action::kSegmentFree, segment.address, segment.size, segment, segment.context);
+  heap_.erase_segment(segment);
+}
+
+void MallocSupply::collect_garbage() {
+  const Bytes threshold = garbage_threshold();
+  const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
+  if (reserved <= threshold) return;
+
+  const Pool& pool = heap_.default_group().large;
+  std::vector<Block*> whole;
+  std::uint64_t total_age = 0;
+  for (Block* block : pool.free) {
+    if (block->is_split()) continue;
+    whole.push_back(block);
+    total_age += pool.fit_calls - block->fit_calls;
+  }
+  // In rounds, the blocks of at least the average age first.
+  Bytes released = 0;
+  for (bool found = true; found && !whole.empty() && released < reserved - threshold;) {
+    const std::uint64_t average = total_age / whole.size();
+    std::vector<Block*> younger;
+    found = false;
+    for (Block* block : whole) {
+      const std::uint64_t age = pool.fit_calls - block->fit_calls;
+      if (age < average) {
+        younger.push_back(block);
+        continue;
+      }
+      found = true;
+      released += block->size;
+      total_age -= age;
+      release(block);
+    }
+    whole.swap(younger);
+  }
+}
+
+bool MallocSupply::release_oversize(const Request& request) {
+  const Bytes max_split = heap_.config.max_split_size;
+  if (max_split == kUnlimited) return false;
+  FreeSet& free = request.pool->free;
+  const Bytes wanted = std::max(request.size, max_split);
+  auto at = free.lower_bound(FitKey{request.stream, wanted, 0});
+  if (at != free.end() && (*at)->stream() == request.stream) {
+    if ((*at)->is_split()) return false;
+    release(*at);
+    return true;
+  }
+  // No single block is large enough: several, the largest first.
+  Bytes released = 0;
+  while (released < wanted && at != free.begin()) {
+    Block* block = *std::prev(at);
+    if (block->size < max_split || block->stream() != request.stream || block->is_split()) break;
+    released += block->size;
+    release(block);
+  }
+  return released >= wanted;
+}
+
+void MallocSupply::release_unused(PoolGroup& group) {
+  for (Pool* pool : {&group.large, &group.small}) {
+    for (auto at = pool->free.begin(); at != pool->free.end();) {
+      Block* block = *at++;
+      if (!block->is_split()) release(block);
+    }
+  }
+}
+
+void MallocSupply::release_everything() {
+  for (Segment& segment : heap_.segments()) {
+    if (!segment.expandable) give_back(segment);
+  }
+}
+
+}  // namespace
+
+bool inside_segment_source() { return source_calls > 0; }
+
+std::unique_ptr<Supply> make_malloc_supply(Heap& heap, Device& device, StreamOrder& order) {
+  return std::make_unique<MallocSupply>(heap, device, order);
+}
+
+}  // namespace pac::alloc

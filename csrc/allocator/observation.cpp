@@ -1,0 +1,116 @@
+// Looking at an allocator: counters, scopes, history, snapshots, and who is told what.
+#include <algorithm>
+#include <utility>
+
+#include "allocator/caching_allocator.hpp"
+#include "allocator/diagnosis.hpp"
+
+namespace pac::alloc {
+
+Stats CachingAllocator::stats() {
+  const Lock lock(mutex_);
+  Stats stats = heap_.stats;
+  stats.driver_seconds = device_->driver_seconds();
+  return stats;
+}
+
+namespace {
+
+template <class Visit>
+void for_each_stat(Stats& stats, Visit visit) {
+  for (StatArray* array :
+       {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split, &stats.allocated_bytes,
+        &stats.reserved_bytes, &stats.active_bytes, &stats.inactive_split_bytes, &stats.requested_bytes}) {
+    for (Stat& stat : array->of) visit(stat);
+  }
+  for (auto& [id, stat] : stats.reserved_bytes_by_private_pool) visit(stat);
+  visit(stats.oversize_allocations);
+  visit(stats.oversize_segments);
+}
+
+}  // namespace
+
+void CachingAllocator::reset_peak_stats() {
+  const Lock lock(mutex_);
+  for_each_stat(heap_.stats, [](Stat& stat) { stat.reset_peak(); });
+}
+
+void CachingAllocator::reset_accumulated_stats() {
+  const Lock lock(mutex_);
+  for_each_stat(heap_.stats, [](Stat& stat) { stat.reset_accumulated(); });
+  Stats& stats = heap_.stats;
+  stats.num_alloc_retries = stats.num_ooms = stats.num_sync_all_streams = 0;
+  stats.num_device_alloc = stats.num_device_free = stats.num_pieces_moved = stats.num_stream_steals = 0;
+}
+
+Fragmentation CachingAllocator::fragmentation() {
+  const Lock lock(mutex_);
+  return measure_fragmentation(heap_);
+}
+
+void CachingAllocator::push_scope() {
+  const Lock lock(mutex_);
+  const std::int64_t allocated = heap_.stats.allocated_bytes.all().current;
+  scopes_.push_back({allocated, heap_.stats.reserved_bytes.all().current, allocated, 0, 0});
+}
+
+ScopeStats CachingAllocator::pop_scope() {
+  const Lock lock(mutex_);
+  if (scopes_.empty()) throw std::logic_error("no scope is open");
+  const Scope scope = scopes_.back();
+  scopes_.pop_back();
+  if (!scopes_.empty()) {
+    Scope& outer = scopes_.back();
+    outer.peak = std::max(outer.peak, scope.peak);
+    outer.total += scope.total;
+    outer.allocations += scope.allocations;
+  }
+  const Stats& stats = heap_.stats;
+  return {stats.allocated_bytes.all().current - scope.allocated, scope.peak - scope.allocated, scope.total,
+          scope.allocations, stats.reserved_bytes.all().current - scope.reserved};
+}
+
+void CachingAllocator::record_history(const HistoryOptions& options) {
+  const Lock lock(mutex_);
+  heap_.history.configure(options);
+}
+
+Trace CachingAllocator::trace() {
+  const Lock lock(mutex_);
+  return heap_.history.trace();
+}
+
+std::vector<SegmentInfo> CachingAllocator::segments(PoolId pool) {
+  const Lock lock(mutex_);
+  return describe_segments(heap_, pool);
+}
+
+void CachingAllocator::set_tracker(std::function<void(const TraceEntry&)> tracker) {
+  const Lock lock(mutex_);
+  heap_.history.set_tracker(std::move(tracker));
+}
+
+int CachingAllocator::add_pressure_callback(std::function<bool(Bytes)> callback) {
+  const Lock lock(mutex_);
+  callbacks_.emplace_back(next_callback_, std::move(callback));
+  return next_callback_++;
+}
+
+void CachingAllocator::remove_pressure_callback(int id) {
+  const Lock lock(mutex_);
+  const auto is_it = [&](const auto& each) { return each.first == id; };
+  callbacks_.erase(std::remove_if(callbacks_.begin(), callbacks_.end(), is_it), callbacks_.end());
+}
+
+int CachingAllocator::add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) {
+  const Lock lock(mutex_);
+  observers_.push_back(std::move(observer));
+  return static_cast<int>(observers_.size()) - 1;
+}
+
+void CachingAllocator::check_invariants() {
+  const Lock lock(mutex_);
+  heap_.check_invariants();
+}
+
+}  // namespace pac::alloc

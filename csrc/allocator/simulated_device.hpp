@@ -1,0 +1,142 @@
+// A device of numbers: everything the core does can be tested without a GPU, and replayed for what-if.
+//
+// It is strict. It throws std::logic_error, naming the call, on whatever the real driver would reject or, worse, not
+// notice: sizes or addresses off the granularity, overlapping mappings, mapping part of a handle or a dead one,
+// destroying a mapped handle, unmapping or releasing what was never mapped or acquired. Such a call changes nothing.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+
+#include "allocator/device.hpp"
+
+namespace pac::alloc {
+
+/// Part of an address space: disjoint ranges, each at the lowest hole that fits.
+class AddressSpace {
+ public:
+  AddressSpace(Address begin, Bytes size) : begin_(begin), end_(begin + size) {}
+
+  std::optional<Address> take(Bytes size);
+  void give_back(Address address) { taken_.erase(address); }
+  /// Whether exactly this range was taken.
+  bool holds(Address address, Bytes size) const;
+  /// Whether the range lies within one that was taken.
+  bool covers(Address address, Bytes size) const;
+
+ private:
+  Address begin_;
+  Address end_;
+  std::map<Address, Bytes> taken_;
+};
+
+class SimulatedDevice final : public Device {
+ public:
+  struct Calls {
+    std::uint64_t acquire = 0, release = 0, reserve = 0, unreserve = 0, create = 0, destroy = 0, map = 0, unmap = 0;
+    std::uint64_t record = 0, query = 0, wait = 0, synchronize = 0;
+    /// Calls that wait for the device: the last two and releases.
+    std::uint64_t synchronising = 0;
+  };
+  /// Physical bytes, up to the end of their mapping. No two live handles or segments share a number.
+  struct Piece {
+    Handle handle;
+    Bytes offset;
+    Bytes size;
+  };
+
+  /// `asynchronous`: an event completes when complete(), or a call that waits, says so; otherwise at once.
+  explicit SimulatedDevice(Bytes capacity, bool virtual_memory = true, bool asynchronous = true);
+
+  std::string name() const override { return "simulated GPU"; }
+  Memory memory() override;
+  /// An estimate, of events too, from calls timed on a GPU. Reserving addresses was not timed and costs nothing.
+  double driver_seconds() const override;
+  std::optional<Address> acquire(Bytes size) override;
+  void release(Address address, Bytes size) override;
+  bool has_virtual_memory() const override { return virtual_memory_; }
+  Bytes granularity() const override { return 2_MiB; }
+  Address reserve(Bytes size) override;
+  void unreserve(Address address, Bytes size) override;
+  std::optional<Handle> create(Bytes size) override;
+  void destroy(Handle handle, Bytes size) override;
+  void map(Address address, Bytes size, Handle handle) override;
+  void unmap(Address address, Bytes size) override;
+  Event record(Stream stream) override;
+  bool completed(Event event) override;
+  void wait(Event event) override;
+  void recycle(Event event) override;
+  void synchronize() override;
+
+  /// Lets the oldest `count` events of a stream complete, or all of them.
+  void complete(Stream stream, std::uint64_t count = UINT64_MAX);
+  void complete_all();
+  /// Of the calls named ("acquire", "create", "map", "reserve"), the next `count` after `skip` successful ones fail:
+  /// acquire and create as out of memory, the others by throwing DeviceError. Replaces what was asked for before.
+  void fail(const std::string& call, std::uint64_t count, std::uint64_t skip = 0);
+
+  /// Calls the driver would have seen, failed ones included.
+  Calls calls() const;
+  Bytes capacity() const { return capacity_; }
+  /// Bytes of live handles and acquired segments.
+  Bytes reserved() const;
+  /// Events recorded and not recycled.
+  std::uint64_t live_events() const;
+  /// What lies at an address; std::logic_error where nothing does.
+  Piece physical(Address address) const;
+  /// Now, as a point in the order of events: what a stream is given before now precedes its next event.
+  Event now() const;
+  /// Whether completed events and calls that wait tell that the stream is done with what it was given before that
+  /// point.
+  bool finished(Stream stream, Event point) const;
+
+ private:
+  struct Mapping {
+    Bytes size;
+    Handle handle;
+  };
+  struct Physical {
+    Bytes size;
+    std::uint64_t mappings;
+  };
+  struct Failure {
+    std::uint64_t count = 0;
+    std::uint64_t skip = 0;
+  };
+
+  bool fails(const char* call);
+  void succeeded(const char* call);
+  void check_virtual(const char* call, Address address, Bytes size) const;
+  void finish(Stream stream, Event last);
+  void finish_all();
+  Stream stream_of(const char* call, Event event) const;
+
+  Bytes capacity_;
+  bool virtual_memory_;
+  bool asynchronous_;
+
+  mutable std::mutex mutex_;  // waiting is done without the core's lock, and tests complete events from other threads
+  Bytes reserved_ = 0;
+  double driver_us_ = 0.0;
+  Calls calls_;
+  std::map<std::string, Failure> failures_;
+
+  AddressSpace acquired_;
+  AddressSpace virtual_;
+  std::map<Address, Mapping> mapped_;  // acquired segments too: their physical memory has a number of its own
+  std::unordered_map<Handle, Physical> handles_;
+  Handle next_handle_ = 1;
+
+  std::unordered_map<Event, Stream> events_;
+  std::map<Stream, std::set<Event>> pending_;  // numbers ascend, so the oldest is the first
+  std::map<Stream, Event> done_;               // the youngest completed event
+  Event all_done_ = 0;                         // the youngest point at which every stream had finished
+  Event next_event_ = 1;
+};
+
+}  // namespace pac::alloc

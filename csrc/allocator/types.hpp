@@ -1,0 +1,51 @@
+// The allocator's vocabulary. Addresses, streams and events are numbers here: the core never dereferences them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace pac::alloc {
+
+using Address = std::uint64_t;
+using Bytes = std::uint64_t;
+using Stream = std::uint64_t;  ///< the value of a cudaStream_t; 0 is the default stream
+using Event = std::uint64_t;
+using Handle = std::uint64_t;  ///< physical memory that can be mapped
+
+constexpr Bytes operator""_KiB(unsigned long long count) { return count << 10; }
+constexpr Bytes operator""_MiB(unsigned long long count) { return count << 20; }
+
+constexpr Bytes round_up(Bytes size, Bytes multiple) { return (size + multiple - 1) / multiple * multiple; }
+constexpr Bytes round_down(Bytes size, Bytes multiple) { return size / multiple * multiple; }
+
+/// Names a private pool as PyTorch does; {0, 0} is everybody's default pool.
+struct PoolId {
+  std::uint64_t first = 0;
+  std::uint64_t second = 0;
+
+  bool is_default() const { return first == 0 && second == 0; }
+  friend bool operator==(const PoolId& a, const PoolId& b) { return a.first == b.first && a.second == b.second; }
+  friend bool operator!=(const PoolId& a, const PoolId& b) { return !(a == b); }
+  friend bool operator<(const PoolId& a, const PoolId& b) {
+    return a.first != b.first ? a.first < b.first : a.second < b.second;
+  }
+};
+
+/// Whatever the caller wants kept beside an event or a block: the stack that allocated it. Opaque to the core.
+using Context = std::shared_ptr<void>;
+
+/// No memory after every remedy; the text begins as PyTorch's does and says what would have helped.
+class OutOfMemory : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The address was never handed out, or was freed before.
+class UnknownAddress : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+}  // namespace pac::alloc

@@ -1,0 +1,364 @@
+#include "bindings/allocator.hpp"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "allocator/allocator.hpp"
+#include "allocator/config.hpp"
+#include "allocator/core.hpp"
+#include "allocator/simulated_device.hpp"
+#include "bindings/allocator_config.hpp"
+#include "bindings/allocator_dicts.hpp"
+#include "bindings/python_values.hpp"
+
+#if PAC_CUDA
+#include "allocator/runtime.hpp"
+#endif
+
+namespace py = pybind11;
+
+namespace pac::bindings {
+namespace {
+
+using alloc::Address;
+using alloc::Bytes;
+using alloc::Config;
+using alloc::SimulatedDevice;
+
+py::dict calls(const SimulatedDevice& device) {
+  const SimulatedDevice::Calls calls = device.calls();
+  py::dict result;
+  result["acquire"] = calls.acquire;
+  result["release"] = calls.release;
+  result["reserve"] = calls.reserve;
+  result["unreserve"] = calls.unreserve;
+  result["create"] = calls.create;
+  result["destroy"] = calls.destroy;
+  result["map"] = calls.map;
+  result["unmap"] = calls.unmap;
+  result["record"] = calls.record;
+  result["query"] = calls.query;
+  result["wait"] = calls.wait;
+  result["synchronize"] = calls.synchronize;
+  result["synchronising"] = calls.synchronising;
+  return result;
+}
+
+void bind_simulated_device(py::module_& module) {
+  py::class_<SimulatedDevice, std::shared_ptr<SimulatedDevice>>(
+      module, "SimulatedDevice", "A device of numbers: as strict as the driver, and without a GPU.")
+      .def(py::init([](const py::object& capacity, bool virtual_memory, bool asynchronous) {
+             return std::make_shared<SimulatedDevice>(to_bytes("capacity", capacity), virtual_memory, asynchronous);
+           }),
+           py::arg("capacity"), py::arg("virtual_memory") = true, py::arg("asynchronous") = true)
+      .def(
+          "complete",
+          [](SimulatedDevice& self, const py::object& stream, const py::object& count) {
+            self.complete(to_number("stream", stream), count.is_none() ? UINT64_MAX : to_number("count", count));
+          },
+          py::arg("stream") = 0, py::arg("count") = py::none())
+      .def("complete_all", &SimulatedDevice::complete_all)
+      .def(
+          "fail",
+          [](SimulatedDevice& self, const std::string& call, const py::object& count, const py::object& skip) {
+            self.fail(call, to_number("count", count), to_number("skip", skip));
+          },
+          py::arg("call"), py::arg("count") = 1, py::arg("skip") = 0)
+      .def("calls", &calls)
+      .def_property_readonly("reserved", &SimulatedDevice::reserved)
+      .def(
+          "physical",
+          [](const SimulatedDevice& self, const py::object& address) {
+            const SimulatedDevice::Piece piece = self.physical(to_number("address", address));
+            return py::make_tuple(piece.handle, piece.offset, piece.size);
+          },
+          py::arg("address"))
+      .def("now", &SimulatedDevice::now)
+      .def(
+          "finished",
+          [](const SimulatedDevice& self, const py::object& stream, const py::object& point) {
+            return self.finished(to_number("stream", stream), to_number("point", point));
+          },
+          py::arg("stream"), py::arg("point"))
+      .def_property_readonly("capacity", &SimulatedDevice::capacity)
+      .def_property_readonly("live_events", &SimulatedDevice::live_events)
+      .def_property_readonly("driver_seconds", &SimulatedDevice::driver_seconds);
+}
+
+/// The core as Python sees it. Calls that may wait for the device release the GIL; callbacks take it back.
+class CachingAllocator {
+ public:
+  CachingAllocator(std::shared_ptr<alloc::Allocator> core, int device) : core_(std::move(core)), device_(device) {}
+  CachingAllocator(const CachingAllocator&) = delete;
+  CachingAllocator& operator=(const CachingAllocator&) = delete;
+  ~CachingAllocator() {
+    core_.reset();
+    collect_dropped();
+  }
+
+  alloc::Allocator& core() const { return *core_; }
+
+  Address allocate(const py::object& size, const py::object& stream) const {
+    const Bytes bytes = to_bytes("size", size);
+    const alloc::Stream on = to_number("stream", stream);
+    alloc::Context context = stacks_ ? python_stack() : nullptr;
+    const py::gil_scoped_release no_gil;
+    return core_->allocate(bytes, on, std::move(context));
+  }
+
+  void record_history(const std::optional<std::string>& enabled, const py::object& max_entries,
+                      const std::optional<std::string>& stacks, bool clear, const py::iterable& skip_actions) {
+    if (enabled && enabled != "all" && enabled != "state") {
+      throw py::value_error("enabled must be 'all', 'state' or None, got '" + *enabled + "'");
+    }
+    if (stacks && stacks != "python") throw py::value_error("stacks must be 'python' or None, got '" + *stacks + "'");
+    alloc::HistoryOptions options;
+    options.enabled = enabled.has_value();
+    options.record_trace = enabled == "all";
+    options.max_entries = to_number("max_entries", max_entries);
+    options.clear = clear;
+    for (const py::handle action : skip_actions) options.skip_actions |= action_bit(action.cast<std::string>());
+    core_->record_history(options);
+    stacks_ = options.enabled && stacks.has_value();
+    collect_dropped();
+  }
+
+  py::dict counters() const { return bindings::counters(core_->stats(), core_->config()); }
+
+  py::dict stats() const {
+    const alloc::Stats stats = core_->stats();
+    py::dict result = bindings::counters(stats, core_->config());
+    add_fragmentation(result, stats, core_->fragmentation());
+    return result;
+  }
+
+  py::dict snapshot(const py::object& pool) const {
+    return bindings::snapshot(device_, core_->segments(to_pool(pool)), core_->trace(), core_->config());
+  }
+
+ private:
+  std::shared_ptr<alloc::Allocator> core_;
+  int device_;
+  bool stacks_ = false;
+};
+
+/// The streams whose allocations come from a pool: None means all.
+std::function<bool(alloc::Stream)> stream_filter(const py::object& streams) {
+  if (streams.is_none()) return [](alloc::Stream) { return true; };
+  std::unordered_set<alloc::Stream> accepted;
+  for (const py::handle stream : py::iterable(streams)) accepted.insert(to_number("a stream", stream));
+  return [accepted = std::move(accepted)](alloc::Stream stream) { return accepted.count(stream) > 0; };
+}
+
+py::dict delta(const alloc::CheckpointDelta& changes) {
+  py::dict result;
+  result["freed"] = changes.freed;
+  result["allocated"] = changes.allocated;
+  return result;
+}
+
+void bind_private_pools(py::class_<CachingAllocator, std::shared_ptr<CachingAllocator>>& type) {
+  using Self = CachingAllocator;
+  type.def(
+          "begin_allocate_to_pool",
+          [](const Self& self, const py::object& pool, const py::object& streams) {
+            self.core().begin_allocate_to_pool(to_pool(pool), stream_filter(streams));
+          },
+          py::arg("pool"), py::arg("streams") = py::none())
+      .def(
+          "end_allocate_to_pool",
+          [](const Self& self, const py::object& pool) { self.core().end_allocate_to_pool(to_pool(pool)); },
+          py::arg("pool"))
+      .def(
+          "create_or_incref_pool",
+          [](const Self& self, const py::object& pool) { self.core().create_or_incref_pool(to_pool(pool)); },
+          py::arg("pool"))
+      .def(
+          "release_pool",
+          [](const Self& self, const py::object& pool) {
+            const alloc::PoolId id = to_pool(pool);
+            const py::gil_scoped_release no_gil;
+            self.core().release_pool(id);
+          },
+          py::arg("pool"))
+      .def(
+          "pool_use_count",
+          [](const Self& self, const py::object& pool) { return self.core().pool_use_count(to_pool(pool)); },
+          py::arg("pool"))
+      .def(
+          "set_use_on_oom",
+          [](const Self& self, const py::object& pool, bool use) { self.core().set_use_on_oom(to_pool(pool), use); },
+          py::arg("pool"), py::arg("use"))
+      .def(
+          "set_no_split", [](const Self& self, const py::object& pool) { self.core().set_no_split(to_pool(pool)); },
+          py::arg("pool"))
+      .def(
+          "live_allocations",
+          [](const Self& self, const py::object& pool) { return self.core().live_allocations(to_pool(pool)); },
+          py::arg("pool"))
+      .def(
+          "checkpoint", [](const Self& self, const py::object& pool) { return self.core().checkpoint(to_pool(pool)); },
+          py::arg("pool"))
+      .def(
+          "restore",
+          [](const Self& self, const alloc::PoolCheckpoint& checkpoint) {
+            return delta(self.core().restore(checkpoint));
+          },
+          py::arg("checkpoint"));
+}
+
+void bind_reports(py::class_<CachingAllocator, std::shared_ptr<CachingAllocator>>& type) {
+  using Self = CachingAllocator;
+  type.def("counters", &Self::counters)
+      .def("stats", &Self::stats)
+      .def("reset_peak_stats", [](const Self& self) { self.core().reset_peak_stats(); })
+      .def("reset_accumulated_stats", [](const Self& self) { self.core().reset_accumulated_stats(); })
+      .def("push_scope", [](const Self& self) { self.core().push_scope(); })
+      .def("pop_scope", [](const Self& self) { return scope(self.core().pop_scope()); })
+      // 100,000 events are about 100 MB with stacks of 20 frames, and many training steps without.
+      .def("record_history", &Self::record_history, py::arg("enabled") = "all", py::arg("max_entries") = 100'000,
+           py::arg("stacks") = "python", py::arg("clear") = false, py::arg("skip_actions") = py::tuple())
+      .def("snapshot", &Self::snapshot, py::arg("pool") = py::make_tuple(0, 0))
+      .def("check_invariants", [](const Self& self) { self.core().check_invariants(); });
+}
+
+void bind_caching_allocator(py::module_& module) {
+  using Self = CachingAllocator;
+  py::class_<alloc::PoolCheckpoint>(module, "PoolCheckpoint", "The blocks of a private pool at one moment.");
+  py::class_<Self, std::shared_ptr<Self>> type(module, "CachingAllocator", "The caching allocator of one device.");
+  type.def(py::init([](const std::shared_ptr<SimulatedDevice>& device, const Config& config) {
+             return std::make_shared<Self>(alloc::make_allocator(device, config), 0);
+           }),
+           py::arg("device"), py::arg("config") = Config())
+      .def("allocate", &Self::allocate, py::arg("size"), py::arg("stream") = 0)
+      .def(
+          "free", [](const Self& self, const py::object& address) { self.core().free(to_number("address", address)); },
+          py::arg("address"))
+      .def(
+          "owns",
+          [](const Self& self, const py::object& address) { return self.core().owns(to_number("address", address)); },
+          py::arg("address"))
+      .def(
+          "record_stream",
+          [](const Self& self, const py::object& address, const py::object& stream) {
+            self.core().record_stream(to_number("address", address), to_number("stream", stream));
+          },
+          py::arg("address"), py::arg("stream"))
+      .def(
+          "base_allocation",
+          [](const Self& self, const py::object& address) {
+            const alloc::BaseAllocation base = self.core().base_allocation(to_number("address", address));
+            return std::make_pair(base.address, base.size);
+          },
+          py::arg("address"))
+      .def(
+          "block",
+          [](const Self& self, const py::object& address) {
+            return block(self.core().block(to_number("address", address)));
+          },
+          py::arg("address"))
+      .def(
+          "empty_cache",
+          [](const Self& self, const py::object& pool) {
+            const alloc::PoolId id = to_pool(pool);
+            const py::gil_scoped_release no_gil;
+            self.core().empty_cache(id);
+          },
+          py::arg("pool") = py::make_tuple(0, 0))
+      .def("largest_available", [](const Self& self) { return self.core().largest_available(); })
+      .def_property_readonly("config", [](const Self& self) { return self.core().config(); })
+      .def(
+          "configure", [](const Self& self, const Config& config) { self.core().configure(config); }, py::arg("config"))
+      .def(
+          "add_pressure_callback",
+          [](const Self& self, const py::object& callback) {
+            return self.core().add_pressure_callback(pressure_callback(callback));
+          },
+          py::arg("callback"))
+      .def(
+          "remove_pressure_callback",
+          [](const Self& self, int id) {
+            self.core().remove_pressure_callback(id);
+            collect_dropped();
+          },
+          py::arg("id"))
+      .def(
+          "add_oom_observer",
+          [](const Self& self, const py::object& observer) {
+            return self.core().add_oom_observer(oom_observer(observer));
+          },
+          py::arg("observer"));
+  bind_private_pools(type);
+  bind_reports(type);
+}
+
+#if PAC_CUDA
+/// One for each device: it remembers whether stacks are recorded.
+std::shared_ptr<CachingAllocator> wrapped(int index, alloc::Allocator& core) {
+  // Never destroyed: the allocators of the process outlive the interpreter, whose objects they may still hold.
+  static auto* const wrappers = std::make_unique<std::map<int, std::shared_ptr<CachingAllocator>>>().release();
+  std::shared_ptr<CachingAllocator>& wrapper = (*wrappers)[index];
+  if (!wrapper) {
+    const std::shared_ptr<alloc::Allocator> owned_by_the_runtime(&core, [](alloc::Allocator*) {});
+    wrapper = std::make_shared<CachingAllocator>(owned_by_the_runtime, index);
+  }
+  return wrapper;
+}
+
+std::shared_ptr<CachingAllocator> runtime_device(int index) {
+  const auto create = [index]() -> alloc::Allocator& {
+    const py::gil_scoped_release no_gil;
+    return alloc::runtime().device(index);
+  };
+  return wrapped(index, create());
+}
+
+std::shared_ptr<CachingAllocator> runtime_existing(int index) {
+  alloc::Allocator* const core = alloc::runtime().existing(index);
+  return core == nullptr ? nullptr : wrapped(index, *core);
+}
+
+void bind_runtime(py::module_& module) {
+  module.def("runtime_configure", [](const Config& config) { alloc::runtime().configure(config); }, py::arg("config"));
+  module.def("runtime_config", [] { return alloc::runtime().config(); });
+  module.def("runtime_device", &runtime_device, py::arg("index"));
+  module.def("runtime_existing", &runtime_existing, py::arg("index"));
+  module.def("runtime_capsule", [] { return py::capsule(&alloc::runtime(), alloc::kRuntimeCapsule); });
+  module.def(
+      "runtime_try_free",
+      [](const py::object& address) { return alloc::runtime().try_free(to_number("address", address)); },
+      py::arg("address"));
+}
+#endif
+
+void raise_out_of_memory(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const alloc::OutOfMemory& out_of_memory) {
+    py::set_error(py::module_::import("torch").attr("OutOfMemoryError"), out_of_memory.what());
+  }
+}
+
+}  // namespace
+
+void bind_allocator(py::module_& module) {
+  py::register_local_exception_translator(&raise_out_of_memory);
+  bind_config(module);
+  bind_simulated_device(module);
+  bind_caching_allocator(module);
+#if PAC_CUDA
+  module.attr("HAS_RUNTIME") = true;
+  bind_runtime(module);
+#else
+  module.attr("HAS_RUNTIME") = false;
+#endif
+}
+
+}  // namespace pac::bindings

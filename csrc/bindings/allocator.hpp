@@ -1,0 +1,10 @@
+// The allocator's part of the Python module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pac::bindings {
+
+void bind_allocator(pybind11::module_& module);
+
+}  // namespace pac::bindings

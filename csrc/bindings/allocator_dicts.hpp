@@ -1,0 +1,30 @@
+// What the allocator reports, as the dictionaries that PyTorch's tools read.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "allocator/allocator.hpp"
+
+namespace pac::bindings {
+
+/// The flat dictionary of torch.cuda.memory_stats.
+pybind11::dict counters(const alloc::Stats& stats, const alloc::Config& config);
+
+/// What torch.cuda.memory_stats does not say.
+void add_fragmentation(pybind11::dict& into, const alloc::Stats& stats, const alloc::Fragmentation& fragmentation);
+
+pybind11::dict scope(const alloc::ScopeStats& stats);
+pybind11::dict block(const alloc::BlockInfo& block);
+
+/// The format of torch.cuda.memory._snapshot; `device` is the index that its entries carry.
+pybind11::dict snapshot(int device, const std::vector<alloc::SegmentInfo>& segments, const alloc::Trace& trace,
+                        const alloc::Config& config);
+
+/// The bit of HistoryOptions::skip_actions for an action of the snapshot format. ValueError for any other name.
+std::uint32_t action_bit(const std::string& action);
+
+}  // namespace pac::bindings

@@ -1,0 +1,70 @@
+"""Cases of test_allocator_pluggable.py, a process each; the first argument is the library's path. No torch here."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import child_script
+import pluggable_library
+
+MIB = 1 << 20
+
+
+def loading_starts_nothing(path: str) -> None:
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    pluggable_library.load(path)
+    assert len(list(Path("/proc/self/task").iterdir())) == threads
+    assert threading.active_count() == 1
+    maps = Path("/proc/self/maps").read_text()
+    assert Path(path).name in maps
+    # Neither the driver nor a shared runtime came with it.
+    assert "libcuda" not in maps
+
+
+def pool_malloc_without_a_device(path: str) -> None:
+    library = pluggable_library.load(path)
+    for fault in (1, 2):
+        assert library.pyactcomp_pool_malloc(MIB, 0, None) is None
+        assert library.pyactcomp_fault_count() == fault
+        assert b"CUDA" in library.pyactcomp_last_error()
+
+
+def free_of_an_unknown_address(path: str) -> None:
+    library = pluggable_library.load(path)
+    library.pyactcomp_free(0x7F0000001000, 512, 0, None)
+    assert library.pyactcomp_fault_count() == 1
+    assert b"0x7f0000001000" in library.pyactcomp_last_error()
+
+
+def no_bytes(path: str) -> None:
+    library = pluggable_library.load(path)
+    assert library.pyactcomp_malloc(0, 0, None) is None
+    assert library.pyactcomp_pool_malloc(0, 0, None) is None
+    library.pyactcomp_free(None, 0, 0, None)
+    library.pyactcomp_pool_free(None, 0, 0, None)
+    assert library.pyactcomp_fault_count() == 0
+    assert library.pyactcomp_last_error() == b""
+
+
+def record_stream_of_foreign_memory(path: str) -> None:
+    library = pluggable_library.load(path)
+    library.pyactcomp_record_stream(0x7F0000001000, None)
+    library.pyactcomp_record_stream(None, None)
+    assert library.pyactcomp_fault_count() == 0
+
+
+def throws(path: str, caller: str, name: str, kind: str, expected: str) -> None:
+    """The function throws a std::exception whose text has ``expected`` in it, twice over."""
+    library = pluggable_library.load(path)
+    call = ctypes.CDLL(caller).throws
+    call.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_ulong]
+    for _ in range(2):
+        text = ctypes.create_string_buffer(1024)
+        assert call(pluggable_library.address_of(library, name), int(kind), text, len(text)) == 1
+        assert expected in text.value.decode(), text.value.decode()
+
+
+if __name__ == "__main__":
+    child_script.main(globals())

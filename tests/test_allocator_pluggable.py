@@ -1,0 +1,88 @@
+"""The C functions of the library where no GPU is: they are there, and say so without taking the process with them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pluggable_library
+import pytest
+from child_script import run_case
+
+from pyactcomp import _core
+
+pytestmark = pytest.mark.skipif(not _core.cuda_built, reason="pyactcomp._core was built without CUDA")
+
+CASES = "pluggable_cases.py"
+# An exception cannot pass through ctypes: this stands where torch does.
+CALLER = r"""
+#include <cstdio>
+#include <exception>
+extern "C" int throws(void (*call)(), int kind, char* text, unsigned long size) {
+  try {
+    if (kind == 0) reinterpret_cast<void* (*)(unsigned long, int, void*)>(call)(1024, 0, nullptr);
+    if (kind == 1) reinterpret_cast<void (*)(int)>(call)(1);
+    if (kind == 2) reinterpret_cast<void* (*)(void*, unsigned long*)>(call)(&text, nullptr);
+  } catch (const std::exception& error) {
+    std::snprintf(text, size, "%s", error.what());
+    return 1;
+  }
+  return 0;
+}
+"""
+
+
+def _run(case: str, *arguments: str, **environment: str) -> None:
+    # Also where there is a GPU: these are about its absence.
+    run_case(CASES, case, str(_core.__file__), *arguments, CUDA_VISIBLE_DEVICES="", **environment)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler to catch what the functions throw")
+    folder = tmp_path_factory.mktemp("caller")
+    source, library = folder / "caller.cpp", folder / "caller.so"
+    source.write_text(CALLER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@pytest.mark.parametrize("name", pluggable_library.FUNCTIONS)
+def test_function_is_exported(name: str) -> None:
+    assert pluggable_library.address_of(pluggable_library.load(_core.__file__), name) != 0
+
+
+def test_loading_starts_nothing() -> None:
+    _run("loading_starts_nothing")
+
+
+def test_pool_malloc_without_a_device_gives_null_and_keeps_why() -> None:
+    _run("pool_malloc_without_a_device")
+
+
+def test_free_of_an_unknown_address_is_kept_as_a_fault() -> None:
+    _run("free_of_an_unknown_address")
+
+
+def test_nothing_is_asked_of_the_device_for_no_bytes() -> None:
+    _run("no_bytes")
+
+
+def test_record_stream_leaves_foreign_memory_alone() -> None:
+    _run("record_stream_of_foreign_memory")
+
+
+def test_malloc_without_a_device_throws(caller: Path) -> None:
+    _run("throws", str(caller), "pyactcomp_malloc", "0", "CUDA")
+
+
+def test_malformed_settings_are_named_when_cuda_is_initialised(caller: Path) -> None:
+    settings = "max_split_size_mb:tiny"
+    _run("throws", str(caller), "pyactcomp_init", "1", "PYACTCOMP_ALLOC_CONF", PYACTCOMP_ALLOC_CONF=settings)
+
+
+def test_base_of_an_unknown_address_throws(caller: Path) -> None:
+    _run("throws", str(caller), "pyactcomp_base_alloc", "2", "pyactcomp_base_alloc")
