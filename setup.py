@@ -1,4 +1,4 @@
-"""Builds the one native module, pyactcomp._core, with CMake and ninja; everything else is in pyproject.toml.
+"""Builds pyactcomp._core with CMake and ninja, and the torch subclass; everything else is in pyproject.toml.
 
 ``PAC_CUDA=AUTO|ON|OFF`` in the environment decides about the CUDA kernels; AUTO builds them where nvcc is found.
 """
@@ -14,6 +14,20 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+
+# In a process of its own: it imports this tree's package, with the module that was just built beside it.
+BUILD_SUBCLASS = """
+import pathlib, sys
+root, output, package = map(pathlib.Path, sys.argv[1:])
+sys.path.insert(0, str(root))
+try:
+    import pyactcomp
+    pyactcomp.__path__.append(str(output))
+    from pyactcomp.allocator.build import build_torch_allocator
+    build_torch_allocator(package, source=root / "csrc")
+except Exception as error:
+    sys.exit(str(error))
+"""
 
 
 def _tool(name: str) -> str:
@@ -45,6 +59,12 @@ class CMakeBuild(build_ext):
         ]
         subprocess.run(configure, check=True)
         subprocess.run([_tool("cmake"), "--build", str(build)], check=True)
+        # An editable install copies back only the extensions that setuptools knows, so there it goes where it stays.
+        package = ROOT / "pyactcomp" if self.editable_mode else output
+        subclass = [sys.executable, "-c", BUILD_SUBCLASS, str(ROOT), str(output), str(package)]
+        done = subprocess.run(subclass, stderr=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            self.warn(f"pyactcomp._torch_allocator was not built, everything else works: {done.stderr.strip()}")
 
 
 setup(

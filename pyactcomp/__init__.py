@@ -1,5 +1,7 @@
 """pyactcomp makes training fit: activations saved for backward in 8 bits, with one call."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import functional, ops
 from ._version import __version__
 from .codec import Packed, dequantize, quantize
@@ -8,6 +10,9 @@ from .config import Config
 from .errors import HookConflictError, ImplementationUnavailableError, PyactcompError
 from .report import Report, report
 from .verify import Verification, verify
+
+if TYPE_CHECKING:
+    from . import allocator
 
 __all__ = [
     "Config",
@@ -18,6 +23,7 @@ __all__ = [
     "Report",
     "Verification",
     "__version__",
+    "allocator",
     "compress",
     "compressed",
     "decompress",
@@ -28,3 +34,12 @@ __all__ = [
     "report",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Compression works where the native module does not load; the allocator is nothing without it.
+    if name == "allocator":
+        import importlib
+
+        return importlib.import_module(f"{__name__}.allocator")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,4 +13,10 @@ def main() -> None:
         if (error.name or "").startswith("pyactcomp"):
             raise
         sys.exit(f"the command line needs {error.name}, which is not installed; run: pip install 'pyactcomp[cli]'")
-    commands.app(prog_name="pyactcomp")
+    program = None
+    try:
+        commands.app(prog_name="pyactcomp")
+    except commands.Program as given:
+        program = given
+    if program is not None:  # outside of the handler, so that no error of the program's seems to follow from it
+        program.execute()

@@ -1,14 +1,15 @@
-"""The commands: ``pyactcomp demo``, ``pyactcomp doctor``. Needs the ``cli`` extra."""
+"""The commands: ``demo``, ``doctor``, ``run``, ``build-allocator``. Needs the ``cli`` extra."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import humanize
 import torch
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ._version import __version__
+from .errors import PyactcompError
 
 if TYPE_CHECKING:
     from .demo import Row
@@ -26,6 +28,30 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compress the activations saved for backward.")
 # Paths and reasons are printed as they are: their square brackets are no markup.
 _console = Console(markup=False, highlight=False)
+
+
+class Program(BaseException):
+    """A program that is to run once the command line has been dealt with.
+
+    typer would catch the program's KeyboardInterrupt and EOFError and replace its excepthook; it lets this pass.
+    """
+
+    def __init__(self, target: str, arguments: Sequence[str], module: bool) -> None:
+        self.target, self.arguments, self.module = target, arguments, module
+
+    def execute(self) -> None:
+        """Run it as python does."""
+        from .allocator.run import execute
+
+        sys.excepthook = sys.__excepthook__
+        execute(self.target, self.arguments, module=self.module)
+
+
+class GrowthChoice(str, Enum):
+    """How the allocator gets memory."""
+
+    vmm = "vmm"
+    malloc = "malloc"
 
 
 class DeviceChoice(str, Enum):
@@ -165,6 +191,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
         table.add_row(name, entry["device"], state)
     _console.print(table)
 
+    _console.print(_allocator_lines(findings["allocator"]), soft_wrap=True)
     private = findings["torch_private"]
     sound = sum(wrong is None for wrong in private.values())
     _console.print(f"private torch names that behave as expected: {sound} of {len(private)}")
@@ -172,3 +199,50 @@ def _print_findings(findings: dict[str, Any]) -> None:
         _console.print(f"problem: {problem}", style="red", soft_wrap=True)
     if not findings["problems"]:
         _console.print("everything that should work here works")
+
+
+def _allocator_lines(entry: dict[str, str | None]) -> str:
+    if entry["unavailable_reason"]:
+        return f"allocator: not available: {entry['unavailable_reason']}"
+    missing = entry["torch_subclass"]
+    return f"allocator: attached through torch's plain interface: {missing}" if missing else "allocator: works"
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(help="The script, or with -m the module's name.", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What it finds in sys.argv.", metavar="ARGS")] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module by its name, as python -m does.")] = False,
+    conf: Annotated[str | None, typer.Option(help="Settings, key:value,key:value as in PYACTCOMP_ALLOC_CONF.")] = None,
+    growth: Annotated[GrowthChoice | None, typer.Option(help="How the allocator gets memory.")] = None,
+    max_split_size: Annotated[str | None, typer.Option(help='As in "512MiB": larger blocks are not split.')] = None,
+) -> None:
+    """Run a Python program with the allocator enabled; what follows SCRIPT belongs to it."""
+    from .allocator.run import prepare
+
+    if not module and not Path(target).exists():
+        raise typer.BadParameter(f"there is no {target}", param_hint="SCRIPT")
+    try:
+        prepare(conf, growth and growth.value, max_split_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except PyactcompError as error:
+        _fail(error)
+    raise Program(target, arguments or [], module)
+
+
+@app.command()
+def build_allocator() -> None:
+    """Compile the allocator's subclass of torch's for the installed torch."""
+    from .allocator.build import build_torch_allocator
+
+    try:
+        path = build_torch_allocator()
+    except PyactcompError as error:
+        _fail(error)
+    _console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+
+
+def _fail(error: PyactcompError) -> NoReturn:
+    typer.echo(f"Error: {error}", err=True)
+    raise typer.Exit(1) from error

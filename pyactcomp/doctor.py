@@ -30,8 +30,10 @@ def examine() -> dict[str, Any]:
     dict
         ``versions``: name to version or None; ``devices``: a list of ``device``, ``name``, ``memory_bytes``;
         ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
-        sentence (``self_test`` is None when it passed or could not run); ``torch_private``: name to None or
-        what is wrong; ``problems``: everything that should work and does not, as sentences.
+        sentence (``self_test`` is None when it passed or could not run); ``allocator``: ``unavailable_reason``,
+        ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, what is wrong with
+        the environment's settings); ``torch_private``: name to None or what is wrong; ``problems``: everything
+        that should work and does not, as sentences.
 
     Examples
     --------
@@ -42,10 +44,12 @@ def examine() -> dict[str, Any]:
     """
     devices = _devices()
     implementations = {name: _implementation(name, device) for name, device in _IMPLEMENTATIONS.items()}
+    allocator = _allocator()
     private = torch_private.self_test()
     problems = [
         f"{name}: {entry['self_test']}" for name, entry in implementations.items() if entry["self_test"] is not None
     ]
+    problems += [f"the allocator's settings: {allocator['settings']}"] if allocator["settings"] else []
     problems += [f"torch's {name}: {wrong}" for name, wrong in private.items() if wrong is not None]
     for device in devices:
         if codec.resolve("auto", torch.device(device["device"])) == "reference":
@@ -57,6 +61,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "devices": devices,
         "implementations": implementations,
+        "allocator": allocator,
         "torch_private": private,
         "problems": problems,
     }
@@ -95,6 +100,24 @@ def _implementation(name: str, device_type: str) -> dict[str, str | None]:
         "device": str(device),
         "unavailable_reason": reason,
         "self_test": _self_test(name, device) if reason is None else None,
+    }
+
+
+def _allocator() -> dict[str, str | None]:
+    try:
+        from .allocator import attach, settings, subclass
+    except ImportError as error:
+        reason = f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp"
+        return {"unavailable_reason": reason, "torch_subclass": None, "settings": None}
+    malformed = None
+    try:
+        settings.from_environment()
+    except ValueError as error:
+        malformed = str(error)
+    return {
+        "unavailable_reason": attach.unavailable_reason(),
+        "torch_subclass": subclass.load()[1],
+        "settings": malformed,
     }
 
 

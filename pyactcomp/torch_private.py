@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -16,8 +17,11 @@ from torch.autograd import profiler
 __all__ = [
     "constant_in_graphs",
     "current_raw_stream",
+    "history_enabled",
     "inside_functorch",
+    "pluggable_setters",
     "profiler_enabled",
+    "replace_entry_points",
     "saved_tensor_hooks_enabled",
     "self_test",
     "top_saved_tensor_hooks",
@@ -57,6 +61,31 @@ def constant_in_graphs(function: Callable[[], None]) -> Callable[[], None]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def history_enabled() -> bool:
+    """Return whether torch records the history of CUDA memory."""
+    return torch.version.cuda is not None and bool(torch._C._cuda_isHistoryEnabled())
+
+
+def replace_entry_points(functions: Mapping[str, Callable[..., object]]) -> None:
+    """Put functions in the place of torch._C's, for all that look them up there at each call."""
+    for name, function in functions.items():
+        setattr(torch._C, name, function)
+
+
+def pluggable_setters(allocator: object) -> dict[str, Callable[[int], None]]:
+    """Return, by what they do, the functions that give a pluggable allocator the address of one of its functions."""
+    return {
+        "init": allocator.set_init_fn,  # type: ignore[attr-defined]
+        "reset": allocator.set_reset_fn,  # type: ignore[attr-defined]
+        "memory_fraction": allocator.set_memory_fraction_fn,  # type: ignore[attr-defined]
+        "base_alloc": allocator.set_base_alloc_fn,  # type: ignore[attr-defined]
+        "record_stream": allocator.set_record_stream_fn,  # type: ignore[attr-defined]
+        "begin_allocate_to_pool": allocator.set_begin_allocate_to_pool,  # type: ignore[attr-defined]
+        "end_allocate_to_pool": allocator.set_end_allocate_to_pool_fn,  # type: ignore[attr-defined]
+        "release_pool": allocator.set_release_pool,  # type: ignore[attr-defined]
+    }
 
 
 def _test_top_hooks() -> None:
@@ -152,7 +181,40 @@ def _test_module_hooks() -> None:
     assert len(module._forward_hooks) == len(module._forward_hooks_always_called) == 1
 
 
+def _test_entry_points() -> None:
+    memory, accelerator = torch.cuda.memory, torch.accelerator
+    callers: dict[str, Callable[..., object]] = {
+        "_cuda_memoryStats": memory.memory_stats_as_nested_dict,
+        "_cuda_resetPeakMemoryStats": memory.reset_peak_memory_stats,
+        "_cuda_resetAccumulatedMemoryStats": memory.reset_accumulated_memory_stats,
+        "_cuda_memorySnapshot": memory.memory_snapshot,
+        "_cuda_getMemoryFraction": memory.get_per_process_memory_fraction,
+        "_cuda_record_memory_history": memory._record_memory_history_impl,
+        "_accelerator_isAllocatorInitialized": accelerator.empty_cache,
+        "_accelerator_getDeviceStats": accelerator.memory_stats,
+        "_accelerator_resetPeakStats": accelerator.reset_peak_memory_stats,
+        "_accelerator_resetAccumulatedStats": accelerator.reset_accumulated_memory_stats,
+        "_accelerator_emptyCache": accelerator.empty_cache,
+        "_accelerator_setAllocatorSettings": memory._set_allocator_settings,
+    }
+    for name, caller in callers.items():
+        assert name in inspect.unwrap(caller).__code__.co_names, f"{caller.__name__} does not look {name} up"
+        assert hasattr(torch._C, name) or torch.version.cuda is None, f"torch._C has no {name}"
+    replace_entry_points({"_pyactcomp_self_test": _test_entry_points})
+    assert vars(torch._C).pop("_pyactcomp_self_test") is _test_entry_points
+
+
+def _test_history_enabled() -> None:
+    assert history_enabled() in (False, True)
+
+
+def _test_pluggable_setters() -> None:
+    if torch.version.cuda is not None:
+        pluggable_setters(torch._C._CUDAPluggableAllocator)  # type: ignore[attr-defined]
+
+
 _TESTS: dict[str, Callable[[], None]] = {
+    "torch._C._cuda_isHistoryEnabled": _test_history_enabled,
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
@@ -164,6 +226,8 @@ _TESTS: dict[str, Callable[[], None]] = {
     "Tensor._base": _test_base,
     "names and edges of autograd nodes": _test_node_names,
     "Module._forward_pre_hooks, Module._forward_hooks": _test_module_hooks,
+    "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
+    "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
 }
 
 

@@ -1,0 +1,22 @@
+"""A caching allocator for torch's CUDA memory that says what it does, and its core on a simulated device.
+
+Importing it touches no GPU; :func:`enable` puts it in the place of torch's own allocator.
+"""
+
+from .._core import AllocatorConfig, CachingAllocator, SimulatedDevice
+from .attach import enable, is_enabled, library_path
+from .observe import PressureHandle, Scope, on_pressure, scope, stats
+
+__all__ = [
+    "AllocatorConfig",
+    "CachingAllocator",
+    "PressureHandle",
+    "Scope",
+    "SimulatedDevice",
+    "enable",
+    "is_enabled",
+    "library_path",
+    "on_pressure",
+    "scope",
+    "stats",
+]

@@ -1,0 +1,212 @@
+"""What the enabled allocator tells: statistics, counts of a part of a program, calls before memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import _core, torch_private
+from .._core import CachingAllocator
+from ..errors import PyactcompError
+from .attach import is_enabled
+from .settings import disabled
+
+Device = torch.device | int | str | None
+
+
+def _allocator(device: Device) -> CachingAllocator:
+    if not is_enabled():
+        raise PyactcompError("the allocator is not enabled: call pyactcomp.allocator.enable() first")
+    if isinstance(device, int):
+        index = device
+    else:
+        named = torch.device("cuda" if device is None else device)
+        if named.type != "cuda":
+            raise ValueError(f"expected a CUDA device, got {device!r}")
+        index = torch.cuda.current_device() if named.index is None else named.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"there is no device {device!r}: torch finds {torch.cuda.device_count()} CUDA devices")
+    return _core.runtime_device(index)
+
+
+def stats(device: Device = None) -> dict[str, Any]:
+    """Return the allocator's statistics.
+
+    Parameters
+    ----------
+    device : torch.device, int or str, optional
+        The current device by default.
+
+    Returns
+    -------
+    dict
+        The keys of ``torch.cuda.memory_stats``, and: ``utilization``, peak active over peak reserved bytes;
+        ``fragmentation.external``, 1 - largest free block / free bytes; ``fragmentation.internal``, 1 - requested /
+        allocated bytes; ``fragmentation.free_below.SIZE``, the share of the free bytes in blocks smaller than that;
+        ``free_blocks.SIZE``, how many free blocks are of this size up to twice it; ``free_bytes.stream.STREAM`` and
+        ``free_bytes.largest``; ``pins``, the blocks in use that keep most free bytes from being merged or given
+        back, with the stack of their allocation where memory history is recorded; ``pieces_moved``,
+        ``stream_steals`` and ``driver_seconds``.
+
+    Raises
+    ------
+    PyactcompError
+        If the allocator is not enabled.
+    ValueError
+        If there is no such device.
+
+    Notes
+    -----
+    With ``PYACTCOMP_DISABLE=1`` these are the statistics of torch's own allocator, without what it does not count.
+
+    Examples
+    --------
+    >>> from pyactcomp.allocator import CachingAllocator, SimulatedDevice
+    >>> allocator = CachingAllocator(SimulatedDevice("1GiB"))      # the same without a GPU
+    >>> address = allocator.allocate(1000)
+    >>> allocator.stats()["allocated_bytes.all.current"]
+    1024
+    """
+    if disabled():
+        return dict(torch.cuda.memory_stats(device))
+    found = _allocator(device).stats()
+    if found["pins"] and torch_private.history_enabled():
+        # Recorded by torch, in a form that only torch reads.
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        stacks = {block["address"]: block["frames"] for segment in segments for block in segment["blocks"]}
+        for pin in found["pins"]:
+            pin["frames"] = stacks.get(pin["address"], pin["frames"])
+    return found
+
+
+@dataclass
+class Scope:
+    """Counts what happens on a device inside a ``with`` block, whichever thread does it.
+
+    Scopes nest, and one that is left counts for those around it too. With ``PYACTCOMP_DISABLE=1`` nothing is counted.
+
+    Attributes
+    ----------
+    name : str
+        What it is called in its text form.
+    device : torch.device, int, str or None
+        None is the device that is current on entering.
+    allocated_bytes, reserved_bytes : int
+        At the end less at the beginning.
+    peak_bytes : int
+        The most that was allocated, above what was at the beginning.
+    total_bytes, allocations : int
+        Of every allocation, whether freed since or not.
+
+    Raises
+    ------
+    PyactcompError
+        On entering, if the allocator is not enabled.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import allocator
+    >>> if allocator.is_enabled():
+    ...     with allocator.scope("step") as step:
+    ...         x = torch.ones(1000, device="cuda")
+    ...     print(step.allocated_bytes)
+    """
+
+    name: str
+    device: Device = None
+    allocated_bytes: int = field(default=0, init=False)
+    peak_bytes: int = field(default=0, init=False)
+    total_bytes: int = field(default=0, init=False)
+    allocations: int = field(default=0, init=False)
+    reserved_bytes: int = field(default=0, init=False)
+    _allocator: CachingAllocator | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __enter__(self) -> Scope:
+        if not disabled():
+            self._allocator = _allocator(self.device)
+            self._allocator.push_scope()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._allocator is not None:
+            for name, value in self._allocator.pop_scope().items():
+                setattr(self, name, value)
+            self._allocator = None
+
+
+scope = Scope
+
+
+class PressureHandle:
+    """Removes a function that :func:`on_pressure` has registered: by :meth:`remove`, or at the end of a ``with``."""
+
+    def __init__(self, function: Callable[[int], bool], allocator: CachingAllocator | None) -> None:
+        self._function = function
+        self._allocator = allocator
+        self._id = None if allocator is None else allocator.add_pressure_callback(function)
+
+    def __call__(self, missing_bytes: int) -> bool:
+        """Call the function, so that a decorated one can still be."""
+        return self._function(missing_bytes)
+
+    def remove(self) -> None:
+        """Call the function no more; a second time does nothing."""
+        if self._allocator is not None and self._id is not None:
+            self._allocator.remove_pressure_callback(self._id)
+            self._id = None
+
+    def __enter__(self) -> PressureHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def on_pressure(function: Callable[[int], bool], device: Device = None) -> PressureHandle:
+    """Call a function before an allocation would fail, so that it can free something.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the bytes that are missing and returns whether it freed anything; the allocation is then tried again.
+        Called from the thread that allocates. If it raises, that is taken for False, and the text of the
+        out-of-memory error tells of it.
+    device : torch.device, int or str, optional
+        The current device by default.
+
+    Returns
+    -------
+    PressureHandle
+        With ``remove()``; also a context manager. It can be called like the function, which is why this works as a
+        decorator.
+
+    Raises
+    ------
+    TypeError
+        If the function cannot be called.
+    PyactcompError
+        If the allocator is not enabled.
+
+    Notes
+    -----
+    With ``PYACTCOMP_DISABLE=1`` the function is never called.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> cache = {}
+    >>> def drop_cache(missing_bytes):
+    ...     dropped = bool(cache)
+    ...     cache.clear()
+    ...     return dropped
+    >>> if allocator.is_enabled():
+    ...     with allocator.on_pressure(drop_cache):
+    ...         pass
+    """
+    if not callable(function):
+        raise TypeError(f"on_pressure expects a function of the missing bytes, got {function!r}")
+    return PressureHandle(function, None if disabled() else _allocator(device))

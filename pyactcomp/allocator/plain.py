@@ -1,0 +1,134 @@
+"""The plain route: torch's pluggable allocator, and what torch does not pass on to one.
+
+``CUDAPluggableAllocator`` raises where torch asks for statistics and snapshots. torch.cuda and torch.accelerator look
+their functions up in torch._C at each call, so replacing them there serves all callers, whatever they have imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from .. import _core, torch_private
+from .._core import AllocatorConfig, CachingAllocator, SimulatedDevice
+from ..errors import PyactcompError
+
+MISSING = (
+    "torch.cuda.memory._record_memory_history",
+    "out-of-memory observers",
+    "torch.compile(mode='reduce-overhead')",
+    "torch.cuda.MemPool()",
+    "torch.backends.cudnn.benchmark = True",
+    "CUDA tensors shared between processes",
+)
+"""What torch's C++ refuses to pass on, or what cannot be done from outside it."""
+
+
+def attach(library: str) -> None:
+    """Make the library's functions torch's allocator; CUDA must not be initialised."""
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "pyactcomp_malloc", "pyactcomp_free")
+    functions = ctypes.CDLL(library)
+    setters = torch_private.pluggable_setters(allocator.allocator())  # type: ignore[no-untyped-call]
+    for role, set_function in setters.items():
+        address = ctypes.cast(getattr(functions, f"pyactcomp_{role}"), ctypes.c_void_p).value
+        set_function(cast("int", address))
+    try:
+        torch.cuda.memory.change_current_allocator(allocator)
+    except RuntimeError as error:
+        raise PyactcompError(
+            f"torch refuses another allocator ({str(error).splitlines()[0]}): something has replaced torch's own "
+            "before; call pyactcomp.allocator.enable first"
+        ) from error
+    torch_private.replace_entry_points(_ENTRY_POINTS)
+
+
+def _existing_or_empty(device: int) -> CachingAllocator:
+    """Return a device's allocator, or one as empty: creating it would take a CUDA context's memory for a question."""
+    return _core.runtime_existing(device) or CachingAllocator(SimulatedDevice("2MiB"), AllocatorConfig())
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as dictionaries in each other, the form in which torch._C gives statistics."""
+    result: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        node = result
+        for name in path:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return result
+
+
+def _memory_stats(device: int) -> dict[str, Any]:
+    return nested(_existing_or_empty(device).counters())
+
+
+def _reset_peak_stats(device: int) -> None:
+    _existing_or_empty(device).reset_peak_stats()
+
+
+def _reset_accumulated_stats(device: int) -> None:
+    _existing_or_empty(device).reset_accumulated_stats()
+
+
+def _memory_fraction(device: int) -> float:
+    existing = _core.runtime_existing(device)
+    return (_core.runtime_config() if existing is None else existing.config).memory_fraction
+
+
+def _memory_snapshot(selection: Sequence[int] | None) -> dict[str, Any]:
+    """Take ``(first, second, include_traces)``, the first two a pool's id, or None; nothing is ever traced here."""
+    pool = (selection[0], selection[1]) if selection else (0, 0)
+    devices = [_existing_or_empty(index).snapshot(pool) for index in range(torch.cuda.device_count())]
+    return {
+        "segments": [segment for device in devices for segment in device["segments"]],
+        "device_traces": [[] for _ in devices],
+        "allocator_settings": devices[0]["allocator_settings"],
+        "external_annotations": [],
+    }
+
+
+def _refuse(what: str) -> Callable[..., Any]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PyactcompError(
+            f"{what} cannot be done by an allocator attached through torch's plain interface, which is how pyactcomp's "
+            "is attached here: run pyactcomp build-allocator, which compiles its subclass of torch's allocator"
+        )
+
+    return refuse
+
+
+_refuse_history = _refuse("torch.cuda.memory._record_memory_history")
+
+
+def _record_history(enabled: object, *args: object, **kwargs: object) -> None:
+    # Switching off what was never on is what a profiler's cleanup does.
+    if enabled:
+        _refuse_history()
+
+
+_refuse_graph_trees = _refuse("torch.compile(mode='reduce-overhead')")
+
+_ENTRY_POINTS: dict[str, Callable[..., Any]] = {
+    "_cuda_memoryStats": _memory_stats,
+    "_cuda_resetPeakMemoryStats": _reset_peak_stats,
+    "_cuda_resetAccumulatedMemoryStats": _reset_accumulated_stats,
+    "_cuda_memorySnapshot": _memory_snapshot,
+    "_cuda_getMemoryFraction": _memory_fraction,
+    "_cuda_record_memory_history": _record_history,
+    "_cuda_record_memory_history_legacy": _record_history,
+    "_cuda_isHistoryEnabled": lambda: False,
+    "_cuda_attach_out_of_memory_observer": _refuse("torch._C._cuda_attach_out_of_memory_observer"),
+    "_cuda_getCheckpointState": _refuse_graph_trees,
+    "_cuda_setCheckpointPoolState": _refuse_graph_trees,
+    "_cuda_checkPoolLiveAllocations": _refuse_graph_trees,
+    # torch.accelerator asks the native allocator, which is never used, whatever the current one is.
+    "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
+    "_accelerator_getDeviceStats": _memory_stats,
+    "_accelerator_resetPeakStats": _reset_peak_stats,
+    "_accelerator_resetAccumulatedStats": _reset_accumulated_stats,
+    "_accelerator_emptyCache": torch.cuda.empty_cache,
+}

@@ -1,0 +1,41 @@
+"""``pyactcomp run``: a program that knows nothing of pyactcomp, with the allocator enabled from its first line."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from .._core import AllocatorConfig
+from . import settings
+from .attach import activate
+
+
+def prepare(conf: str | None = None, growth: str | None = None, max_split_size: str | None = None) -> None:
+    """Enable the allocator with the settings of the environment, of ``conf`` over them, and of the rest over both.
+
+    Raises
+    ------
+    ValueError
+        If one is malformed.
+    PyactcompError
+        If the allocator cannot be enabled.
+    """
+    if not settings.disabled():
+        config = AllocatorConfig.parse(conf or "", settings.from_environment())
+        activate(settings.override(config, growth=growth, max_split_size=max_split_size))
+
+
+def execute(target: str, arguments: Sequence[str], *, module: bool) -> None:
+    """Run a script, or a module by its name, as ``python`` runs it: as ``__main__``, with its own ``sys.argv``.
+
+    What it raises is raised here, its SystemExit too.
+    """
+    sys.argv = [target, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+    if module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")

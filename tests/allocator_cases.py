@@ -1,0 +1,57 @@
+"""What the allocator's tests share: allocators on a simulated device, and whose physical memory is whose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
+
+KIB = 1 << 10
+MIB = 1 << 20
+GROWTHS = ("vmm", "malloc")
+POOL = (0, 1)
+
+
+def make(
+    growth: str = "malloc", capacity: int | str = "8GiB", **settings: Any
+) -> tuple[CachingAllocator, SimulatedDevice]:
+    device = SimulatedDevice(capacity)
+    return CachingAllocator(device, AllocatorConfig(growth=growth, **settings)), device
+
+
+def stat(allocator: CachingAllocator, name: str) -> Any:
+    return allocator.stats()[name]
+
+
+def allocated(allocator: CachingAllocator) -> int:
+    return int(stat(allocator, "allocated_bytes.all.current"))
+
+
+def reserved(allocator: CachingAllocator) -> int:
+    return int(stat(allocator, "reserved_bytes.all.current"))
+
+
+def blocks(allocator: CachingAllocator, state: str) -> dict[int, int]:
+    """Return address -> size of the blocks in one state."""
+    return {
+        block["address"]: block["size"]
+        for segment in allocator.snapshot()["segments"]
+        for block in segment["blocks"]
+        if block["state"] == state
+    }
+
+
+def physical(device: SimulatedDevice, address: int, size: int) -> list[tuple[int, int, int]]:
+    """Return the (handle, begin, end) that lie under a range of addresses."""
+    found = []
+    end = address + size
+    while address < end:
+        handle, offset, rest = device.physical(address)
+        taken = min(rest, end - address)
+        found.append((handle, offset, offset + taken))
+        address += taken
+    return found
+
+
+def overlap(left: list[tuple[int, int, int]], right: list[tuple[int, int, int]]) -> bool:
+    return any(a == b and begin < stop and start < end for a, begin, end in left for b, start, stop in right)

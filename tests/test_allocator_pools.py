@@ -1,0 +1,185 @@
+"""Private pools, the memory of CUDA graphs and MemPools, on the simulated device."""
+
+from __future__ import annotations
+
+import pytest
+from allocator_cases import GROWTHS, MIB, POOL, allocated, make, overlap, physical, reserved, stat
+
+from pyactcomp.allocator import CachingAllocator
+
+pytestmark = pytest.mark.parametrize("growth", GROWTHS)
+
+
+def ranges(allocator: CachingAllocator, pool: tuple[int, int]) -> list[tuple[int, int]]:
+    return [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in allocator.snapshot(pool)["segments"]
+        if segment["segment_pool_id"] == pool
+    ]
+
+
+def in_pool(allocator: CachingAllocator, address: int, pool: tuple[int, int] = POOL) -> bool:
+    return any(begin <= address < end for begin, end in ranges(allocator, pool))
+
+
+def test_only_the_streams_of_the_filter_allocate_to_the_pool(growth: str) -> None:
+    allocator, _ = make(growth)
+    allocator.begin_allocate_to_pool(POOL, {5})
+    inside, outside = allocator.allocate(4 * MIB, stream=5), allocator.allocate(4 * MIB, stream=6)
+    allocator.end_allocate_to_pool(POOL)
+    after = allocator.allocate(4 * MIB, stream=5)
+    assert in_pool(allocator, inside)
+    assert not in_pool(allocator, outside)
+    assert not in_pool(allocator, after)
+    assert allocator.live_allocations(POOL) == [inside]
+    allocator.check_invariants()
+
+
+def test_without_a_filter_every_stream_allocates_to_the_pool(growth: str) -> None:
+    allocator, _ = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    addresses = [allocator.allocate(4 * MIB, stream=stream) for stream in range(3)]
+    allocator.end_allocate_to_pool(POOL)
+    assert sorted(allocator.live_allocations(POOL)) == sorted(addresses)
+
+
+def test_the_memory_of_a_pool_serves_nobody_else(growth: str) -> None:
+    allocator, device = make(growth)
+    outside = allocator.allocate(30 * MIB)
+    outside_memory = physical(device, outside, 30 * MIB)
+    allocator.free(outside)
+    allocator.begin_allocate_to_pool(POOL)
+    inside = allocator.allocate(30 * MIB)
+    allocator.end_allocate_to_pool(POOL)
+    memory = physical(device, inside, 30 * MIB)
+    assert not overlap(memory, outside_memory)
+    allocator.free(inside)
+    device.complete_all()
+    # A graph that is replayed writes where the freed block was.
+    again = allocator.allocate(30 * MIB)
+    assert not overlap(memory, physical(device, again, 30 * MIB))
+    assert device.reserved == 60 * MIB
+    allocator.begin_allocate_to_pool(POOL)
+    assert allocator.allocate(30 * MIB) == inside
+    allocator.end_allocate_to_pool(POOL)
+
+
+def test_the_memory_of_a_pool_stays_where_it_is(growth: str) -> None:
+    allocator, device = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    quarters = [allocator.allocate(64 * MIB) for _ in range(4)]
+    memory = [physical(device, address, 64 * MIB) for address in quarters]
+    for index in (0, 2):
+        allocator.free(quarters[index])
+    large = allocator.allocate(128 * MIB)
+    allocator.end_allocate_to_pool(POOL)
+    # A graph that is replayed uses the addresses of its capture, those of freed blocks too.
+    assert [physical(device, address, 64 * MIB) for address in quarters] == memory
+    assert not any(overlap(physical(device, large, 128 * MIB), each) for each in memory)
+
+
+def test_a_pool_lives_while_it_is_used(growth: str) -> None:
+    allocator, device = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    assert allocator.pool_use_count(POOL) == 1
+    address = allocator.allocate(30 * MIB)
+    allocator.end_allocate_to_pool(POOL)
+    allocator.create_or_incref_pool(POOL)
+    assert allocator.pool_use_count(POOL) == 2
+    allocator.free(address)
+    allocator.release_pool(POOL)
+    device.complete_all()
+    allocator.empty_cache()
+    assert device.reserved == 30 * MIB
+    allocator.release_pool(POOL)
+    device.complete_all()
+    allocator.empty_cache()
+    assert device.reserved == reserved(allocator) == 0
+    allocator.check_invariants()
+
+
+def test_a_released_pool_keeps_its_live_blocks(growth: str) -> None:
+    allocator, device = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    kept = allocator.allocate(30 * MIB)
+    allocator.end_allocate_to_pool(POOL)
+    allocator.release_pool(POOL)
+    device.complete_all()
+    allocator.empty_cache()
+    assert device.reserved == 30 * MIB
+    assert allocator.block(kept)["state"] == "active_allocated"
+    allocator.free(kept)
+    device.complete_all()
+    allocator.empty_cache()
+    assert device.reserved == 0
+
+
+def test_two_pools_are_two(growth: str) -> None:
+    allocator, _ = make(growth)
+    addresses = {}
+    for pool in ((0, 1), (3, 0)):
+        allocator.begin_allocate_to_pool(pool)
+        addresses[pool] = allocator.allocate(4 * MIB)
+        allocator.end_allocate_to_pool(pool)
+    for pool, address in addresses.items():
+        assert allocator.live_allocations(pool) == [address]
+        assert in_pool(allocator, address, pool)
+        name = "_".join(map(str, pool))
+        assert stat(allocator, f"reserved_bytes_by_private_pools.{name}.all.current") == 20 * MIB
+
+
+def test_a_checkpoint_is_restored(growth: str) -> None:
+    allocator, _ = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    first, second = allocator.allocate(4 * MIB), allocator.allocate(600)
+    saved = allocator.checkpoint(POOL)
+    third = allocator.allocate(3 * MIB)
+    allocator.free(first)
+    fourth = allocator.allocate(1 * MIB + 512)  # where first was, or part of it
+    before = set(allocator.live_allocations(POOL))
+    assert before == {second, third, fourth}
+    changes = allocator.restore(saved)
+    allocator.check_invariants()
+    assert (before - set(changes["freed"])) | set(changes["allocated"]) == {first, second}
+    assert set(allocator.live_allocations(POOL)) == {first, second}
+    assert allocated(allocator) == 4 * MIB + 1024
+    # What was free then is free again: the same requests get the same addresses.
+    assert allocator.allocate(3 * MIB) == third
+    allocator.end_allocate_to_pool(POOL)
+
+
+def test_a_pool_without_splitting_hands_out_whole_segments(growth: str) -> None:
+    allocator, _ = make(growth)
+    allocator.create_or_incref_pool(POOL)
+    allocator.set_no_split(POOL)
+    allocator.begin_allocate_to_pool(POOL)
+    first, second = allocator.allocate(4 * MIB), allocator.allocate(4 * MIB)
+    allocator.end_allocate_to_pool(POOL)
+    sizes = {segment["address"]: segment["total_size"] for segment in allocator.snapshot(POOL)["segments"]}
+    assert allocator.block(first)["size"] >= 20 * MIB
+    assert abs(second - first) >= 20 * MIB
+    assert sum(sizes.values()) >= 40 * MIB
+
+
+def test_a_pool_may_serve_others_before_memory_runs_out(growth: str) -> None:
+    allocator, device = make(growth, capacity=100 * MIB)
+    allocator.begin_allocate_to_pool(POOL)
+    spare = allocator.allocate(80 * MIB)
+    allocator.end_allocate_to_pool(POOL)
+    allocator.free(spare)
+    device.complete_all()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        allocator.allocate(60 * MIB)
+    allocator.set_use_on_oom(POOL, True)
+    assert allocator.allocate(60 * MIB) == spare
+    allocator.check_invariants()
+
+
+def test_a_pool_that_is_unknown_or_the_default_one_is_refused(growth: str) -> None:
+    allocator, _ = make(growth)
+    with pytest.raises(TypeError, match=r"pair of integers.*got 3"):
+        allocator.begin_allocate_to_pool(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pool"):
+        allocator.release_pool(POOL)
+    with pytest.raises(ValueError, match="pool"):
+        allocator.end_allocate_to_pool(POOL)

@@ -1,0 +1,127 @@
+"""Growth by virtual memory on the simulated device: handles, pieces mapped together, and whose memory is whose."""
+
+from __future__ import annotations
+
+import pytest
+from allocator_cases import MIB, blocks, make, overlap, physical, reserved
+
+from pyactcomp.allocator import CachingAllocator, SimulatedDevice
+
+
+def assert_no_memory_is_shared(allocator: CachingAllocator, device: SimulatedDevice) -> None:
+    """Two live blocks, or a live and a pending one, never stand on the same bytes."""
+    taken: list[tuple[int, int, int]] = []
+    for state in ("active_allocated", "active_pending_free"):
+        for address, size in blocks(allocator, state).items():
+            memory = physical(device, address, size)
+            assert not overlap(memory, taken)
+            taken += memory
+
+
+@pytest.mark.parametrize("mebibytes", [2, 19, 20, 21, 64, 100, 333, 1024])
+def test_handles_follow_the_request(mebibytes: int) -> None:
+    allocator, device = make("vmm")
+    allocator.allocate(mebibytes * MIB)
+    handles = device.calls()["create"]
+    # Rounded up to 2 MiB, or one handle of the least size more than is needed; never many small ones.
+    assert mebibytes * MIB <= device.reserved < mebibytes * MIB + 20 * MIB
+    assert handles <= -(-mebibytes // 20)
+    if mebibytes >= 128:
+        assert device.reserved / handles > 40 * MIB  # twice the least handle, where the request allows it
+    assert device.calls()["map"] == handles
+    assert device.calls()["acquire"] == 0
+
+
+def test_the_pool_grows_where_it_ends() -> None:
+    allocator, device = make("vmm")
+    first = allocator.allocate(30 * MIB)
+    second = allocator.allocate(30 * MIB)
+    assert second == first + 30 * MIB
+    allocator.free(first)
+    allocator.free(second)
+    # Two requests' memory is one free block, which serves a larger request without asking for more.
+    assert allocator.allocate(60 * MIB) == first
+    assert device.reserved == 60 * MIB
+    assert len(allocator.snapshot()["segments"]) == 1
+
+
+def test_only_what_a_free_end_lacks_is_asked_for() -> None:
+    allocator, device = make("vmm")
+    address = allocator.allocate(100 * MIB)
+    allocator.free(address)
+    assert allocator.allocate(140 * MIB) == address
+    assert device.reserved == 140 * MIB
+
+
+@pytest.mark.parametrize("capacity", [8 << 30, 260 * MIB])
+def test_pieces_that_are_free_apart_serve_a_request_together(capacity: int) -> None:
+    allocator, device = make("vmm", capacity=capacity)
+    quarters = [allocator.allocate(64 * MIB) for _ in range(4)]
+    allocator.free(quarters[0])
+    allocator.free(quarters[2])
+    before = device.calls()
+    large = allocator.allocate(128 * MIB)
+    assert device.calls()["create"] == before["create"]
+    assert device.calls()["synchronising"] == before["synchronising"]
+    assert device.reserved == reserved(allocator) == 256 * MIB
+    assert allocator.stats()["pieces_moved"] == 2
+    assert_no_memory_is_shared(allocator, device)
+    allocator.check_invariants()
+    for address in (large, quarters[1], quarters[3]):
+        allocator.free(address)
+    device.complete_all()
+    allocator.empty_cache()
+    assert device.reserved == 0
+    allocator.check_invariants()
+
+
+def test_a_piece_that_moved_is_not_unmapped_before_its_stream_has_passed() -> None:
+    allocator, device = make("vmm")
+    quarters = [allocator.allocate(64 * MIB) for _ in range(4)]
+    allocator.free(quarters[0])
+    allocator.free(quarters[2])
+    old = physical(device, quarters[0], 64 * MIB)
+    allocator.allocate(128 * MIB)
+    allocator.allocate(300 * MIB)
+    # Kernels launched before the free may still touch the old address.
+    assert device.calls()["unmap"] == 0
+    assert physical(device, quarters[0], 64 * MIB) == old
+    device.complete_all()
+    allocator.allocate(300 * MIB)  # whatever grows next finds that the stream has passed
+    assert device.calls()["unmap"] == 2
+    allocator.check_invariants()
+
+
+def test_a_piece_changes_its_stream_only_when_that_has_passed() -> None:
+    allocator, device = make("vmm", capacity=200 * MIB)
+    address = allocator.allocate(128 * MIB, stream=1)
+    memory = physical(device, address, 128 * MIB)
+    allocator.free(address)
+    point = device.now()
+    other = allocator.allocate(180 * MIB, stream=2)
+    assert overlap(memory, physical(device, other, 180 * MIB))
+    assert device.finished(1, point)
+    assert allocator.stats()["stream_steals"] >= 1
+    allocator.check_invariants()
+
+
+@pytest.mark.parametrize("skip", range(6))
+@pytest.mark.parametrize("call", ["create", "map", "reserve"])
+def test_a_failure_while_pieces_move_loses_nothing(call: str, skip: int) -> None:
+    allocator, device = make("vmm", capacity=300 * MIB)
+    kept = [allocator.allocate(64 * MIB, stream=index % 2) for index in range(4)]
+    for index in (0, 2):
+        allocator.free(kept[index])
+    device.fail(call, count=1, skip=skip)
+    try:
+        kept.append(allocator.allocate(160 * MIB))
+    except RuntimeError:
+        kept.append(allocator.allocate(160 * MIB))
+    allocator.check_invariants()
+    assert reserved(allocator) == device.reserved
+    assert_no_memory_is_shared(allocator, device)
+    for index in (1, 3, 4):
+        allocator.free(kept[index])
+    device.complete_all()
+    allocator.empty_cache()
+    assert device.reserved == 0
