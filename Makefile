@@ -17,9 +17,9 @@ ARGS ?=
 
 LINTED := bench pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
-FORMATTED := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 
 demo: $(VENV)/package
 	$(RUN) -m pyactcomp demo $(ARGS)
@@ -34,7 +34,13 @@ lint: $(VENV)/package $(VENV)/tools
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 bench: $(VENV)/package
-	for suite in codec overhead step; do $(RUN) -m bench $$suite $(ARGS); done
+	for suite in codec overhead step alloc; do $(RUN) -m bench $$suite $(ARGS); done
+
+# Ten million random operations on the allocator's core, under the address and undefined-behaviour sanitizers.
+soak: $(VENV)/package
+	$(VENV)/bin/cmake -S tests/cpp -B build/soak -GNinja -DCMAKE_MAKE_PROGRAM=$(VENV)/bin/ninja -DSANITIZE=address,undefined
+	$(VENV)/bin/cmake --build build/soak
+	for seed in $$(seq 0 11); do build/soak/allocator_stress --seed $$seed --operations 833334 --every 1000; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from .rows import ROOT, Budget, Options
 
+ALLOC_PARTS = ("pair", "threads", "training", "traces")
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
@@ -32,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     suites.add_parser("step", parents=[training], help="whole training steps of five models")
     batch = suites.add_parser("batch", parents=[training], help="throughput against batch size under a memory cap")
     batch.add_argument("--memory-gib", type=float, help="the cap, by default 24")
+    alloc = suites.add_parser("alloc", parents=[training], help="the allocator: its cost, trainings, recorded traces")
+    alloc.add_argument("--parts", default="", metavar="A,B,...", help=f"of {', '.join(ALLOC_PARTS)}; default: all")
     report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import batch, codec, overhead, step
+    from . import alloc, batch, codec, overhead, step
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -68,7 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             top.error(f"unknown method {sorted(unknown)}; known: {', '.join(METHODS)}")
         if options.only and options.only[0] not in WORKLOADS:
             top.error(f"unknown workload {options.only[0]!r}; known: {', '.join(WORKLOADS)}")
-    if args.suite == "codec":
+    if args.suite == "alloc":
+        parts = _names(args.parts) or (ALLOC_PARTS if device == "cuda" else ("traces",))
+        for kind, given, known in (
+            ("part", parts, ALLOC_PARTS),
+            ("method", _names(args.methods), alloc.METHODS),
+            ("workload", options.only[:1], alloc.selectable()),
+        ):
+            if unknown := set(given) - set(known):
+                top.error(f"unknown {kind} {sorted(unknown)}; known: {', '.join(known)}")
+        if device == "cpu" and parts != ("traces",):
+            top.error(f"--parts {args.parts}: only traces can be measured without a GPU")
+        alloc.run(options, parts, _names(args.methods))
+    elif args.suite == "codec":
         codec.run(options)
     elif args.suite == "overhead":
         overhead.run(options)

@@ -2,7 +2,7 @@
 # Builds, runs the GPU tests and then every suite. The budgets add up to about nine minutes; a second run skips the
 # rows that are there and goes on with those that did not fit.
 #
-#   bench/gpu.sh [SUITE...]          default: tests codec overhead step batch
+#   bench/gpu.sh [SUITE...]          default: tests codec overhead step batch; alloc takes ten minutes of its own
 #
 # OUT     folder for the JSON files; default bench/results
 # PYTHON  interpreter that has torch with CUDA; default python3
@@ -27,7 +27,8 @@ for suite in $suites; do
         overhead) timeout 40 "$python" -m bench overhead --budget-s 20 --out "$out" || failed=1 ;;
         step) timeout 330 "$python" -m bench step --budget-s 270 --out "$out" || failed=1 ;;
         batch) timeout 100 "$python" -m bench batch --budget-s 60 --out "$out" || failed=1 ;;
-        *) echo "unknown suite '$suite'; known: tests codec overhead step batch" >&2; exit 2 ;;
+        alloc) timeout 580 "$python" -m bench alloc --budget-s 540 --out "$out" || failed=1 ;;
+        *) echo "unknown suite '$suite'; known: tests codec overhead step batch alloc" >&2; exit 2 ;;
     esac
 done
 exit "$failed"

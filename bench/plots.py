@@ -1,4 +1,4 @@
-"""The two pictures of the bench; matplotlib is imported when one is drawn."""
+"""The pictures of the bench; matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COLOURS = {
     "naive8": "#b08900",
     "save_on_cpu": "#5f8d4e",
 }
+ALLOCATORS = {"native": "#222222", "expandable": "#2e6f95", "pyactcomp": "#d1495b"}
 TOP = 1.62
 """Upper end of the time axis in vanilla steps; slower methods are drawn at the edge with their figure."""
 
@@ -144,6 +145,63 @@ def throughput_vs_batch(points: dict[str, dict[str, list[Row]]], path: Path) -> 
         f"Throughput under {cap:g} GiB ({device}); a cross is where the method runs out of memory",
         color=INK, fontsize=11,
     )  # fmt: skip
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def allocator_training(bars: dict[str, dict[str, Row]], path: Path) -> None:
+    """Draw for each workload what the allocators reserve, and beside it their step times with their intervals."""
+    plt = _pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8))
+    width = 0.8 / len(ALLOCATORS)
+    for place, (method, colour) in enumerate(ALLOCATORS.items()):
+        at = [
+            i + (place - (len(ALLOCATORS) - 1) / 2) * width for i, found in enumerate(bars.values()) if method in found
+        ]
+        rows = [found[method] for found in bars.values() if method in found]
+        drawn = left.bar(at, [row["reserved_x"] for row in rows], 0.92 * width, color=colour, label=method)
+        left.bar_label(drawn, fmt="%.2f", fontsize=7, color=INK, padding=1)
+        if method == "native":
+            continue
+        right.errorbar(
+            at, [row["step_x"] for row in rows], [row["step_x_half"] for row in rows],
+            fmt="o", color=colour, markersize=5, capsize=3, linewidth=1.2, label=method,
+        )  # fmt: skip
+    for axes in (left, right):
+        axes.set_xticks(range(len(bars)), [name.replace("_", "\n") for name in bars])
+        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.grid(axis="x", visible=False)
+    left.set_ylim(0, 1.18 * max(row["reserved_x"] for found in bars.values() for row in found.values()))
+    left.set_title("Peak reserved, times native's peak allocated", loc="left", color=INK)
+    right.set_title("Step time, times native's (95 % interval)", loc="left", color=INK)
+    device = next(row["device"] for found in bars.values() for row in found.values())
+    figure.suptitle(f"Trainings with changing shapes ({device}); lower is better", color=INK, fontsize=11)
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="lower center", ncols=len(ALLOCATORS), frameon=False, labelcolor=INK
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def allocator_timeline(lines: dict[str, list[int]], trace: str, path: Path) -> None:
+    """Draw what a recorded training requested over its course, and what was reserved for it."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.2, 3.6))
+    share = [100 * i / (len(lines["requested"]) - 1) for i in range(len(lines["requested"]))]
+    gib = {name: [value / GIB for value in values] for name, values in lines.items()}
+    axes.fill_between(share, gib["requested"], color=MUTED, alpha=0.35, linewidth=0, label="requested")
+    for name in ("native", "pyactcomp"):
+        axes.plot(share, gib[name], color=ALLOCATORS[name], linewidth=1.6, label=f"reserved, {name}")
+    axes.set_ylim(0, 1.08 * max(gib["native"]))
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("allocations and frees so far, %")
+    axes.set_ylabel("GiB")
+    axes.legend(frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+    axes.set_title(f"{trace}, replayed", loc="left", color=INK)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from . import alloc_report, alloc_traces
 from .rows import Row, quantile, select
+from .tables import conditions, figure, latest, load, on_cpu, on_gpu, reasons, section, table
 
 GIB = 2**30
 METHOD_ORDER = (
@@ -15,29 +16,6 @@ METHOD_ORDER = (
 )  # fmt: skip
 SHORT = ("vanilla", "int8", "ckpt2", "ckpt")
 WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
-
-
-def load(folder: Path, suite: str) -> list[Row]:
-    """Return the rows of a suite, oldest first; none where the file is missing."""
-    path = folder / f"{suite}.json"
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
-    return rows
-
-
-def on_gpu(rows: Iterable[Row]) -> list[Row]:
-    """Return the full-size rows of the GPU measured last: absolute times count on a GPU only."""
-    found = [row for row in select(rows, scale="full") if row["origin"]["device"] != "cpu"]
-    return [row for row in found if row["origin"]["device"] == found[-1]["origin"]["device"]]
-
-
-def on_cpu(rows: Iterable[Row]) -> list[Row]:
-    """Return the full-size rows of CPUs, of which only ratios are shown."""
-    return [row for row in select(rows, scale="full") if row["origin"]["device"] == "cpu"]
-
-
-def latest(rows: Iterable[Row], *key: str) -> dict[tuple[str, ...], Row]:
-    """Return the last row of each key."""
-    return {tuple(row.get(name, "") for name in key): row for row in rows}
 
 
 def _rank(order: Sequence[str], name: str) -> tuple[int, str]:
@@ -63,51 +41,6 @@ def step_rows(rows: Iterable[Row]) -> list[Row]:
     )  # fmt: skip
 
 
-def _figure(row: Row, name: str, form: str, scale: float = 1.0) -> str:
-    value = row.get(name)
-    return "" if value is None else format(value / scale, form)
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---" if i < 2 else "---:" for i in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
-
-
-def _values(rows: Iterable[Row], name: str) -> str:
-    return ", ".join(sorted({str(row["origin"].get(name)) for row in rows if row["origin"].get(name)}))
-
-
-def conditions(rows: Sequence[Row]) -> str:
-    """Return one line that says on what, from what and by which command the rows were measured."""
-    parts = [_values(rows, "device")]
-    for name in ("driver", "torch", "triton", "transformers", "timm", "bitsandbytes"):
-        if values := _values(rows, name):
-            parts.append(f"{name} {values}")
-    commits = sorted({
-        (row["origin"]["commit"] or "unknown")[:10] + (" with changes" if row["origin"]["dirty"] else "")
-        for row in rows
-    })  # fmt: skip
-    parts.append(f"commit {', '.join(commits)}")
-    parts.append(" to ".join(sorted({min(row["time"][:10] for row in rows), max(row["time"][:10] for row in rows)})))
-    commands = ", ".join(f"`{command}`" for command in sorted({row["origin"]["command"] for row in rows}))
-    return f"Measured on {'; '.join(parts)}; {commands}."
-
-
-def reasons(rows: Iterable[Row]) -> str:
-    """Return a list of what has no figure, and why."""
-    lines = {
-        f"- {row['workload']} {row['method']}{' ' + row['phase'] if 'phase' in row else ''}: {row['status']}"
-        + (f" ({row['reason']})" if row.get("reason") else "")
-        for row in rows
-        if row["status"] != "ok"
-    }
-    return "\n".join(sorted(lines))
-
-
-def _section(*parts: str) -> str:
-    return "\n\n".join(part for part in parts if part)
-
-
 def step_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> str:
     """Return the table of training steps."""
     found = [row for row in step_rows(rows) if row["method"] in methods]
@@ -116,19 +49,19 @@ def step_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> st
     lines = []
     previous = None
     for row in found:
-        time = _figure(row, "median_ms", ".1f") if row["status"] == "ok" else row["status"]
-        error = _figure(row, "grad_error", ".2%")
+        time = figure(row, "median_ms", ".1f") if row["status"] == "ok" else row["status"]
+        error = figure(row, "grad_error", ".2%")
         if error:
-            error += f" (vanilla {_figure(row, 'grad_error_vanilla', '.1e')})"
+            error += f" (vanilla {figure(row, 'grad_error_vanilla', '.1e')})"
         lines.append([
             f"`{row['workload']}`" if row["workload"] != previous else "",
             row["method"],
             time,
-            _figure(row, "time_x", ".2f"),
-            _figure(row, "act_bytes", ".2f", GIB),
-            _figure(row, "act_x", ".2f"),
-            _figure(row, "peak_minus_base_bytes", ".2f", GIB),
-            _figure(row, "peak_x", ".2f"),
+            figure(row, "time_x", ".2f"),
+            figure(row, "act_bytes", ".2f", GIB),
+            figure(row, "act_x", ".2f"),
+            figure(row, "peak_minus_base_bytes", ".2f", GIB),
+            figure(row, "peak_x", ".2f"),
             error,
         ])  # fmt: skip
         previous = row["workload"]
@@ -140,7 +73,7 @@ def step_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> st
         "`vanilla-again` shows that run's drift. act: allocated by the forward; peak - base: above weights and "
         "optimizer state; gradient error: relative L2 over all gradients of step 1, beside vanilla against vanilla."
     )
-    return _section(_table(header, lines), note, conditions(found), reasons(found))
+    return section(table(header, lines), note, conditions(found), reasons(found))
 
 
 def _codec_cell(row: Row | None) -> str:
@@ -160,7 +93,7 @@ def codec_table(rows: Iterable[Row]) -> str:
         for dtype in dict.fromkeys(workload.split("/")[0] for workload, _, _ in current):
             part = {key: row for key, row in current.items() if key[0].startswith(dtype + "/")}
             sections.append(_codec_part(dtype, part))
-    return _section(*sections)
+    return section(*sections)
 
 
 def _codec_part(dtype: str, part: dict[tuple[str, ...], Row]) -> str:
@@ -181,7 +114,7 @@ def _codec_part(dtype: str, part: dict[tuple[str, ...], Row]) -> str:
         rate = largest["bytes_moved"] / largest["median_us"] / 1e6
         note += f" The copy moves {rate:.2f} TB/s at {largest['workload'].split('/')[1]}."
     found = list(part.values())
-    return _section(_table(header, lines), note, conditions(found), reasons(found))
+    return section(table(header, lines), note, conditions(found), reasons(found))
 
 
 def overhead_table(rows: Iterable[Row]) -> str:
@@ -191,8 +124,8 @@ def overhead_table(rows: Iterable[Row]) -> str:
         return ""
     names = ("pack_us", "unpack_us", "sum_us", "allocate_us", "encode_us", "decode_us")
     header = ["workload", "method", "pack us", "unpack us", "sum us", "of it: allocate", "encode", "decode"]
-    lines = [[row["workload"], row["method"], *(_figure(row, name, ".1f") for name in names)] for row in found]
-    return _section(_table(header, lines), "Host time per saved tensor, eager, median.", conditions(found))
+    lines = [[row["workload"], row["method"], *(figure(row, name, ".1f") for name in names)] for row in found]
+    return section(table(header, lines), "Host time per saved tensor, eager, median.", conditions(found))
 
 
 def batch_points(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
@@ -222,7 +155,7 @@ def batch_table(rows: Iterable[Row]) -> str:
         return ""
     header = ["workload", "method", "largest batch", "out of memory at", "best samples/s", "at batch"]
     cap = quantile([row["memory_gib"] for row in found if row.get("memory_gib")], 0.5)
-    return _section(_table(header, lines), f"Allocator capped at {cap:g} GiB.", conditions(found))
+    return section(table(header, lines), f"Allocator capped at {cap:g} GiB.", conditions(found))
 
 
 def short_step_table(rows: Iterable[Row]) -> str:
@@ -236,6 +169,7 @@ TABLES = {
     "codec": ("codec", codec_table),
     "overhead": ("overhead", overhead_table),
     "batch": ("batch", batch_table),
+    **alloc_report.TABLES,
 }
 """The suite and the table of each block."""
 
@@ -253,10 +187,10 @@ def fill(text: str, suite: str, content: str) -> str | None:
 def run(out: Path, readme: Path, docs: Path) -> None:
     """Fill the README's blocks and draw the plots, from what was measured; print each table."""
     text = readme.read_text() if readme.exists() else ""
-    for block, (suite, table) in TABLES.items():
-        content = table(load(out, suite))
+    for block, (suite, draw) in TABLES.items():
+        content = draw(load(out, suite))
         if not content:
-            print(f"{block}: no rows of a GPU in {out}")
+            print(f"{block}: no rows to show in {out}")
             continue
         print(f"## {block}\n\n{content}\n")
         if (filled := fill(text, block, content)) is not None:
@@ -270,3 +204,7 @@ def run(out: Path, readme: Path, docs: Path) -> None:
         plots.step_time_vs_peak(steps, docs / "step_time_vs_peak.png")
     if points := batch_points(load(out, "batch")):
         plots.throughput_vs_batch(points, docs / "throughput_vs_batch.png")
+    if bars := alloc_report.training_bars(load(out, "alloc"), tuple(plots.ALLOCATORS)):
+        plots.allocator_training(bars, docs / "allocator_training.png")
+    if lines := alloc_report.timeline(load(out, "alloc")):
+        plots.allocator_timeline(lines, alloc_traces.PICTURED, docs / "allocator_timeline.png")

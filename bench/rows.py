@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "transformers", "timm", "bitsandbytes", "pyactcomp")
+PACKAGES = ("torch", "triton", "transformers", "timm", "bitsandbytes", "rmm-cu13", "pyactcomp")
 FINAL = ("ok", "oom")
 """A row with one of these is a result; `unavailable` and `error` are tried again by the next run."""
 

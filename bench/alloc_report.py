@@ -1,0 +1,239 @@
+"""The tables of the suite `alloc`, and the figures of its pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .alloc_methods import METHODS, NATIVE, OURS
+from .alloc_pairs import THREADS
+from .alloc_traces import GROWTH
+from .alloc_workloads import WORKLOADS
+from .rows import Row, quantile, select
+from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+
+GIB, MIB = 2**30, 2**20
+CASE = ("workload", "call", "nbytes", "threads")
+"""What two rows of different methods must share to be compared, besides the run and the round."""
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1."""
+
+Rounds = dict[tuple[Any, ...], list[Row]]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half of its 95 % interval, infinite for a single value."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, math.inf
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return mean, T95[min(len(values) - 1, len(T95)) - 1] * deviation / math.sqrt(len(values))
+
+
+def rounds(rows: Iterable[Row], workloads: Iterable[str], ratios: dict[str, tuple[str, str]]) -> Rounds:
+    """Return the latest rows of the workloads' rounds, by (method, *case), in reading order.
+
+    ``ratios`` names what to add to each row: its own figure over one of native's, of the same run and round.
+    """
+    known = list(workloads)
+    measured = [row for row in on_gpu(rows) if row["workload"] in known and row["status"] == "ok"]
+    case = {id(row): tuple(row.get(name, "") for name in CASE) for row in measured}
+    natives = {(row["run"], row["round"], case[id(row)]): row for row in measured if row["method"] == NATIVE}
+    found: Rounds = {}
+    for row in latest(measured, "method", "round", *CASE).values():
+        native = natives.get((row["run"], row["round"], case[id(row)]))
+        added = {name: row[own] / native[theirs] for name, (own, theirs) in ratios.items()} if native else {}
+        found.setdefault((row["method"], *case[id(row)]), []).append({**row, **added})
+    order = list(METHODS)
+    return dict(sorted(found.items(), key=lambda item: (known.index(item[0][1]), order.index(item[0][0]))))
+
+
+def _failed(rows: Iterable[Row], workloads: Iterable[str]) -> str:
+    """Return the reasons of methods that have no row that is newer and better."""
+    known = list(workloads)
+    return reasons(latest([row for row in on_gpu(rows) if row["workload"] in known], "workload", "method").values())
+
+
+def _median(found: Iterable[Row], name: str) -> float | None:
+    values = [row[name] for row in found if row.get(name) is not None]
+    return quantile(values, 0.5) if values else None
+
+
+def _cell(value: float | None, form: str, scale: float = 1.0) -> str:
+    return figure({"it": value}, "it", form, scale)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes >> 10} KiB"
+
+
+COLUMNS = {
+    "pair": (("raw", 0, "alloc + delete"), ("empty", 0, "torch.empty")),
+    "threads": tuple(("native", n, "1 thread" if n == 1 else f"{n} threads") for n in THREADS),
+}
+"""Of both tables: call, threads, and what the column is called."""
+
+
+def pair_table(rows: Iterable[Row]) -> str:
+    """Return the tables of what an allocation and its free cost, from Python and from native threads."""
+    everything = list(rows)
+    found = rounds(everything, COLUMNS, {"x": ("median_ns", "median_ns")})
+    parts = []
+    for kind, columns in COLUMNS.items():
+        keys = dict.fromkeys((nbytes, method) for method, workload, _, nbytes, _ in found if workload == kind)
+        lines = []
+        for nbytes, method in sorted(keys, key=lambda key: key[0]):
+            cells = []
+            for call, threads, _ in columns:
+                own = found.get((method, kind, call, nbytes, threads), [])
+                best = min((row["best_ns"] for row in own), default=None)
+                cells += [_cell(_median(own, "median_ns"), ".0f"), _cell(best, ".0f"), _cell(_median(own, "x"), ".2f")]
+                if kind == "threads":
+                    cells.append(_cell(_median(own, "operations_per_s"), ".2f", 1e6))
+            lines.append([_size(nbytes), method, *cells])
+        header = ["size", "method"]
+        for _, _, name in columns:
+            header += [f"{name}: ns a pair", "best", "x native", *(["M operations/s"] if kind == "threads" else [])]
+        if lines:
+            parts.append(table(header, lines))
+    if not parts:
+        return ""
+    note = (
+        "Hot; median over the rounds, each a process; x native: median of the ratios to native's process of the same "
+        "round. alloc + delete: torch's own interface to its allocator, from Python. Threads are native, hold no "
+        "interpreter lock and have a stream each; ns a pair is a thread's, operations/s are all threads' together."
+    )
+    measured = [row for own in found.values() for row in own]
+    return section(*parts, note, conditions(measured), _failed(everything, COLUMNS))
+
+
+TRAINING_RATIOS = {
+    "reserved_x": ("peak_reserved_bytes", "peak_allocated_bytes"),
+    "step_x": ("mean_ms", "mean_ms"),
+}
+
+
+def training_table(rows: Iterable[Row]) -> str:
+    """Return the table of the dynamic-shape trainings."""
+    everything = list(rows)
+    found = rounds(everything, WORKLOADS, TRAINING_RATIOS)
+    if not found:
+        return ""
+    lines = []
+    previous = None
+    for (method, workload, *_), own in found.items():
+        ratios = [row["step_x"] for row in own if "step_x" in row]
+        mean, half = interval(ratios) if ratios else (None, math.inf)
+        reserved = max(row["peak_reserved_bytes"] for row in own)
+        lines.append([
+            f"`{workload}`" if workload != previous else "",
+            method,
+            _cell(max(row["peak_allocated_bytes"] for row in own), ".2f", GIB),
+            _cell(reserved, ".2f", GIB),
+            _cell(max((row["reserved_x"] for row in own if "reserved_x" in row), default=None), ".3f"),
+            _cell(_median(own, "utilization"), ".3f"),
+            _cell(quantile([row["drop_bytes"] / row["growth_bytes"] for row in own], 0.5), ".3f"),
+            _cell(max((row["retries"] or 0 for row in own), default=None), ".0f"),
+            _cell(_median(own, "mean_ms"), ".1f"),
+            "" if mean is None else f"{mean:.3f}" + (f" ± {half:.3f}" if math.isfinite(half) else ""),
+            _cell(_median(own, "driver_calls"), ".0f"),
+            _cell(_median(own, "driver_s"), ".1f", 1e-3),
+        ])  # fmt: skip
+        previous = workload
+    header = (
+        "workload", "method", "allocated GiB", "reserved GiB", "reserved / native allocated", "utilisation",
+        "drop / reserved", "retries", "step ms", "x native", "driver calls", "driver ms",
+    )  # fmt: skip
+    counts = sorted({len(own) for own in found.values()})
+    note = (
+        f"{' or '.join(map(str, counts))} interleaved runs each, a process a run, same seeds. Peaks: of the worst run. "
+        "reserved / native allocated: over native's peak allocated in the same round. utilisation: peak active over "
+        "peak reserved. drop / reserved: how far cudaMemGetInfo's free bytes fell during the run, over what the "
+        "allocator says it reserved meanwhile. step ms: mean of the steps after the first 5, growth included; "
+        "x native: mean of the rounds' ratios and its 95 % interval. driver ms: ours by its own clock, native's by "
+        "acquiring the same segments again after the run."
+    )
+    described = "\n".join(
+        f"- `{name}`: {WORKLOADS[name].conditions}" for name in dict.fromkeys(key[1] for key in found)
+    )
+    measured = [row for own in found.values() for row in own]
+    return section(table(header, lines), note, described, conditions(measured), _failed(everything, WORKLOADS))
+
+
+def trace_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the latest replay of each trace under each growth."""
+    replayed = [row for row in select(rows, scale="full") if row["workload"].startswith("trace/")]
+    return sorted(
+        latest(replayed, "workload", "method").values(), key=lambda r: (r["workload"], list(GROWTH).index(r["method"]))
+    )
+
+
+def traces_table(rows: Iterable[Row]) -> str:
+    """Return the table of the replayed traces."""
+    found = trace_rows(rows)
+    fitting = [row for row in found if row["status"] == "ok"]
+    if not found:
+        return ""
+    lines = []
+    for row in fitting:
+        allocated = row["recorded_allocated_bytes"]
+        lines.append([
+            f"`{row['workload'].removeprefix('trace/')}`",
+            f"{row['method']} ({row['growth']})",
+            _cell(row["peak_reserved_bytes"], ".2f", GIB),
+            _cell(row["peak_reserved_bytes"], ".3f", allocated),
+            _cell(row["recorded_reserved_bytes"], ".3f", allocated),
+            _cell(row["expandable_reserved_bytes"], ".3f", allocated) or "not run",
+            _cell(row["driver_s"], ".1f", 1e-3),
+            _cell(row["recorded_driver_s"], ".1f", 1e-3),
+            _cell(row["created"], ".0f"),
+            _cell(row["pieces_moved"], ".0f"),
+        ])  # fmt: skip
+    header = (
+        "trace", "method", "reserved GiB", "reserved / allocated", "native, recorded", "expandable, recorded",
+        "driver ms", "native's driver ms", "created", "moved",
+    )  # fmt: skip
+    note = (
+        "Peak reserved of a replay on the simulated device over the peak allocated that the run itself recorded, on an "
+        "H200 under the native allocator; beside it the same ratio of that run, and of one with expandable_segments. "
+        "driver ms: estimated from measured costs of each call, native's as 60 us a segment. created: handles or "
+        "segments; moved: handles mapped elsewhere instead of asking for new ones."
+    )
+    return section(table(header, lines), note, conditions(found), reasons(found))
+
+
+def training_bars(rows: Iterable[Row], methods: Sequence[str]) -> dict[str, dict[str, Row]]:
+    """Return for each workload and method the worst reserved over native's allocated, and the step ratio's interval."""
+    bars: dict[str, dict[str, Row]] = {}
+    for (method, workload, *_), own in rounds(rows, WORKLOADS, TRAINING_RATIOS).items():
+        paired = [row for row in own if "step_x" in row]
+        if method not in methods or not paired:
+            continue
+        mean, half = interval([row["step_x"] for row in paired])
+        bars.setdefault(workload, {})[method] = {
+            "reserved_x": max(row["reserved_x"] for row in paired),
+            "step_x": mean,
+            "step_x_half": half if math.isfinite(half) else 0.0,
+            "device": own[-1]["origin"]["device"],
+        }
+    return bars
+
+
+def timeline(rows: Iterable[Row]) -> dict[str, list[int]]:
+    """Return what the pictured trace requested, and what native's decisions and ours reserved for it."""
+    found = {row["method"]: row for row in trace_rows(rows) if row["status"] == "ok" and row.get("timeline")}
+    if not {OURS, "pyactcomp-malloc"} <= found.keys():
+        return {}
+    return {
+        "requested": found[OURS]["timeline"]["requested"],
+        "native": found["pyactcomp-malloc"]["timeline"]["reserved"],
+        "pyactcomp": found[OURS]["timeline"]["reserved"],
+    }
+
+
+TABLES = {
+    "alloc-pair": ("alloc", pair_table),
+    "alloc-training": ("alloc", training_table),
+    "alloc-traces": ("alloc", traces_table),
+}

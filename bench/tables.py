@@ -1,0 +1,77 @@
+"""What every table of the report is made of: rows picked from the JSON files, cells, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .rows import Row, select
+
+
+def load(folder: Path, suite: str) -> list[Row]:
+    """Return the rows of a suite, oldest first; none where the file is missing."""
+    path = folder / f"{suite}.json"
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
+
+
+def on_gpu(rows: Iterable[Row]) -> list[Row]:
+    """Return the full-size rows of the GPU measured last: absolute times count on a GPU only."""
+    found = [row for row in select(rows, scale="full") if row["origin"]["device"] != "cpu"]
+    return [row for row in found if row["origin"]["device"] == found[-1]["origin"]["device"]]
+
+
+def on_cpu(rows: Iterable[Row]) -> list[Row]:
+    """Return the full-size rows of CPUs, of which only ratios are shown."""
+    return [row for row in select(rows, scale="full") if row["origin"]["device"] == "cpu"]
+
+
+def latest(rows: Iterable[Row], *key: str) -> dict[tuple[str, ...], Row]:
+    """Return the last row of each key."""
+    return {tuple(row.get(name, "") for name in key): row for row in rows}
+
+
+def figure(row: Row, name: str, form: str, scale: float = 1.0) -> str:
+    value = row.get(name)
+    return "" if value is None else format(value / scale, form)
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rule = ["---" if i < 2 else "---:" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
+
+
+def _values(rows: Iterable[Row], name: str) -> str:
+    return ", ".join(sorted({str(row["origin"].get(name)) for row in rows if row["origin"].get(name)}))
+
+
+def conditions(rows: Sequence[Row]) -> str:
+    """Return one line that says on what, from what and by which command the rows were measured."""
+    parts = [_values(rows, "device")]
+    for name in ("driver", "torch", "triton", "transformers", "timm", "bitsandbytes", "rmm-cu13"):
+        if values := _values(rows, name):
+            parts.append(f"{name} {values}")
+    commits = sorted({
+        (row["origin"]["commit"] or "unknown")[:10] + (" with changes" if row["origin"]["dirty"] else "")
+        for row in rows
+    })  # fmt: skip
+    parts.append(f"commit {', '.join(commits)}")
+    parts.append(" to ".join(sorted({min(row["time"][:10] for row in rows), max(row["time"][:10] for row in rows)})))
+    commands = ", ".join(f"`{command}`" for command in sorted({row["origin"]["command"] for row in rows}))
+    return f"Measured on {'; '.join(parts)}; {commands}."
+
+
+def reasons(rows: Iterable[Row]) -> str:
+    """Return a list of what has no figure, and why."""
+    lines = {
+        f"- {row['workload']} {row['method']}{' ' + row['phase'] if 'phase' in row else ''}: {row['status']}"
+        + (f" ({row['reason']})" if row.get("reason") else "")
+        for row in rows
+        if row["status"] != "ok"
+    }
+    return "\n".join(sorted(lines))
+
+
+def section(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)
