@@ -1,34 +1,51 @@
-"""The README's Python snippets run as they stand, each on its own."""
+"""The Python snippets of the README and the pages beside it run as they stand, each in a process of its own."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
-MOST_LINES = 150
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MOST_LINES = 160
+
+
+def _snippets(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+SNIPPETS = _snippets(README)
 
 
 @pytest.mark.parametrize(
     "snippet",
-    [pytest.param(s, marks=pytest.mark.gpu if "cuda" in s else (), id=s.splitlines()[0]) for s in SNIPPETS],
+    [
+        pytest.param(snippet, marks=pytest.mark.gpu if "cuda" in snippet else (), id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, snippet in enumerate(_snippets(page))
+    ],
 )
-def test_readme_snippet_runs(snippet: str) -> None:
-    exec(compile(snippet, str(README), "exec"), {"__name__": "snippet"})
+def test_snippet_runs(snippet: str) -> None:
+    # Torch's allocator can be replaced once in a process.
+    done = subprocess.run([sys.executable, "-c", snippet], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_readme_has_a_snippet_for_machines_without_a_gpu() -> None:
     assert any("cuda" not in snippet and "pyactcomp.compress(" in snippet for snippet in SNIPPETS)
 
 
-def test_readme_names_only_tests_that_exist() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", README.read_text())
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "allocator.md"], ids=lambda page: page.stem)
+def test_tables_of_what_works_name_only_tests_that_exist(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())
     assert named, "the table of what works names no test"
     for path, test in named:
-        source = (README.parent / path).read_text()
+        source = (ROOT / path).read_text()
         assert not test or f"def {test}(" in source, f"{path} has no test {test}"
 
 
