@@ -1,4 +1,4 @@
-"""What all tests share: the ``gpu`` marker, threads, and hypothesis' settings."""
+"""What tests share: the ``gpu`` marker, threads, hypothesis' settings, and an allocator that nobody has enabled."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def allocator_not_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyactcomp.allocator import attach
+
+    monkeypatch.delenv("PYACTCOMP_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYACTCOMP_DISABLE", raising=False)
+    monkeypatch.setattr(attach, "_active", None)

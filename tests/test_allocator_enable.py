@@ -17,16 +17,11 @@ from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevi
 
 MIB = 1 << 20
 
-
-@pytest.fixture(autouse=True)
-def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYACTCOMP_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYACTCOMP_DISABLE", raising=False)
-    monkeypatch.setattr(attach, "_active", None)
+pytestmark = pytest.mark.usefixtures("allocator_not_enabled")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> SimpleNamespace:
     """Pretend that everything is there, with nothing behind it; tells what was called."""
     told = SimpleNamespace(
         configured=[], installed=[], attached=[], cuda_initialized=False, subclass=(None, "no reason")

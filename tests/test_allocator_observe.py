@@ -16,16 +16,11 @@ from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevi
 
 MIB = 1 << 20
 
-
-@pytest.fixture(autouse=True)
-def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYACTCOMP_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYACTCOMP_DISABLE", raising=False)
-    monkeypatch.setattr(attach, "_active", None)
+pytestmark = pytest.mark.usefixtures("allocator_not_enabled")
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> CachingAllocator:
+def simulated(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> CachingAllocator:
     """Let device 0 be a simulated one."""
     core = CachingAllocator(SimulatedDevice("64MiB"), AllocatorConfig(memory_fraction=0.75))
     monkeypatch.setattr(attach, "_active", AllocatorConfig())
