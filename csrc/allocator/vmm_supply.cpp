@@ -68,7 +68,7 @@ class VmmSupply final : public Supply {
   void settle();
   void release_pieces(std::vector<Piece>& pieces);
   void collect_garbage(const Block* keep);
-  bool erase_if_empty(Segment& segment);
+  void erase_if_empty(Segment& segment);
 
   std::map<std::pair<Pool*, Stream>, std::vector<Segment*>> ranges_;
   std::vector<Retired> retired_;
@@ -354,13 +354,14 @@ void VmmSupply::collect_garbage(const Block* keep) {
   release_pieces(unused);
 }
 
-bool VmmSupply::erase_if_empty(Segment& segment) {
-  if (segment.first->state != Block::State::kUnmapped || segment.first->next) return false;
+void VmmSupply::erase_if_empty(Segment& segment) {
+  if (segment.first->state != Block::State::kUnmapped || segment.first->next) return;
   device_.unreserve(segment.address, segment.size);
-  std::vector<Segment*>& ranges = ranges_[{segment.pool, segment.stream}];
+  const auto found = ranges_.find({segment.pool, segment.stream});
+  std::vector<Segment*>& ranges = found->second;
   ranges.erase(std::find(ranges.begin(), ranges.end(), &segment));
+  if (ranges.empty()) ranges_.erase(found);  // its pool may go next
   heap_.erase_segment(segment);
-  return true;
 }
 
 void VmmSupply::release_everything() {
