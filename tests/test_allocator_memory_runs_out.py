@@ -132,6 +132,36 @@ def test_a_callback_that_raises_is_named_in_the_error(growth: str) -> None:
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
+def test_a_callback_that_runs_out_of_memory_is_not_asked_to_help_itself(growth: str) -> None:
+    allocator, _ = make(growth, capacity=100 * MIB)
+    asked: list[int] = []
+
+    def greedy(missing: int) -> bool:
+        asked.append(missing)
+        allocator.allocate(150 * MIB)
+        return True
+
+    allocator.add_pressure_callback(greedy)
+    with pytest.raises(torch.OutOfMemoryError, match=STARTS) as caught:
+        allocator.allocate(200 * MIB)
+    assert asked == [200 * MIB]
+    assert "150.00 MiB" in str(caught.value)
+
+
+def test_what_the_limit_forbids_is_not_begun() -> None:
+    """Each pending block that is waited for would otherwise create handles up to the limit and destroy them again."""
+    allocator, device = make("vmm", capacity="8GiB", memory_fraction=0.25)
+    for stream in range(1, 9):
+        address = allocator.allocate(4 * MIB)
+        allocator.record_stream(address, stream)
+        allocator.free(address)
+    created = device.calls()["create"]
+    with pytest.raises(torch.OutOfMemoryError, match=STARTS):
+        allocator.allocate("3GiB")
+    assert device.calls()["create"] == created
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
 def test_callbacks_are_called_on_any_thread_and_dropped_when_removed(growth: str) -> None:
     allocator, _ = make(growth, capacity=100 * MIB)
     threads: list[int] = []

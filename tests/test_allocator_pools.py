@@ -148,6 +148,42 @@ def test_a_checkpoint_is_restored(growth: str) -> None:
     allocator.end_allocate_to_pool(POOL)
 
 
+def test_a_checkpoint_is_restored_where_a_capture_freed_a_recorded_block(growth: str) -> None:
+    """As a graph does that hands a tensor to a side stream and frees it while it is captured."""
+    allocator, device = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    passed_on, kept = allocator.allocate(4 * MIB), allocator.allocate(4 * MIB)
+    allocator.record_stream(passed_on, 7)
+    allocator.free(passed_on)
+    checkpoint = allocator.checkpoint(POOL)
+    allocator.end_allocate_to_pool(POOL)
+
+    device.complete_all()
+    for _ in range(2):
+        assert allocator.restore(checkpoint) == {"freed": [kept], "allocated": [kept]}
+        assert allocator.live_allocations(POOL) == [kept]
+        allocator.check_invariants()
+    assert device.live_events == 0
+
+
+def test_restoring_what_the_pool_has_given_back_changes_nothing(growth: str) -> None:
+    allocator, _ = make(growth)
+    allocator.begin_allocate_to_pool(POOL)
+    address = allocator.allocate(40 * MIB)
+    checkpoint = allocator.checkpoint(POOL)
+    allocator.free(address)
+    allocator.end_allocate_to_pool(POOL)
+    allocator.release_pool(POOL)
+    allocator.empty_cache()
+    allocator.begin_allocate_to_pool(POOL)
+    live = allocator.allocate(2 * MIB, stream=3)
+    allocator.end_allocate_to_pool(POOL)
+    with pytest.raises(ValueError, match="gave back memory"):
+        allocator.restore(checkpoint)
+    assert allocator.live_allocations(POOL) == [live]
+    allocator.check_invariants()
+
+
 def test_a_pool_without_splitting_hands_out_whole_segments(growth: str) -> None:
     allocator, _ = make(growth)
     allocator.create_or_incref_pool(POOL)

@@ -80,6 +80,7 @@ struct Block {
   Pool& pool() const { return *segment->pool; }
   Address end() const { return address + size; }
   bool is_split() const { return previous != nullptr || next != nullptr; }
+  bool has_memory() const { return state != State::kUnmapped && state != State::kRetired; }
 };
 
 inline bool FitOrder::operator()(const Block* a, const Block* b) const {
@@ -118,6 +119,7 @@ struct PoolGroup {
   Pool large{PoolKind::kLarge, false, *this};
   Pool oversize{PoolKind::kLarge, true, *this};
   int use_count = 0;
+  Serial released = 0;  ///< when its last user left: graphs launched until then may still run
   bool use_on_oom = false;
   bool no_split = false;
   std::shared_ptr<SegmentSource> source;

@@ -96,7 +96,8 @@ class CachingAllocator final : public Allocator {
   std::unique_ptr<Supply> malloc_;  ///< also of private pools that bring their own segments
   std::unique_ptr<Supply> vmm_;     ///< nullptr under malloc growth
   std::vector<std::pair<PoolId, std::function<bool(Stream)>>> captures_;
-  std::vector<Block*> deferred_;  ///< freed during a capture, when no event may be recorded
+  std::vector<Block*> deferred_;   ///< freed during a capture, when no event may be recorded
+  std::vector<Block*> unordered_;  ///< deferred, on streams that are gone: theirs until the device was waited for
   std::vector<Scope> scopes_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;

@@ -1,6 +1,7 @@
 #include "allocator/core.hpp"
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 #include <utility>
 
@@ -125,11 +126,15 @@ Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
     wait(*oldest, lock);
     collect_freed();
     if (Block* block = attempt(request, Effort::kNormal)) return block;
+    if (capturing()) return nullptr;  // begun by another thread meanwhile, and nothing is collected until it ends
   }
   if (!vmm_) return nullptr;
   if (Block* block = attempt(request, Effort::kScavenge)) return block;
   // The stream with the most free memory first.
-  const auto free_by_stream = measure_fragmentation(heap_).free_by_stream;
+  std::map<Stream, Bytes> free_by_stream;
+  heap_.for_each_pool([&](const Pool& pool) {
+    for (const Block* block : pool.free) free_by_stream[block->stream()] += block->size;
+  });
   std::vector<std::pair<Bytes, Stream>> streams;
   for (const auto& [stream, bytes] : free_by_stream) {
     if (stream != request.stream) streams.emplace_back(bytes, stream);
@@ -139,6 +144,7 @@ Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
     order_.fence(stream, heap_.clock());
     if (const auto fence = order_.hold_fence(stream)) wait(*fence, lock);
     if (Block* block = attempt(request, Effort::kScavenge)) return block;
+    if (capturing()) return nullptr;
   }
   return nullptr;
 }
@@ -157,11 +163,21 @@ void CachingAllocator::wait(StreamOrder::Wait wait, Lock& lock) {
 }
 
 Block* CachingAllocator::ask_callbacks(Request& request, Lock& lock, std::string& error) {
+  // A callback that allocates, and runs out of memory too, would be asked to help itself.
+  thread_local bool asking = false;
+  if (asking) return nullptr;
+  struct Asking {
+    Asking() { asking = true; }
+    ~Asking() { asking = false; }
+    Asking(const Asking&) = delete;
+    Asking& operator=(const Asking&) = delete;
+  };
   const auto callbacks = callbacks_;
   for (const auto& [id, callback] : callbacks) {
     bool freed = false;
     lock.unlock();
     try {
+      const Asking guard;
       freed = callback(request.size);
     } catch (const std::exception& raised) {
       error += (error.empty() ? "" : "; ") + std::string(raised.what());
@@ -227,8 +243,13 @@ void CachingAllocator::free_block(Block& block, const Context& context) {
 void CachingAllocator::collect_freed() {
   if (capturing()) return;
   while (!deferred_.empty()) {
-    order_.add_pending(deferred_.back());
+    Block* const block = deferred_.back();
     deferred_.pop_back();
+    try {
+      order_.add_pending(block);
+    } catch (const DeviceError&) {
+      unordered_.push_back(block);
+    }
   }
   if (order_.has_pending()) {
     order_.poll_pending([this](Block* block) { heap_.release(block, {}); });
@@ -255,15 +276,24 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
   if (capturing()) return;  // begun by another thread meanwhile
   ++heap_.stats.num_sync_all_streams;
   order_.all_passed(now);
+  const auto kept = std::stable_partition(unordered_.begin(), unordered_.end(),
+                                          [&](const Block* block) { return block->freed > now; });
+  const std::vector<Block*> ordered(kept, unordered_.end());
+  unordered_.erase(kept, unordered_.end());
+  for (Block* block : ordered) {
+    block->uses.clear();
+    heap_.release(block, {});
+  }
   collect_freed();
   if (!only.is_default()) {
     PoolGroup* group = heap_.find_group(only);
-    if (group && group->is_releasable()) supply_for(*group).release_unused(*group);
+    if (group && group->is_releasable() && group->released <= now) supply_for(*group).release_unused(*group);
     return;
   }
   std::vector<PoolId> idle;
   heap_.for_each_group([&](PoolGroup& group) {
-    if (!group.is_releasable()) return;
+    // One let go of since then: what its graphs were launched with was not waited for.
+    if (!group.is_releasable() || group.released > now) return;
     supply_for(group).release_unused(group);
     const auto mine = [&](const Segment& segment) { return &segment.pool->group == &group; };
     const bool empty = std::none_of(heap_.segments().begin(), heap_.segments().end(), mine);
@@ -303,7 +333,11 @@ Bytes CachingAllocator::largest_available() {
   const Bytes limit = malloc_->limit();
   const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
   const Bytes growable = std::min(device_->memory().free, limit - std::min(limit, reserved));
-  return std::max(growable, measure_fragmentation(heap_).largest_free);
+  Bytes largest = growable;
+  heap_.for_each_pool([&](const Pool& pool) {
+    for (const Block* block : pool.free) largest = std::max(largest, block->size);
+  });
+  return largest;
 }
 
 // ---- settings ----

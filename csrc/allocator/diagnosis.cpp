@@ -10,10 +10,6 @@ namespace {
 
 constexpr std::size_t kMostPins = 10;
 
-bool has_memory(const Block& block) {
-  return block.state != Block::State::kUnmapped && block.state != Block::State::kRetired;
-}
-
 /// The free bytes of a block that only its neighbours in use keep from serving elsewhere: whole handles can move.
 Bytes stuck_bytes(const Block* block) {
   if (!block || block->state != Block::State::kFree) return 0;
@@ -52,7 +48,7 @@ std::vector<SegmentInfo> describe_segments(Heap& heap, PoolId pool) {
     if (!pool.is_default() && id != pool) continue;
     bool open = false;
     for (const Block* block = segment.first; block; block = block->next) {
-      if (!has_memory(*block)) {
+      if (!block->has_memory()) {
         open = false;
         continue;
       }
@@ -88,7 +84,7 @@ Fragmentation measure_fragmentation(Heap& heap) {
         found.largest_free = std::max(found.largest_free, block->size);
         // Larger sizes than this block's cannot be served by it.
         found.free_below[2 * lower] += block->size;
-      } else if (has_memory(*block)) {
+      } else if (block->has_memory()) {
         const Bytes pinned = stuck_bytes(block->previous) + stuck_bytes(block->next);
         if (pinned > 0) pins.push_back({describe(*block), pinned});
       }

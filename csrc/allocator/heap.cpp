@@ -45,7 +45,7 @@ Block* Heap::find_fit(const Request& request) {
   if (request.size < config.max_split_size && block->size >= config.max_split_size && !block->segment->expandable) {
     return nullptr;
   }
-  if (request.size >= config.max_split_size && block->size >= request.size + config.max_non_split_rounding) {
+  if (request.size >= config.max_split_size && block->size - request.size >= config.max_non_split_rounding) {
     return nullptr;
   }
   return block;

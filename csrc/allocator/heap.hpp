@@ -84,6 +84,7 @@ class Heap {
   Block* find_live(Address address) const { return live_.find(address); }
   const AddressTable<Block>& live() const { return live_; }
   Serial clock() const { return clock_; }
+  Serial tick() { return ++clock_; }
   void log(Action action, Address address, Bytes size, const Segment& segment, const Context& context) {
     history.add(action, address, size, segment.stream, segment.pool->group.id, context);
   }

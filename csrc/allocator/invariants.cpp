@@ -32,8 +32,6 @@ struct Recount {
   }
 };
 
-bool is_mapped(Block::State state) { return state != Block::State::kUnmapped && state != Block::State::kRetired; }
-
 void count_block(const Block& block, const AddressTable<Block>& live, Recount& count) {
   const PoolKind kind = block.pool().kind;
   const auto size = static_cast<std::int64_t>(block.size);
@@ -75,13 +73,13 @@ void check_mappings(const Segment& segment) {
     while (mapping != segment.mappings.end() && mapping->first < block->end()) {
       const Address end = mapping->first + mapping->second.size;
       if (end > block->address) {
-        require(is_mapped(block->state), "memory is mapped at ", mapping->first, " under a block that has none");
+        require(block->has_memory(), "memory is mapped at ", mapping->first, " under a block that has none");
         require(mapping->first <= covered, "no memory is mapped at ", covered);
         covered = end;
       }
       ++mapping;
     }
-    require(!is_mapped(block->state) || covered >= block->end(), "no memory is mapped at ", covered);
+    require(!block->has_memory() || covered >= block->end(), "no memory is mapped at ", covered);
   }
 }
 

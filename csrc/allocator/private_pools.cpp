@@ -9,6 +9,34 @@
 
 namespace pac::alloc {
 
+namespace {
+
+bool waits_for_streams(Heap& heap, const PoolGroup& group) {
+  for (const Segment& segment : heap.segments()) {
+    if (&segment.pool->group != &group) continue;
+    for (const Block* block = segment.first; block; block = block->next) {
+      if (block->state == Block::State::kPending) return true;
+    }
+  }
+  return false;
+}
+
+/// The segment of the group that still has memory wherever a checkpoint's segment had it, or nullptr.
+Segment* find_memory(Heap& heap, const PoolGroup& group, const SegmentInfo& then) {
+  const Address end = then.address + then.size;
+  for (Segment& segment : heap.segments()) {
+    if (&segment.pool->group != &group) continue;
+    if (then.address < segment.address || end > segment.address + segment.size) continue;
+    for (const Block* block = segment.first; block && block->address < end; block = block->next) {
+      if (block->end() > then.address && !block->has_memory()) return nullptr;
+    }
+    return &segment;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
 PoolGroup& CachingAllocator::private_group(PoolId pool) {
   PoolGroup* group = pool.is_default() ? nullptr : heap_.find_group(pool);
   PAC_CHECK(group, "there is no private pool (", pool.first, ", ", pool.second,
@@ -56,7 +84,9 @@ void CachingAllocator::release_pool(PoolId pool) {
   const Lock lock(mutex_);
   PoolGroup& group = private_group(pool);
   PAC_CHECK(group.use_count > 0, "the private pool (", pool.first, ", ", pool.second, ") was released before");
-  if (--group.use_count == 0) group.use_on_oom = group.no_split = false;
+  if (--group.use_count > 0) return;
+  group.use_on_oom = group.no_split = false;
+  group.released = heap_.tick();
 }
 
 int CachingAllocator::pool_use_count(PoolId pool) {
@@ -88,18 +118,30 @@ std::vector<Address> CachingAllocator::live_allocations(PoolId pool) {
 PoolCheckpoint CachingAllocator::checkpoint(PoolId pool) {
   const Lock lock(mutex_);
   static_cast<void>(private_group(pool));
+  collect_freed();
   return {pool, describe_segments(heap_, pool)};
 }
 
 CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
+  collect_freed();
+  while (waits_for_streams(heap_, private_group(checkpoint.pool))) {
+    const auto oldest = capturing() ? std::nullopt : order_.hold_oldest_pending();
+    PAC_CHECK(oldest, "a block of the pool still waits for another stream");
+    wait(*oldest, lock);
+    collect_freed();
+  }
   PoolGroup& group = private_group(checkpoint.pool);
+  std::vector<Segment*> segments;
+  for (const SegmentInfo& then : checkpoint.segments) {
+    segments.push_back(find_memory(heap_, group, then));
+    PAC_CHECK(segments.back(), "the pool gave back memory that the checkpoint describes");
+  }
   CheckpointDelta delta;
   std::vector<Block*> in_use;
   for (Segment& segment : heap_.segments()) {
     if (&segment.pool->group != &group) continue;
     for (Block* block = segment.first; block; block = block->next) {
-      PAC_CHECK(block->state != Block::State::kPending, "a block of the pool still waits for another stream");
       if (block->state == Block::State::kAllocated) in_use.push_back(block);
     }
   }
@@ -109,18 +151,14 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
     heap_.request_free(block, {});
     heap_.release(block, {});
   }
-  for (const SegmentInfo& then : checkpoint.segments) {
-    const auto holds = [&](const Segment& segment) {
-      return &segment.pool->group == &group && segment.address <= then.address &&
-             then.address + then.size <= segment.address + segment.size;
-    };
-    const auto segment = std::find_if(heap_.segments().begin(), heap_.segments().end(), holds);
-    PAC_CHECK(segment != heap_.segments().end(), "the pool gave back memory that the checkpoint describes");
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const SegmentInfo& then = checkpoint.segments[i];
     for (const BlockInfo& info : then.blocks) {
-      PAC_CHECK(info.state != BlockState::kPending, "a block of the checkpoint still waited for another stream");
+      // What waited for another stream then is free now.
       if (info.state != BlockState::kAllocated) continue;
-      const Request request{info.requested, info.size, then.stream, segment->pool, &info.context};
-      delta.allocated.push_back(heap_.allocate(heap_.carve(*segment, info.address, info.size), request)->address);
+      const Request request{info.requested, info.size, then.stream, segments[i]->pool, &info.context};
+      Block* block = heap_.carve(*segments[i], info.address, info.size);
+      delta.allocated.push_back(heap_.allocate(block, request)->address);
     }
   }
   return delta;

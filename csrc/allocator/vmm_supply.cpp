@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "allocator/supply.hpp"
+#include "common/check.hpp"
 
 namespace pac::alloc {
 
@@ -119,8 +120,16 @@ Block* VmmSupply::grow(const Request& request, Effort effort, bool capturing) {
 
 Block* VmmSupply::add_range(const Request& request, Bytes least) {
   Pool& pool = *request.pool;
-  const Bytes size = round_up(pool.oversize ? least : std::max(least, kAddressesPerMemory * total_), granularity());
-  Segment& segment = heap_.add_segment(device_.reserve(size), size, request.stream, pool, true, *request.context);
+  Bytes size = round_up(pool.oversize ? least : std::max(least, kAddressesPerMemory * total_), granularity());
+  Address address = 0;
+  try {
+    address = device_.reserve(size);
+  } catch (const DeviceError&) {
+    // Even addresses run out, where very many pools and streams have a range each.
+    size = round_up(least, granularity());
+    address = device_.reserve(size);
+  }
+  Segment& segment = heap_.add_segment(address, size, request.stream, pool, true, *request.context);
   ranges_[{&pool, request.stream}].push_back(&segment);
   return segment.first;
 }
@@ -144,12 +153,18 @@ Block* VmmSupply::find_room(const Request& request, Bytes most) {
 
 template <class Visit>
 void VmmSupply::for_each_piece(Pool& pool, Visit visit) {
-  for (Block* block : pool.free) {
+  for (auto next = pool.free.begin(); next != pool.free.end();) {
+    Block* const block = *next;
+    if (block->size < granularity()) {  // no handle is so small: on to the stream's first that may hold one
+      next = pool.free.lower_bound(FitKey{block->stream(), granularity(), 0});
+      continue;
+    }
     const auto& mappings = block->segment->mappings;
     for (auto at = mappings.lower_bound(block->address); at != mappings.end(); ++at) {
       if (at->first + at->second.size > block->end()) break;
       visit(Piece{block, at->first, at->second});
     }
+    ++next;
   }
 }
 
@@ -198,6 +213,7 @@ std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block*
 bool VmmSupply::create_handles(const Request& request, Bytes need, std::vector<Mapping>& made) {
   const bool small = request.pool->kind == PoolKind::kSmall;
   const Bytes least = small ? kSmallBuffer : request.pool->oversize ? 0 : heap_.config.large_segment_size;
+  if (!within_limit(need)) return false;
   Bytes held = 0;
   const auto create = [&](Bytes size) {
     if (!within_limit(held + size)) return false;
