@@ -1,10 +1,5 @@
 // The module pyactcomp._torch_allocator: the allocators of _core as torch's own. With the torch_*.hpp beside it, it is
 // all that includes torch, and it is compiled for one release of torch, whose virtual functions it implements.
-#include <c10/core/impl/GPUTrace.h>
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -20,6 +15,7 @@
 #include "allocator/runtime.hpp"
 #include "bindings/torch_convert.hpp"
 #include "bindings/torch_devices.hpp"
+#include "bindings/torch_headers.hpp"
 #include "bindings/torch_recorder.hpp"
 
 namespace pac::bindings {

@@ -1,11 +1,7 @@
 // The core's values as torch's, and back.
 #pragma once
 
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/util/ApproximateClock.h>
 #include <cuda_runtime_api.h>
-#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -15,10 +11,8 @@
 #include <utility>
 
 #include "allocator/allocator.hpp"
+#include "bindings/torch_headers.hpp"
 #include "bindings/torch_recorder.hpp"
-
-#define PAC_TORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace pac::bindings {
 

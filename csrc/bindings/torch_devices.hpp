@@ -1,8 +1,6 @@
 // The allocator of each device, tied to what torch wants to be told about all of them.
 #pragma once
 
-#include <c10/cuda/CUDACachingAllocator.h>
-
 #include <array>
 #include <atomic>
 #include <functional>
@@ -12,6 +10,7 @@
 
 #include "allocator/runtime.hpp"
 #include "bindings/torch_convert.hpp"
+#include "bindings/torch_headers.hpp"
 
 namespace pac::bindings {
 

@@ -1,8 +1,6 @@
 // What torch has recorded about allocations: who asked for them, and what programs announce about themselves.
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "allocator/types.hpp"
+#include "bindings/torch_headers.hpp"
 
 namespace pac::bindings {
 
