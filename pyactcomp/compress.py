@@ -16,9 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from . import codec
 from .config import Config
-from .engine import Session
 from .errors import PyactcompError
+from .fusions import Fusing, fuse, unfuse
+from .fusions.base import ATTRIBUTE
 from .policy import KINK, SKIPPED
+from .redo import offer_layer_norm
+from .session import Session
 from .torch_private import constant_in_graphs
 
 # Compressed roots of this process, to notice a submodule that is compressed already through its root.
@@ -83,7 +86,18 @@ class _LeaveExact:
             frame.leave_exact()
 
 
-_HOOKS = (_OpenHooks, _CloseHooks, _EnterExact, _LeaveExact)
+class _OfferLayerNorm:
+    """Forward hook of a layer norm: its output can be computed again."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self.session.frame() is not None:
+            offer_layer_norm(output, module.normalized_shape, module.eps)
+
+
+_HOOKS = (_OpenHooks, _CloseHooks, _EnterExact, _LeaveExact, _OfferLayerNorm)
 
 # Their derivative jumps, and backward looks up on what side of the jump the input was. Rounding moves a few elements
 # across: with packed inputs, a MobileNetV2 (ReLU6) at initialisation had an error of 29 % over all gradients. ReLU is
@@ -118,18 +132,38 @@ def session_of(model: Module) -> Session:
     raise PyactcompError(f"this {type(model).__name__} is not compressed; call pyactcomp.compress on it first")
 
 
+def _fusings(model: Module) -> Iterator[Fusing]:
+    for module in model.modules():
+        if ATTRIBUTE in module.__dict__:
+            yield module.__dict__[ATTRIBUTE]
+
+
+@contextlib.contextmanager
+def fused_by(model: Module, config: Config) -> Iterator[None]:
+    """Fuse the modules of a model as another configuration says, for a while."""
+    unfuse(model)
+    try:
+        fuse(model, config, _skipped_modules(model, config))
+        yield
+    finally:
+        unfuse(model)
+        for root, session in _sessions(model):
+            fuse(root, session.config, _skipped_modules(root, session.config))
+
+
 @contextlib.contextmanager
 def paused(model: Module) -> Iterator[None]:
     """Switch the compression of a model, and of what is in it, off for a while."""
-    sessions = [session for _, session in _sessions(model)]
-    before = [session.paused for session in sessions]
-    for session in sessions:
-        session.paused = True
+    states: list[Session | Fusing] = [session for _, session in _sessions(model)]
+    states += {id(state): state for state in _fusings(model)}.values()
+    before = [state.paused for state in states]
+    for state in states:
+        state.paused = True
     try:
         yield
     finally:
-        for session, value in zip(sessions, before, strict=True):
-            session.paused = value
+        for state, value in zip(states, before, strict=True):
+            state.paused = value
 
 
 def _skipped_modules(model: Module, config: Config) -> list[Module]:
@@ -154,6 +188,12 @@ def _exact_modules(model: Module, config: Config) -> dict[Module, str]:
     return kinked | {module: SKIPPED for module in _skipped_modules(model, config)}
 
 
+def _offer_layer_norms(session: Session, model: Module) -> list[RemovableHandle]:
+    """Put the hooks on layer norms that run as torch's own."""
+    norms = (module for module in model.modules() if type(module) is torch.nn.LayerNorm)
+    return [module.register_forward_hook(_OfferLayerNorm(session)) for module in norms]
+
+
 def _keep_exact(session: Session, modules: dict[Module, str]) -> list[RemovableHandle]:
     """Put the hooks on the modules in which nothing is compressed."""
     handles: list[RemovableHandle] = []
@@ -172,16 +212,17 @@ def _check_implementation(model: Module, config: Config) -> None:
 
 
 def compress(model: Module, **options: Any) -> Module:
-    """Store what autograd saves in the forward of ``model`` in 8 bits.
+    """Store less of what autograd saves in the forward of ``model``: what must be stored, in 8 bits or without loss.
 
     Parameters
     ----------
     model : Module
-        Changed in place, by hooks on itself only. Use the outermost module that you call: whatever runs in its
-        forward in training mode is covered, a loss computed outside is not (see :class:`compressed`).
+        Changed in place, by hooks and by the classes of the modules in it that have a fused form. Use the outermost
+        module that you call: whatever runs in its forward in training mode is covered, a loss computed outside is
+        not (see :class:`compressed`).
     **options
-        The fields of :class:`Config`: ``mode``, ``group_size``, ``rounding``, ``seed``, ``min_bytes``, ``skip``,
-        ``impl``, ``keep_weight_copies``, ``on_conflict``.
+        The fields of :class:`Config`: ``mode``, ``fuse``, ``fuse_head``, ``group_size``, ``rounding``, ``seed``,
+        ``min_bytes``, ``skip``, ``impl``, ``keep_weight_copies``, ``on_conflict``.
 
     Returns
     -------
@@ -218,11 +259,13 @@ def compress(model: Module, **options: Any) -> Module:
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
     exact = _exact_modules(model, config)
     _check_implementation(model, config)
+    fuse(model, config, _skipped_modules(model, config))
     session = Session(config)
     # First in and last out: whatever other hooks of the module do runs inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
     model.register_forward_hook(_CloseHooks(session), always_call=True)
     _keep_exact(session, exact)
+    _offer_layer_norms(session, model)
     _roots.add(model)
     return model
 
@@ -251,6 +294,7 @@ def decompress(model: Module) -> Module:
     >>> model = pyactcomp.decompress(pyactcomp.compress(torch.nn.Linear(2, 2)))
     """
     session_of(model)
+    unfuse(model)
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
@@ -269,10 +313,12 @@ class Compressed(contextlib.ContextDecorator):
         Tells which parameters and buffers must never be compressed and names them in errors. Without it, leaves
         that require grad are recognised, and frozen parameters by their type.
     **options
-        The fields of :class:`Config`; ``skip`` needs ``model``.
+        The fields of :class:`Config`; ``skip`` needs ``model``, and modules are not swapped for fused ones here.
 
     Raises
     ------
+    ValueError
+        For ``fuse=True``, ``fuse_head=True`` or an option that has no such value.
     HookConflictError
         On entering, if other saved-tensor hooks are active.
 
@@ -291,7 +337,9 @@ class Compressed(contextlib.ContextDecorator):
     def __init__(self, model: Module | None = None, **options: Any) -> None:
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"compressed expects a torch.nn.Module or nothing, got {type(model).__name__}")
-        config = Config(**options)
+        config = Config(**{"fuse": False, **options})
+        if config.fuse or config.fuse_head:
+            raise ValueError("compressed() changes no modules; for fuse and fuse_head call compress(model, ...)")
         if config.skip and model is None:
             raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
         self.model = model
@@ -308,6 +356,8 @@ class Compressed(contextlib.ContextDecorator):
             self.session.close()
             raise
         self._handles = _keep_exact(self.session, self._exact)
+        if self.model is not None:
+            self._handles += _offer_layer_norms(self.session, self.model)
         return self
 
     def __exit__(

@@ -12,11 +12,11 @@ from . import format as fmt
 from .codec import IMPLS, ROUNDINGS, Impl, Rounding
 from .errors import check_choice, check_integer
 
-Mode = Literal["int8"]
+Mode = Literal["int8", "lossless"]
 OnConflict = Literal["raise", "skip"]
 Skip = str | type[torch.nn.Module]
 
-MODES: tuple[Mode, ...] = ("int8",)
+MODES: tuple[Mode, ...] = ("int8", "lossless")
 
 # Below this a launch costs more than the memory is worth, and the statistics of normalisation layers (mean and
 # reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact.
@@ -29,8 +29,16 @@ class Config:
 
     Parameters
     ----------
-    mode : {"int8"}
-        What is stored of a floating-point tensor: 8-bit codes.
+    mode : {"int8", "lossless"}
+        What is stored of a floating-point tensor that cannot be had for less: 8-bit codes, or itself. Either way
+        duplicates are stored once, outputs of cheap operators whose operands are stored are computed again in
+        backward, and booleans take a bit.
+    fuse : bool
+        Run modules for which there is a fused function through it; in lossless mode only where the results are the
+        same to the bit.
+    fuse_head : bool
+        Compute the loss of a Hugging Face language model from its last hidden states in chunks, so that the logits
+        of a whole batch never exist; the output's ``logits`` are then None, in training only.
     group_size : {64, 128, 256}
         Elements that share a minimum and a step: 8.5, 8.25 or 8.125 bits an element.
     rounding : {"nearest", "stochastic"}
@@ -56,6 +64,8 @@ class Config:
     """
 
     mode: Mode = "int8"
+    fuse: bool = True
+    fuse_head: bool = False
     group_size: int = 64
     rounding: Rounding = "nearest"
     seed: int = 0
@@ -72,6 +82,8 @@ class Config:
             ("rounding", self.rounding, ROUNDINGS),
             ("impl", self.impl, IMPLS),
             ("on_conflict", self.on_conflict, ("raise", "skip")),
+            ("fuse", self.fuse, (True, False)),
+            ("fuse_head", self.fuse_head, (True, False)),
             ("keep_weight_copies", self.keep_weight_copies, (True, False)),
         ):
             check_choice(name, value, allowed)

@@ -1,11 +1,9 @@
-"""Saved-tensor hooks around a forward: what each saved tensor becomes, and when the hooks are active."""
+"""The saved-tensor hooks of one forward: what each saved tensor becomes."""
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
-import threading
 import warnings
 from collections import deque
 from types import FrameType
@@ -14,34 +12,38 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from . import format as fmt
 from .codec import bind, is_dense
 from .config import Config
-from .errors import HookConflictError, ImplementationUnavailableError
+from .errors import ImplementationUnavailableError
 from .kernels import Kernel
+from .narrow import NarrowKernel, is_exact_cast
 from .policy import (
     CARRIER,
     CAST,
+    LOSSLESS,
     NO_GRAD,
     OTHER_LAYOUT,
     OVERLAPPING,
     RECAST,
+    REDONE,
     RELU,
+    SAME_CAST,
     Policy,
     cast_parameter,
     local_tensor,
     producer,
 )
 from .record import Recorder
-from .saved import Distributed, Gathered, Kept, Recast, Region, Saved, View, unpack, unpack_profiled
+from .redo import cast_recipe, source_of
+from .saved import Distributed, Gathered, Kept, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
 from .torch_private import (
     current_raw_stream,
-    inside_functorch,
     profiler_enabled,
-    saved_tensor_hooks_enabled,
-    top_saved_tensor_hooks,
+    source_dtype,
 )
 
 # A forward that saves more casts than this is a loop; looking for weight copies in it is not worth its time.
@@ -53,7 +55,63 @@ _RECENTLY_RESTORED = 2
 _LARGEST_BASE = 4
 # Sizes repeat from step to step. Not in format.py: graphs call that one with symbols, which have no hash.
 _packed_nbytes = functools.lru_cache(maxsize=4096)(fmt.packed_nbytes)
+_narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 _PLAIN = (Tensor, Parameter)
+
+
+class Packing:
+    """How the forwards of one configuration pack: kernels, seeds, and the names in their errors."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.stochastic = config.rounding == "stochastic"
+        self.lossless = config.mode == "lossless"
+        self.warned_of_compile = False
+        self.root: ref[Module] | None = None
+        self._kernels: dict[tuple[torch.dtype, torch.device, bool], Kernel] = {}
+        self._packed = 0
+
+    def kernel(self, dtype: torch.dtype, device: torch.device, keep_positive: bool) -> Kernel:
+        """Return the kernel that packs ``dtype`` on ``device``."""
+        key = dtype, device, keep_positive
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            config = self.config
+            bits = 1 if dtype is torch.bool else 8
+            kernel = bind(config.impl, CARRIER[dtype], bits, config.group_size, self.stochastic, keep_positive, device)
+            self._kernels[key] = kernel
+        return kernel
+
+    def next_seed(self) -> int:
+        """Return a seed of its own for each packed tensor."""
+        self._packed += 1
+        return (self.config.seed + self._packed * 0x9E3779B97F4A7C15) % 2**64
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return a parameter's qualified name, for an error."""
+        root = self.root() if self.root is not None else None
+        for name, candidate in root.named_parameters() if root is not None else ():
+            if candidate is parameter:
+                return f"parameter {name!r}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def warn_of_compiled_graph(self) -> None:
+        """Warn, once, if the tensor being packed is saved by a compiled graph."""
+        frame = sys._getframe()
+        for _ in range(4):
+            caller = frame.f_back
+            if caller is None:
+                return
+            frame = caller
+            if "_functorch" in frame.f_code.co_filename:
+                self.warned_of_compile = True
+                warnings.warn(
+                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but what it "
+                    "saves is kept as it is, since it does not tell activations from masks. Leave the modules that "
+                    "hold most activations eager, or let torch.compile decide what to save.",
+                    stacklevel=3,
+                )
+                return
 
 
 class Frame:
@@ -66,20 +124,20 @@ class Frame:
         "_module",
         "_recent",
         "_regions",
+        "packing",
         "policy",
         "recorder",
-        "session",
     )
 
-    def __init__(self, session: Session, module: Module | None, recorder: Recorder | None) -> None:
-        self.session = session
+    def __init__(self, packing: Packing, module: Module | None, recorder: Recorder | None) -> None:
+        self.packing = packing
         self.recorder = recorder
         self.policy: Policy | None = None
         self._caller: FrameType | None = None
         self._module = module
         self._regions: dict[tuple[int, int], ref[Region]] = {}
-        self._recent: deque[ref[Region]] = deque(maxlen=_RECENTLY_RESTORED)
-        self._casts_left = 0 if session.config.keep_weight_copies else _MOST_CASTS
+        self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
+        self._casts_left = 0 if packing.config.keep_weight_copies else _MOST_CASTS
         hooks = (self.pack_profiled, unpack_profiled) if profiler_enabled() else (self.pack, unpack)
         self._context: Any = torch.autograd.graph.saved_tensors_hooks(*hooks)
 
@@ -108,7 +166,7 @@ class Frame:
     def enter_exact(self, reason: str) -> None:
         """Enter a module in which nothing is compressed."""
         if self.policy is None:
-            self.policy = Policy(self._module, self.session.config.min_bytes)
+            self.policy = Policy(self._module, self.packing.config.min_bytes)
         self.policy.exact.append(reason)
 
     def leave_exact(self) -> None:
@@ -124,20 +182,29 @@ class Frame:
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
         if type(tensor) in _PLAIN:
+            if self.recorder is None and self._surely_kept(tensor):
+                return Kept(tensor)
             return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)
         if local is not tensor and type(local) in _PLAIN:
             return Distributed(self._pack_plain(local, tensor), tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
+    def _surely_kept(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is kept whatever it is, where nobody asks for the reason."""
+        dtype = tensor.dtype
+        if not dtype.is_floating_point and dtype is not torch.bool:
+            return True
+        return tensor.layout is torch.strided and tensor.nbytes < self.packing.config.min_bytes
+
     def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
         """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
         if self.policy is None:
-            self.policy = Policy(self._module, self.session.config.min_bytes)
+            self.policy = Policy(self._module, self.packing.config.min_bytes)
         reason = self.policy.reason_to_keep(tensor, saved)
         if reason is not None:
-            if reason is NO_GRAD and not self.session.warned_of_compile:
-                self.session.warn_of_compiled_graph()
+            if reason is NO_GRAD and not self.packing.warned_of_compile:
+                self.packing.warn_of_compiled_graph()
             return self._keep(tensor, reason)
         name, node = producer(saved)
         if name == CAST and node is not None and self._casts_left:
@@ -147,20 +214,90 @@ class Frame:
                 if not _same_memory_layout(tensor, parameter):
                     return self._keep(tensor, OTHER_LAYOUT)
                 if self.recorder is not None:
-                    self.recorder.add(tensor, RECAST, None)
-                return Recast(tensor, parameter, self.session.name_of)
+                    self.recorder.add(tensor, RECAST)
+                return Recast(tensor, parameter, self.packing.name_of)
+        if node is not None and saved is tensor:
+            redone = self._redone(tensor, node)
+            if redone is not None:
+                return redone
+            if name == CAST:
+                return self._store_cast(tensor, node)
+        return self._store(tensor, name, node)
+
+    def _store_cast(self, copy: Tensor, node: Node) -> Saved:
+        """Store what a cast made, once for all casts of one tensor to one dtype, as autocast makes for q, k and v."""
+        known = cast_recipe(copy if copy._base is None else copy._base, node)
+        if known is None:
+            return self._store(copy, CAST, node)
+        copies = known[0].copies
+        reference = copies.get(copy.dtype)
+        stored = None if reference is None else reference()
+        if stored is not None and stored.shape == copy.size() and stored.stride == copy.stride():
+            if isinstance(stored, Region):
+                stored.uses += 1
+            if self.recorder is not None:
+                self.recorder.add(copy, SAME_CAST)
+            return stored
+        new = self._store(copy, CAST, node)
+        if isinstance(new, (Kept, Region)):
+            first: Kept | Region = new
+            copies[copy.dtype] = ref(first)
+        return new
+
+    def _store(self, tensor: Tensor, name: str, node: Node | None) -> Saved:
+        """Store a tensor that cannot be had for less."""
+        if self.packing.lossless and tensor.dtype is not torch.bool:
+            return self._narrow(tensor, node if name == CAST else None)
         try:
-            kernel = self.session.kernel(tensor.dtype, tensor.device, name == RELU)
+            # Only the sign of what ReLU produced decides about its gradient.
+            positive = name == RELU or getattr(node, "keep_positive", False)
+            kernel = self.packing.kernel(tensor.dtype, tensor.device, positive)
         except ImplementationUnavailableError:
-            unserved = f"device {tensor.device}: impl={self.session.config.impl!r} does not serve it"
+            unserved = f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
             return self._keep(tensor, unserved)
         return self._compress(tensor, kernel)
+
+    def _redone(self, tensor: Tensor, node: Node) -> Saved | None:
+        """Return what computes a tensor again, if that is known and all that it needs is stored."""
+        source = source_of(tensor, node)
+        if source is None:
+            return None
+        recipe, out, dtype = source
+        shared = recipe.redone(out, dtype, self._stream_of(tensor), self._recent)
+        if self.recorder is not None:
+            self.recorder.add(tensor, REDONE)
+        if shared.shape == tensor.size() and shared.stride == tensor.stride():
+            return shared
+        return View(shared, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _narrow(self, tensor: Tensor, cast: Node | None) -> Saved:
+        """Store a tensor without loss: in the dtype that it was cast from, if that is the narrower one."""
+        dtype = None if cast is None else source_dtype(cast)
+        whole = tensor if tensor._base is None else tensor._base
+        if (
+            dtype is None
+            or not is_exact_cast(dtype, tensor.dtype)
+            or whole._version != 0
+            or whole.grad_fn is not cast
+            or not is_dense(whole.size(), whole.stride())
+        ):
+            return self._keep(tensor, LOSSLESS)
+        region, new = self._region(whole, _narrow_kernel(dtype), whole.numel() * dtype.itemsize)
+        if self.recorder is not None:
+            self.recorder.add(tensor, None, region.nbytes if new else 0)
+        if whole is tensor:
+            return region
+        return View(region, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _stream_of(self, tensor: Tensor) -> int:
+        index = tensor.get_device()
+        return current_raw_stream(index) if index >= 0 else 0
 
     def _compress(self, tensor: Tensor, kernel: Kernel) -> Saved:
         if tensor.is_contiguous() or is_dense(tensor.size(), tensor.stride()):
             region, new = self._region(tensor, kernel)
             if self.recorder is not None:
-                self.recorder.add(tensor, None, region if new else None)
+                self.recorder.add(tensor, None, region.nbytes if new else 0)
             if new or (region.shape == tensor.size() and region.stride == tensor.stride()):
                 return region
             return View(region, tensor.size(), tensor.stride(), 0)
@@ -183,13 +320,12 @@ class Frame:
                 source = tensor.detach().contiguous()
         region, new = self._region(source, kernel)
         if self.recorder is not None:
-            self.recorder.add(tensor, None, region if new else None)
+            self.recorder.add(tensor, None, region.nbytes if new else 0)
         return Gathered(region, tensor) if gathered else View(region, shape, stride, offset)
 
-    def _region(self, source: Tensor, kernel: Kernel) -> tuple[Region, bool]:
+    def _region(self, source: Tensor, kernel: Kernel, nbytes: int | None = None) -> tuple[Region, bool]:
         """Return the packed region of a dense tensor, and whether it is new or held the same values already."""
-        index = source.get_device()
-        stream = current_raw_stream(index) if index >= 0 else 0
+        stream = self._stream_of(source)
         numel = source.numel()
         key = source.data_ptr(), numel
         known = self._regions.get(key)
@@ -198,18 +334,27 @@ class Frame:
             if region is not None and region.still_holds(source, source.untyped_storage(), stream):
                 region.uses += 1
                 return region, False
-        bits = 1 if source.dtype is torch.bool else 8
-        nbytes = _packed_nbytes(numel, bits, self.session.config.group_size)
+        if nbytes is None:
+            bits = 1 if source.dtype is torch.bool else 8
+            nbytes = _packed_nbytes(numel, bits, self.packing.config.group_size)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
-        seed = self.session.next_seed() if self.session.stochastic else 0
+        seed = self.packing.next_seed() if self.packing.stochastic else 0
         region = Region(source, kernel, CARRIER[source.dtype], buffer, seed, stream, self._recent)
         self._regions[key] = ref(region)
         return region, True
 
     def _keep(self, tensor: Tensor, reason: str) -> Kept:
         if self.recorder is not None:
-            self.recorder.add(tensor, reason, None)
+            self._record_kept(tensor, reason, self.recorder)
         return Kept(tensor)
+
+    def _record_kept(self, tensor: Tensor, reason: str, recorder: Recorder) -> None:
+        """Record a tensor that is kept; codes that a fused function keeps stand for the tensor that they pack."""
+        packed: Tensor | None = getattr(tensor, "_pyactcomp_packs", lambda: None)()
+        if packed is None:
+            recorder.add(tensor, reason)
+        else:
+            recorder.add(packed, None, tensor.nbytes)
 
 
 def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:
@@ -249,151 +394,3 @@ def _overlaps(shape: torch.Size, stride: tuple[int, ...]) -> bool:
             return True
         extent = step * (length - 1) + extent
     return False
-
-
-def _close_abandoned() -> None:
-    """Deactivate hooks of this thread whose forward is over."""
-    while (top := top_saved_tensor_hooks()) is not None:
-        frame = getattr(top[0], "__self__", None)
-        if not isinstance(frame, Frame) or not frame.abandoned():
-            return
-        frame.session.drop(frame)
-
-
-class Session:
-    """One configuration in use: opens a :class:`Frame` for each forward and keeps what outlives it.
-
-    Copying or pickling a session gives a fresh one with the same configuration.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.stochastic = config.rounding == "stochastic"
-        self.recorder: Recorder | None = None
-        self.paused = False
-        self.warned_of_compile = False
-        self._frames = threading.local()
-        self._kernels: dict[tuple[torch.dtype, torch.device, bool], Kernel] = {}
-        self._packed = 0
-        self._root: ref[Module] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Session, (self.config,)
-
-    def kernel(self, dtype: torch.dtype, device: torch.device, keep_positive: bool) -> Kernel:
-        """Return the kernel that packs ``dtype`` on ``device``."""
-        key = dtype, device, keep_positive
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            config = self.config
-            bits = 1 if dtype is torch.bool else 8
-            kernel = bind(config.impl, CARRIER[dtype], bits, config.group_size, self.stochastic, keep_positive, device)
-            self._kernels[key] = kernel
-        return kernel
-
-    def next_seed(self) -> int:
-        """Return a seed of its own for each packed tensor."""
-        self._packed += 1
-        return (self.config.seed + self._packed * 0x9E3779B97F4A7C15) % 2**64
-
-    def name_of(self, parameter: Tensor) -> str:
-        """Return a parameter's qualified name, for an error."""
-        root = self._root() if self._root is not None else None
-        for name, candidate in root.named_parameters() if root is not None else ():
-            if candidate is parameter:
-                return f"parameter {name!r}"
-        return f"a parameter of shape {tuple(parameter.shape)}"
-
-    def _stack(self) -> list[Frame | None]:
-        stack: list[Frame | None] | None = getattr(self._frames, "stack", None)
-        if stack is None:
-            stack = self._frames.stack = []
-        return stack
-
-    def frame(self) -> Frame | None:
-        """Return the frame of the innermost forward in progress in this thread."""
-        stack = self._stack()
-        return stack[-1] if stack else None
-
-    def open(self, module: Module | None, *, active: bool = True, caller: FrameType | None = None) -> None:
-        """Activate the hooks for a forward of ``module``, or step aside where they must not be.
-
-        Torch runs a module's last hooks after an exception, but not after KeyboardInterrupt and its like. ``caller``,
-        the running frame that would call :meth:`close`, lets the next forward notice what was left open.
-
-        Every call is to be followed by one of :meth:`close`, also where this raises or is not active.
-
-        Raises
-        ------
-        HookConflictError
-            If other hooks are active and the configuration says so.
-        """
-        _close_abandoned()
-        stack = self._stack()
-        stack.append(None)
-        if not active or self.paused or os.environ.get("PYACTCOMP_DISABLE") == "1":
-            return
-        if not saved_tensor_hooks_enabled() or inside_functorch() or self._conflicts():
-            return
-        if module is not None:
-            self._root = ref(module)
-        frame = Frame(self, module, self._new_recorder(module))
-        frame.open(caller)
-        stack[-1] = frame
-
-    def close(self) -> None:
-        """Undo the last :meth:`open` of this thread."""
-        stack = self._stack()
-        frame = stack.pop() if stack else None
-        if frame is not None:
-            frame.close()
-            if frame.recorder is not None and frame.recorder.saved:
-                self.recorder = frame.recorder
-
-    def drop(self, frame: Frame) -> None:
-        """Close a frame of this thread that was abandoned, and forget those opened inside it."""
-        stack = self._stack()
-        if frame in stack:
-            del stack[stack.index(frame) :]
-        frame.close()
-
-    def _new_recorder(self, module: Module | None) -> Recorder | None:
-        if self.recorder is not None or not torch.is_grad_enabled():
-            return None
-        return Recorder(module)
-
-    def _conflicts(self) -> bool:
-        top = top_saved_tensor_hooks()
-        if top is None or isinstance(getattr(top[0], "__self__", None), Frame):
-            return False
-        if self.config.on_conflict == "skip":
-            return True
-        name = f"{top[0].__module__}.{getattr(top[0], '__qualname__', type(top[0]).__name__)}"
-        if top[0].__module__ == "torch.utils.checkpoint":
-            advice = (
-                "compressing inside a checkpointed function would silently disable the checkpointing; open pyactcomp "
-                "outside of it (compress the whole model)"
-            )
-        else:
-            advice = "only the innermost pair runs, so one of the two would silently do nothing; use one of them"
-        raise HookConflictError(
-            f"other saved-tensor hooks are active here ({name}): {advice}, or pass on_conflict='skip' to step aside"
-        )
-
-    def warn_of_compiled_graph(self) -> None:
-        """Warn, once, if the tensor being packed is saved by a compiled graph."""
-        frame = sys._getframe()
-        for _ in range(4):
-            caller = frame.f_back
-            if caller is None:
-                return
-            frame = caller
-            if "_functorch" in frame.f_code.co_filename:
-                self.warned_of_compile = True
-                warnings.warn(
-                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but what it "
-                    "saves is kept as it is, since it does not tell activations from masks. Leave the modules that "
-                    "hold most activations eager, or let torch.compile decide what to save.",
-                    stacklevel=3,
-                )
-                return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,14 @@ RECAST = "autocast copy of a parameter, cast again in backward"
 # Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
 # anyway, and not forgiving. An error of half a step is small beside a group's range, and that of a mask is the dtype's.
 NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, kept exact"
+REDONE = "computed again in backward from what is stored"
+SAME_CAST = "another cast of the same tensor is stored"
+LOSSLESS = "lossless: stored as it is"
 OVERLAPPING = "elements overlap in memory"
 NEGATIVE_VIEW = "lazy negation"
 
+# Reasons under which nothing is held for a tensor but the means to make it again.
+MADE_AGAIN = frozenset({RECAST, REDONE, SAME_CAST})
 # Reasons under which saving a tensor costs no memory, with or without compression.
 ALIVE_ANYWAY = frozenset({PARAMETER, LEAF})
 
@@ -56,6 +62,10 @@ _VIEWS = frozenset(
     )
 )
 _LONGEST_WALK = 8
+# Views that keep the order of the elements.
+_RESHAPES = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze")
+)
 RELU = "ReluBackward0"
 CAST = "ToCopyBackward0"
 
@@ -71,6 +81,15 @@ def producer(tensor: Tensor) -> tuple[str, Node | None]:
             return name, node
         node = node.next_functions[0][0]
     return "", None
+
+
+def source(node: Any) -> tuple[Any, int]:
+    """Return the node that made what ``node`` reads first, and the number of its output, reshapes aside; or None."""
+    for _ in range(_LONGEST_WALK):
+        node, number = node.next_functions[0]
+        if node is None or node.name() not in _RESHAPES:
+            return node, number
+    return None, 0
 
 
 def cast_parameter(node: Node) -> Tensor | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from . import policy
-from .saved import Region
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class SavedTensor:
     unique_bytes: int
     stored_bytes: int
     kept: str | None
+
+    @property
+    def restored_bytes(self) -> int:
+        """Bytes that backward makes for it while its operator runs; 0 where it is held as it is."""
+        return self.saved_bytes if self.kept is None or self.kept in policy.MADE_AGAIN else 0
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -72,10 +76,14 @@ class Recorder:
 
     def __init__(self, root: Module | None) -> None:
         self.saved: list[SavedTensor] = []
+        self.gradient_bytes: dict[str, int] = {}
         self._modules = [""]
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
         self._handles = []
+        if root is not None:
+            self._count_gradients("", root)
         for name, module in _eager_children(root, "") if root is not None else ():
+            self._count_gradients(name, module)
 
             def enter(_module: Module, _args: object, name: str = name) -> None:
                 self._modules.append(name)
@@ -87,6 +95,11 @@ class Recorder:
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
+    def _count_gradients(self, name: str, module: Module) -> None:
+        """Note the bytes of the gradients of a module's own parameters."""
+        own = (p for p in module._parameters.values() if p is not None and p.requires_grad)
+        self.gradient_bytes[name] = sum(p.numel() * p.itemsize for p in own)
+
     def close(self) -> None:
         """Remove the hooks and the references to storages; the records stay."""
         for handle in self._handles:
@@ -94,13 +107,10 @@ class Recorder:
         self._handles.clear()
         self._storages.clear()
 
-    def add(self, tensor: Tensor, kept: str | None, region: Region | None) -> None:
-        """Record a saved tensor, kept for a reason or packed; ``region`` is given where it was packed anew."""
+    def add(self, tensor: Tensor, kept: str | None, packed: int = 0) -> None:
+        """Record a saved tensor, kept for a reason, or packed in so many bytes that no earlier one's serve."""
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
-        if region is not None:
-            stored = region.nbytes
-        else:
-            stored = 0 if kept is None or kept == policy.RECAST else unique
+        stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
         self.saved.append(
             SavedTensor(
                 module=self._modules[-1],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch.nn import Module
 
 from . import policy
 from .compress import Compressed, session_of
-from .engine import Session
 from .record import SavedTensor
+from .session import Session
 
 _MODULE_ROWS = 20
 
@@ -24,6 +24,7 @@ class Line:
     saved_bytes: int = 0
     unique_bytes: int = 0
     stored_bytes: int = 0
+    restored_bytes: int = 0
 
     def add(self, tensor: SavedTensor) -> None:
         """Count a tensor in."""
@@ -31,6 +32,7 @@ class Line:
         self.saved_bytes += tensor.saved_bytes
         self.unique_bytes += tensor.unique_bytes
         self.stored_bytes += tensor.stored_bytes
+        self.restored_bytes += tensor.restored_bytes
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,20 @@ class Report:
         One record for each tensor that autograd asked to save, in order; empty before the first step.
     note : str
         Why there are none, or empty.
+    gradient_bytes : dict of str to int
+        Bytes of the gradients of each module's own parameters.
 
     Notes
     -----
     The totals leave out parameters, buffers and other leaves, which are alive whether saved or not; they are
     in :attr:`kept`. ``unique_bytes`` is what autograd alone would have held, whole storages counted once;
-    ``stored_bytes`` is what is held instead.
+    ``stored_bytes`` is what is held instead; ``restored_bytes`` what backward makes of it while the module's
+    operators run, at most all of a module's at once.
     """
 
     tensors: tuple[SavedTensor, ...]
     note: str = ""
+    gradient_bytes: Mapping[str, int] = field(default_factory=dict)
     _total: Line = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +82,23 @@ class Report:
     def stored_bytes(self) -> int:
         """Bytes held for backward."""
         return self._total.stored_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that a step holds at most on top of the model, an estimate from above.
+
+        Where backward stands in a module, it holds what is stored for it and all before it, what it restores there,
+        two restored tensors that neighbours share, the gradients that come in and go out, which are taken for as
+        large as what the module saved, and the parameter gradients of the modules behind.
+        """
+        stored = peak = 0
+        shared = sorted((t.restored_bytes for t in self.tensors if t.kept not in policy.ALIVE_ANYWAY), reverse=True)
+        behind = sum(self.gradient_bytes.values())
+        for line in self.modules:
+            stored += line.stored_bytes
+            peak = max(peak, stored + line.restored_bytes + line.saved_bytes + behind)
+            behind -= self.gradient_bytes.get(line.name, 0)
+        return peak + sum(shared[:2])
 
     @property
     def modules(self) -> tuple[Line, ...]:
@@ -107,21 +130,25 @@ class Report:
             rows.append((f"({len(largest) - _MODULE_ROWS} more modules)", rest))
         rows.append(("total", self._total))
         table = _table("module", rows)
+        table += f"\n\nA step holds at most about {self.peak_bytes / 2**20:.0f} MiB on top of the model."
         if self.kept:
             table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
         return table
 
 
-_SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes")
+_SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes", "restored_bytes")
 
 
 def _table(title: str, rows: list[tuple[str, Line]]) -> str:
-    cells: list[tuple[str, ...]] = [(title, "tensors", "saved MiB", "unique MiB", "stored MiB", "ratio")]
+    cells: list[tuple[str, ...]] = [
+        (title, "tensors", "saved MiB", "unique MiB", "stored MiB", "ratio", "restored MiB")
+    ]
     for name, line in rows:
         ratio = f"{line.unique_bytes / line.stored_bytes:.2f}" if line.stored_bytes else "-"
-        sizes = (f"{count / 2**20:.2f}" for count in (line.saved_bytes, line.unique_bytes, line.stored_bytes))
-        cells.append((name, str(line.tensors), *sizes, ratio))
-    widths = [max(len(row[column]) for row in cells) for column in range(6)]
+        counts = (line.saved_bytes, line.unique_bytes, line.stored_bytes, line.restored_bytes)
+        *sizes, restored = (f"{count / 2**20:.2f}" for count in counts)
+        cells.append((name, str(line.tensors), *sizes, ratio, restored))
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in cells
@@ -157,8 +184,8 @@ def report(target: Module | Compressed) -> Report:
     nothing was recorded yet: run a training step first
     >>> model(torch.randn(1024, 256)).sum().backward()
     >>> r = pyactcomp.report(model)
-    >>> r.unique_bytes, r.stored_bytes       # 4 MiB; the model's input is kept as it is, the other three are packed
-    (4194304, 1884160)
+    >>> r.unique_bytes, r.stored_bytes       # 4 MiB: the model's input is kept, two are packed, one is made again
+    (4194304, 1605632)
     """
     session: Session = target.session if isinstance(target, Compressed) else session_of(target)
     if session.recorder is None:
@@ -166,4 +193,4 @@ def report(target: Module | Compressed) -> Report:
         if isinstance(target, Module) and not target.training:
             note += " (the model is in evaluation mode, in which nothing is compressed; call model.train())"
         return Report((), note)
-    return Report(tuple(session.recorder.saved))
+    return Report(tuple(session.recorder.saved), gradient_bytes=session.recorder.gradient_bytes)

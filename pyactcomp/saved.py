@@ -47,6 +47,12 @@ def _modified_error(tensor: Tensor, shape: torch.Size, expected: int) -> Runtime
     return RuntimeError(_modified(f"[{tensor.type()} {list(shape)}]", tensor._version, expected))
 
 
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise autograd's own error if a tensor was written to since it was at ``version``."""
+    if tensor._version != version:
+        raise _modified_error(tensor, tensor.shape, version)
+
+
 def _version_probe(tensor: Tensor) -> Tensor:
     """Return a tensor that shares the version counter of ``tensor``, but neither its storage nor its graph."""
     key = tensor.dtype, tensor.device
@@ -61,17 +67,31 @@ def _version_probe(tensor: Tensor) -> Tensor:
 class Kept:
     """A tensor held as it is, with the version check that autograd drops where hooks are set."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.tensor.size()
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Its strides."""
+        return self.tensor.stride()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it has not been written to since."""
+        return self.tensor._version == self.version
+
     def restore(self) -> Tensor:
         """Return the tensor, unless it was written to."""
-        if self.tensor._version != self.version:
-            raise _modified_error(self.tensor, self.tensor.shape, self.version)
+        check_version(self.tensor, self.version)
         return self.tensor
 
 
@@ -101,31 +121,84 @@ class Recast:
         return torch.as_strided(self._parameter.detach().to(self._dtype), *self._layout)
 
 
-class Region:
-    """A packed piece of memory: the elements of one dense tensor in storage order.
+class Shared:
+    """A saved tensor that is made anew in backward, and that several operators may share.
 
-    Several saved tensors may be views of it. The restored tensor is kept from the first of their unpackings
-    to the last, so that the backward of q, k and v restores their common input once; ``recent`` bounds how
-    many restored tensors are kept at a time.
+    It is kept from the first of their unpackings to the last, so that the backward of q, k and v makes their common
+    input once; ``recent`` bounds how many such tensors are kept at a time.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_buffer",
-        "_carrier",
-        "_kernel",
-        "_pending",
-        "_probe",
-        "_recent",
-        "_restored",
-        "_version",
-        "dtype",
-        "shape",
-        "storage",
-        "stream",
-        "stride",
-        "uses",
-    )
+    __slots__ = ("__weakref__", "_pending", "_recent", "_restored", "device", "shape", "stream", "stride", "uses")
+
+    def __init__(
+        self, shape: torch.Size, stride: tuple[int, ...], device: torch.device, stream: int, recent: Recent
+    ) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.device = device
+        self.stream = stream
+        self.uses = 1
+        self._pending = 0
+        self._restored: Tensor | None = None
+        self._recent = recent
+
+    def _make(self) -> Tensor:
+        """Make the tensor on the current stream."""
+        raise NotImplementedError
+
+    def _make_on_another_stream(self) -> Tensor:
+        """Make the tensor on a stream that is not the one whose work it is made from."""
+        current = torch.cuda.current_stream(self.device)
+        if self.stream == 0:
+            packing: Any = torch.cuda.default_stream(self.device)
+        else:
+            packing = torch.cuda.ExternalStream(self.stream, device=self.device)  # type: ignore[no-untyped-call]
+        current.wait_stream(packing)
+        made = self._make()
+        self._hold_for(current, packing)
+        return made
+
+    def _hold_for(self, current: torch.cuda.Stream, packing: torch.cuda.Stream) -> None:
+        """Keep what it was made from, which goes back to the packing stream's memory, until it has been read."""
+        packing.wait_stream(current)
+
+    def restore(self) -> Tensor:
+        """Return the tensor with the layout that was saved first."""
+        index = self.device.index
+        if self.device.type == "cuda" and current_raw_stream(index) != self.stream:
+            return self._make_on_another_stream()
+        return self._make() if self.uses == 1 else self._restore_shared()
+
+    def _restore_shared(self) -> Tensor:
+        if self._pending == 0:
+            self._pending = self.uses
+        self._pending -= 1
+        restored = self._restored
+        if restored is None:
+            restored = self._make()
+            if self._pending:
+                self._restored = restored
+                if len(self._recent) == self._recent.maxlen:
+                    oldest = self._recent[0]()
+                    if oldest is not None and oldest is not self:
+                        oldest._restored = None
+                self._recent.append(ref(self))
+        elif self._pending == 0:
+            self._restored = None
+        return restored
+
+
+Recent = deque[ref[Shared]]
+"""The shared tensors that were made last and may still be kept."""
+
+
+class Region(Shared):
+    """A packed piece of memory: the elements of one dense tensor in storage order.
+
+    Several saved tensors may be views of it.
+    """
+
+    __slots__ = ("_buffer", "_carrier", "_kernel", "_probe", "_version", "dtype", "storage")
 
     def __init__(
         self,
@@ -135,21 +208,15 @@ class Region:
         buffer: Tensor,
         seed: int,
         stream: int,
-        recent: deque[ref[Region]],
+        recent: Recent,
     ) -> None:
+        super().__init__(source.size(), source.stride(), source.device, stream, recent)
         self.dtype = source.dtype
-        self.shape = source.size()
-        self.stride = source.stride()
         # The Python object of a storage lives exactly as long as the storage. Where this reference still gives it,
         # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
         self.storage = ref(source.untyped_storage())
-        self.stream = stream
-        self.uses = 1
         self._version = source._version
         self._probe = _version_probe(source)
-        self._pending = 0
-        self._restored: Tensor | None = None
-        self._recent = recent
         self._carrier = carrier
         self._kernel = kernel
         self._buffer = buffer
@@ -159,6 +226,11 @@ class Region:
     def nbytes(self) -> int:
         """Bytes held."""
         return self._buffer.numel()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the original has not been written to since."""
+        return self._probe._version == self._version
 
     def still_holds(self, source: Tensor, storage: torch.UntypedStorage, stream: int) -> bool:
         """Return whether what is packed is, provably, what ``source`` holds now at the same address and length."""
@@ -173,58 +245,28 @@ class Region:
         """Return the restored tensor with the layout that was packed first."""
         if self._probe._version != self._version:
             raise _modified_error(self._probe, self.shape, self._version)
-        index = self._probe.get_device()
-        if index >= 0 and current_raw_stream(index) != self.stream:
-            self._join_streams()
-            return self._decode()
-        return self._decode() if self.uses == 1 else self._restore_shared()
+        return super().restore()
 
-    def _restore_shared(self) -> Tensor:
-        if self._pending == 0:
-            self._pending = self.uses
-        self._pending -= 1
-        restored = self._restored
-        if restored is None:
-            restored = self._decode()
-            if self._pending:
-                self._restored = restored
-                if len(self._recent) == self._recent.maxlen:
-                    oldest = self._recent[0]()
-                    if oldest is not None and oldest is not self:
-                        oldest._restored = None
-                self._recent.append(ref(self))
-        elif self._pending == 0:
-            self._restored = None
-        return restored
+    def _hold_for(self, current: torch.cuda.Stream, packing: torch.cuda.Stream) -> None:
+        self._buffer.record_stream(current)
 
-    def _decode(self) -> Tensor:
+    def _make(self) -> Tensor:
         out = self._probe.new_empty_strided(self.shape, self.stride, dtype=self._carrier)
         self._kernel.decode(self._buffer, out)
         return out if self._carrier is self.dtype else out.to(self.dtype)
 
-    def _join_streams(self) -> None:
-        """Order the current stream after the one that packed, and keep the buffer for it."""
-        device = self._probe.device
-        current = torch.cuda.current_stream(device)
-        if self.stream == 0:
-            packing: Any = torch.cuda.default_stream(device)
-        else:
-            packing = torch.cuda.ExternalStream(self.stream, device=device)  # type: ignore[no-untyped-call]
-        current.wait_stream(packing)
-        self._buffer.record_stream(current)
-
 
 class View:
-    """A saved tensor that is a view of a packed region."""
+    """A saved tensor that is a view of a packed region, or of an output that is computed again."""
 
     __slots__ = ("_layout", "region")
 
-    def __init__(self, region: Region, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+    def __init__(self, region: Shared, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
         self.region = region
         self._layout = shape, stride, offset
 
     def restore(self) -> Tensor:
-        """Return the view of the restored region."""
+        """Return the view of what is restored."""
         return self.region.restore().as_strided(*self._layout)
 
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.autograd.graph import Node
 
 __all__ = [
     "constant_in_graphs",
     "current_raw_stream",
+    "graph_is_retained",
     "history_enabled",
     "inside_functorch",
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
+    "saved_form",
     "saved_tensor_hooks_enabled",
     "self_test",
+    "source_dtype",
     "top_saved_tensor_hooks",
 ]
 
@@ -52,6 +56,27 @@ def profiler_enabled() -> bool:
 
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 """Return the current stream of a CUDA device, by its index, as an integer."""
+
+
+def graph_is_retained() -> bool:
+    """Return whether the backward in progress keeps its graph, so that a node may run once more."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def saved_form(node: Node, name: str) -> object:
+    """Return what a pack hook returned for a tensor that ``node`` saves under a name, or None if it saves none."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    return None if saved is None or saved.unpack_hook is None else saved.data
+
+
+def source_dtype(node: Node) -> torch.dtype | None:
+    """Return the dtype of the first tensor that ``node`` read, or None if it needs no gradient."""
+    producer, number = node.next_functions[0]
+    if producer is None:
+        return None
+    leaf = getattr(producer, "variable", None)
+    dtype: torch.dtype = producer._input_metadata[number].dtype if leaf is None else leaf.dtype
+    return dtype
 
 
 def constant_in_graphs(function: Callable[[], None]) -> Callable[[], None]:
@@ -173,6 +198,44 @@ def _test_node_names() -> None:
     assert getattr(leaf, "variable", None) is weight
 
 
+def _test_saved_form() -> None:
+    class Held:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()
+
+    x = torch.zeros(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        out = torch.nn.functional.gelu(x * 1)
+    node: Any = out.grad_fn
+    assert isinstance(saved_form(node, "self"), Held)
+    assert saved_form(node, "result") is None
+    node.metadata["self test"] = 1
+    again: Any = out.grad_fn
+    assert again.metadata == {"self test": 1}
+    scaled = (2.0 * x).grad_fn
+    assert scaled is not None
+    assert saved_form(scaled, "self") is None
+
+
+def _test_graph_is_retained() -> None:
+    seen: list[bool] = []
+    x = torch.zeros(2, requires_grad=True)
+    out = (x * 1).sum()
+    assert out.grad_fn is not None
+    out.grad_fn.register_hook(lambda *_: seen.append(graph_is_retained()))
+    torch.autograd.grad(out, x, retain_graph=True)
+    torch.autograd.grad(out, x)
+    assert seen == [True, False]
+
+
+def _test_source_dtype() -> None:
+    x = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    for source in (x, x * 1):
+        node = source.float().grad_fn
+        assert node is not None
+        assert source_dtype(node) is torch.bfloat16
+
+
 def _test_module_hooks() -> None:
     module = torch.nn.Identity()
     handle = module.register_forward_pre_hook(lambda *_: None)
@@ -225,6 +288,9 @@ _TESTS: dict[str, Callable[[], None]] = {
     "_dynamo_marked_constant": _test_constant_in_graphs,
     "Tensor._base": _test_base,
     "names and edges of autograd nodes": _test_node_names,
+    "Node._raw_saved_*: SavedTensor.data and unpack_hook; Node.metadata": _test_saved_form,
+    "torch._C._autograd._get_current_graph_task_keep_graph": _test_graph_is_retained,
+    "Node._input_metadata": _test_source_dtype,
     "Module._forward_pre_hooks, Module._forward_hooks": _test_module_hooks,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .compress import Compressed, paused, session_of
+from .compress import Compressed, fused_by, paused, session_of
 from .config import Config
 from .errors import PyactcompError
 
@@ -92,7 +92,8 @@ def verify(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], **option
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with paused(model), _state_kept(model):
         loss_exact, exact = _gradients(model, batch, loss_fn, parameters)
-    with paused(model), _state_kept(model), Compressed(model, **vars(config)):
+    hooks = Compressed(model, **{**vars(config), "fuse": False, "fuse_head": False})
+    with paused(model), _state_kept(model), fused_by(model, config), hooks:
         loss_compressed, compressed = _gradients(model, batch, loss_fn, parameters)
 
     errors: dict[str, float] = {}

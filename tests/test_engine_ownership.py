@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp import policy
-from pyactcomp.engine import Session
 from pyactcomp.report import Report
+from pyactcomp.session import Session
 
 
 def reasons(report: Report) -> dict[str, int]:
@@ -240,7 +240,8 @@ def test_skipped_modules_keep_everything_exact() -> None:
         pyactcomp.compress(model, min_bytes=0, skip=skip)
         model(torch.randn(32, 64, requires_grad=True) * 1).sum().backward()
         by_module = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (32, 64)}
-        assert by_module == {"0": None, "1": policy.SKIPPED, "2": None}
+        # GELU's result is computed again, exactly, from its input.
+        assert by_module == {"0": None, "1": policy.SKIPPED, "2": policy.REDONE}
         pyactcomp.decompress(model)
 
 

@@ -192,8 +192,8 @@ def test_a_shared_tensor_is_restored_once_for_its_neighbours(monkeypatch: pytest
     from pyactcomp.saved import Region
 
     decoded: list[Region] = []
-    real = Region._decode
-    monkeypatch.setattr(Region, "_decode", lambda self: decoded.append(self) or real(self))
+    real = Region._make
+    monkeypatch.setattr(Region, "_make", lambda self: decoded.append(self) or real(self))
     x = torch.randn(64, 64, requires_grad=True)
     weights = [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
     with pyactcomp.compressed(min_bytes=0):

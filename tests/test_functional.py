@@ -14,7 +14,6 @@ from functional_checks import (
     assert_codes_saved,
     assert_within,
     check_gelu,
-    check_layer_norm,
     error_of,
     normal,
     saved_by,
@@ -168,14 +167,6 @@ def test_linear_gradients_are_within_their_bounds(dtype: torch.dtype, bits: int,
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_gradient_is_within_its_bound(approximate: str, bits: int, group_size: int) -> None:
     check_gelu(3 * normal(6, 300), normal(6, 300, seed=1), approximate, bits, group_size, "auto")
-
-
-@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layer_norm_gradients_are_within_their_bounds(dtype: torch.dtype, bits: int, group_size: int) -> None:
-    x, grad = (normal(2, 9, 200, seed=seed).to(dtype) for seed in (0, 1))
-    weight, bias = (normal(200, seed=seed).to(dtype) for seed in (2, 3))
-    check_layer_norm(x, weight, bias, grad, bits, group_size, "auto")
 
 
 def test_layer_norm_over_several_dimensions_has_the_gradients_of_torch() -> None:

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 BOTTOM = {"errors", "format", "reference", "torch_private", "_version"}
 KERNELS = {"kernels", "_core"}
 CODEC = BOTTOM | KERNELS | {"codec"}
-MODEL = CODEC | {"config", "policy", "saved", "record", "engine"}
+MODEL = CODEC | {"config", "policy", "saved", "record", "redo", "narrow", "engine", "session"}
+FUNCTIONS = CODEC | {"functional", "redo"}
 CALLS = MODEL | {"compress", "report", "verify"}
 
 # Module, or the package it is in -> what it may import; top first. Nothing may import what is not in its row.
@@ -31,14 +32,18 @@ ALLOWED = {
     "demo_model": set(),
     "demo_memory": set(),
     "verify": MODEL | {"compress"},
-    "report": MODEL | {"compress"},
-    "compress": MODEL,
-    "engine": MODEL - {"engine"},
+    "report": MODEL | {"compress", "fusions"},
+    "compress": MODEL | {"fusions"},
+    "session": MODEL - {"session"},
+    "engine": MODEL - {"engine", "session"},
+    "fusions": FUNCTIONS | {"config", "fusions"},
+    "functional": FUNCTIONS,
     "record": BOTTOM | {"policy", "saved"},
+    "redo": BOTTOM | {"policy", "saved"},
+    "narrow": set(),
     "saved": BOTTOM | KERNELS,
     "policy": BOTTOM,
     "config": CODEC,
-    "functional": CODEC | {"config", "functional"},
     "ops": CODEC,
     "codec": BOTTOM | KERNELS,
     "allocator": {"errors", "torch_private", "_core"},

@@ -38,7 +38,7 @@ def by_name(lines: tuple[Line, ...]) -> dict[str, tuple[int, int, int, int]]:
 
 
 def test_totals_and_modules_of_a_perceptron() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     step(model)
     report = pyactcomp.report(model)
 
@@ -50,28 +50,30 @@ def test_totals_and_modules_of_a_perceptron() -> None:
         # The model's input does not require grad, and is kept as it is.
         "0": (1, x, x, x),
         "1": (1, hidden, hidden, packed(hidden // 4)),
-        "2": (1, hidden, hidden, packed(hidden // 4)),
+        # GELU's result is computed again from its input.
+        "2": (1, hidden, hidden, 0),
         "3": (1, narrow, narrow, packed(narrow // 4)),
         "4": (1, narrow, 0, 0),
     }
     assert report.saved_bytes == x + 2 * hidden + 2 * narrow
     assert report.unique_bytes == x + 2 * hidden + narrow
-    assert report.stored_bytes == x + packed((2 * hidden + narrow) // 4)
+    assert report.stored_bytes == x + packed((hidden + narrow) // 4)
     assert by_name(report.kept) == {
         policy.NO_GRAD: (1, x, x, x),
+        policy.REDONE: (1, hidden, hidden, 0),
         policy.PARAMETER: (2, weight_2 + weight_4, 0, 0),
     }
     assert report.note == ""
 
 
 def test_records_name_module_shape_and_dtype_in_the_order_of_the_forward() -> None:
-    model = pyactcomp.compress(perceptron().bfloat16())
+    model = pyactcomp.compress(perceptron().bfloat16(), fuse=False)
     model(torch.randn(ROWS, 256).bfloat16()).sum().backward()
     tensors = [t for t in pyactcomp.report(model).tensors if t.kept != policy.PARAMETER]
     assert [(t.module, t.shape, t.dtype, t.kept) for t in tensors] == [
         ("0", (ROWS, 256), "bfloat16", policy.NO_GRAD),
         ("1", (ROWS, 512), "bfloat16", None),
-        ("2", (ROWS, 512), "bfloat16", None),
+        ("2", (ROWS, 512), "bfloat16", policy.REDONE),
         ("3", (ROWS, 256), "bfloat16", None),
         ("4", (ROWS, 256), "bfloat16", None),
     ]
@@ -92,7 +94,8 @@ def test_an_in_place_relu_shares_its_result_with_the_next_layer() -> None:
 
 
 def test_what_does_not_require_grad_is_kept_and_says_so() -> None:
-    model = pyactcomp.compress(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512)), min_bytes=0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512))
+    pyactcomp.compress(model, fuse=False, min_bytes=0)
     step(model)
     report = pyactcomp.report(model)
     x, hidden, statistic = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 4
@@ -101,10 +104,11 @@ def test_what_does_not_require_grad_is_kept_and_says_so() -> None:
     assert by_name(report.kept)[policy.NO_GRAD] == (3, size, size, size)
     assert [t.module for t in report.tensors if t.kept == policy.NO_GRAD] == ["0", "2", "2"]
     # The inputs of GELU and of the norm depend on parameters.
-    assert report.stored_bytes == size + packed(2 * hidden // 4)
+    assert report.unique_bytes == size + 2 * hidden
+    assert report.stored_bytes == size + packed(hidden // 4)
     row = next(line for line in str(report).splitlines() if line.startswith(policy.NO_GRAD))
     mib = f"{size / MIB:.2f}"
-    assert row.removeprefix(policy.NO_GRAD).split() == ["3", mib, mib, mib, "1.00"]
+    assert row.removeprefix(policy.NO_GRAD).split() == ["3", mib, mib, mib, "1.00", "0.00"]
 
 
 def test_an_input_is_packed_only_if_it_requires_grad_and_is_no_leaf() -> None:
@@ -159,18 +163,18 @@ def test_reasons_and_bytes_of_what_was_not_compressed() -> None:
 
 
 def test_small_tensors_are_kept_raw_and_counted_whole() -> None:
-    model = pyactcomp.compress(perceptron(), min_bytes=2 * MIB)
+    model = pyactcomp.compress(perceptron(), fuse=False, min_bytes=2 * MIB)
     step(model)
     report = pyactcomp.report(model)
     x, hidden, narrow = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 256 * 4
     # Exactly min_bytes is compressed, less is not; the last layer's input is the ReLU's result.
     assert by_name(report.kept)[policy.SMALL] == (3, x + 2 * narrow, x + narrow, x + narrow)
-    assert report.stored_bytes == x + narrow + packed(2 * hidden // 4)
+    assert report.stored_bytes == x + narrow + packed(hidden // 4)
     assert report.unique_bytes == x + 2 * hidden + narrow
 
 
 def test_skipped_modules_are_kept_and_say_so() -> None:
-    model = pyactcomp.compress(perceptron(), skip=["1", nn.ReLU])
+    model = pyactcomp.compress(perceptron(), fuse=False, skip=["1", nn.ReLU])
     step(model)
     report = pyactcomp.report(model)
     hidden, narrow = ROWS * 512 * 4, ROWS * 256 * 4
@@ -184,7 +188,7 @@ def test_skipped_modules_are_kept_and_say_so() -> None:
 def test_parameters_and_buffers_are_left_out_whatever_else_keeps_them(options: dict[str, Any]) -> None:
     # They are alive whether saved or not: no total may count them, however small they are and wherever they are saved.
     model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256), nn.Linear(256, 8))
-    pyactcomp.compress(model, **options)
+    pyactcomp.compress(model, fuse=False, **options)
     step(model)
     report = pyactcomp.report(model)
     owned = [t for t in report.tensors if t.shape in {(256,), (256, 256), (256, 8), (8, 256)}]
@@ -197,14 +201,14 @@ def test_parameters_and_buffers_are_left_out_whatever_else_keeps_them(options: d
 
 @pytest.mark.parametrize("group_size", [64, 128, 256])
 def test_stored_bytes_follow_the_group_size(group_size: int) -> None:
-    model = pyactcomp.compress(perceptron(), group_size=group_size)
+    model = pyactcomp.compress(perceptron(), fuse=False, group_size=group_size)
     # It requires grad and is no leaf: packed, like all that follows.
     x = torch.randn(ROWS, 256, requires_grad=True) * 1
     model(x).sum().backward()
     report = pyactcomp.report(model)
-    # The input, GELU's input and result, ReLU's result.
-    numel = ROWS * (256 + 512 + 512 + 256)
-    assert report.unique_bytes == 4 * numel
+    # The input, GELU's input and ReLU's result; GELU's own is computed again.
+    numel = ROWS * (256 + 512 + 256)
+    assert report.unique_bytes == 4 * (numel + ROWS * 512)
     assert report.stored_bytes == numel + 4 * numel // group_size
 
 
@@ -223,7 +227,7 @@ def test_lines_add_up_to_the_totals() -> None:
 
 
 def test_before_the_first_step_the_report_says_so() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     report = pyactcomp.report(model)
     assert report == Report((), report.note)
     assert str(report) == report.note == "nothing was recorded yet: run a training step first"
@@ -232,7 +236,7 @@ def test_before_the_first_step_the_report_says_so() -> None:
 
 
 def test_in_evaluation_mode_the_note_says_what_to_do() -> None:
-    model = pyactcomp.compress(perceptron()).eval()
+    model = pyactcomp.compress(perceptron(), fuse=False).eval()
     step(model)
     note = pyactcomp.report(model).note
     assert note.startswith("nothing was recorded yet")
@@ -243,7 +247,7 @@ def test_in_evaluation_mode_the_note_says_what_to_do() -> None:
 
 
 def test_a_forward_without_gradients_is_not_recorded() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     with torch.no_grad():
         model(torch.randn(ROWS, 256))
     assert "nothing was recorded yet" in pyactcomp.report(model).note
@@ -252,7 +256,7 @@ def test_a_forward_without_gradients_is_not_recorded() -> None:
 
 
 def test_the_first_step_is_what_is_reported() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     step(model)
     first = pyactcomp.report(model)
     step(model, rows=2 * ROWS)
@@ -260,7 +264,7 @@ def test_the_first_step_is_what_is_reported() -> None:
 
 
 def test_recording_leaves_no_hooks_on_the_modules() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     before = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
     step(model)
     assert [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()] == before
@@ -272,22 +276,41 @@ def test_a_context_reports_what_was_saved_inside_it() -> None:
     with pyactcomp.compressed(model) as context:
         loss = model(torch.randn(ROWS, 256)).sum()
     loss.backward()
-    plain = pyactcomp.compress(perceptron())
+    plain = pyactcomp.compress(perceptron(), fuse=False)
     step(plain)
     assert by_name(pyactcomp.report(context).modules) == by_name(pyactcomp.report(plain).modules)
+
+
+def test_the_peak_is_the_worst_moment_of_backward() -> None:
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 128)))
+    step(model)
+    x, hidden = ROWS * 256 * 4, ROWS * 512 * 4
+    first, last = (256 * 512 + 512) * 4, (512 * 128 + 128) * 4
+    # Tanh's result is packed once and restored for itself and for the last layer. In that layer all is still stored,
+    # its input restored, a gradient as large in flight, and its parameters' gradients made. In tanh the same but for
+    # what is stored, and in the first layer the model's input alone.
+    in_last = x + packed(hidden // 4) + hidden + hidden + 512 * 128 * 4 + last
+    report = pyactcomp.report(model)
+    assert report.gradient_bytes == {"": 0, "0": first, "1": 0, "2": last}
+    assert [line.restored_bytes for line in report.modules] == [0, hidden, hidden]
+    assert report.peak_bytes >= in_last
+    # From above: gradients of modules that save nothing are counted throughout, and two shared tensors always.
+    assert report.peak_bytes <= in_last + first + 2 * hidden
 
 
 # How it reads.
 
 
 def test_the_table_contains_the_totals_every_module_and_every_reason() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     step(model)
     report = pyactcomp.report(model)
     rows = [line.split() for line in str(report).splitlines()]
     ratio = report.unique_bytes / report.stored_bytes
     sizes = [f"{n / MIB:.2f}" for n in (report.saved_bytes, report.unique_bytes, report.stored_bytes)]
-    assert ["total", "5", *sizes, f"{ratio:.2f}"] in rows
+    # GELU's input and result, ReLU's result, which is also the last layer's input.
+    restored = ROWS * (512 + 512 + 256 + 256) * 4
+    assert ["total", "5", *sizes, f"{ratio:.2f}", f"{restored / MIB:.2f}"] in rows
     assert sizes[:2] == ["7.00", "6.00"]
     for line in report.modules:
         assert any(row[:2] == [line.name, str(line.tensors)] for row in rows if row)
@@ -304,11 +327,12 @@ def test_a_long_table_gathers_the_smallest_modules_in_one_row() -> None:
     size = ROWS * 256 * 4
     assert len(report.modules) == 23
     rest = next(line.split() for line in text.splitlines() if line.startswith("(3 more modules)"))
-    assert rest[3:] == ["3", *(f"{n / MIB:.2f}" for n in (3 * size, 3 * size, 3 * packed(size // 4))), "3.76"]
+    sizes = [f"{n / MIB:.2f}" for n in (3 * size, 3 * size, 3 * packed(size // 4))]
+    assert rest[3:] == ["3", *sizes, "3.76", sizes[0]]
 
 
 def test_a_report_is_plain_data() -> None:
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     step(model)
     report = pyactcomp.report(model)
     restored = pickle.loads(pickle.dumps(report))
@@ -325,7 +349,7 @@ def test_a_report_is_plain_data() -> None:
 def test_report_of_a_model_that_is_not_compressed_raises() -> None:
     with pytest.raises(PyactcompError, match=r"Sequential is not compressed; call pyactcomp\.compress"):
         pyactcomp.report(perceptron())
-    model = pyactcomp.compress(perceptron())
+    model = pyactcomp.compress(perceptron(), fuse=False)
     with pytest.raises(PyactcompError, match="is not compressed"):
         pyactcomp.report(model[0])
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module.*got int"):

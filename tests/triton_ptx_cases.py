@@ -12,7 +12,7 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pyactcomp.functional import _fused_kernels
+from pyactcomp.functional import _activation_kernels, _norm_kernels, _rope_kernels, _silu_mul_kernels
 from pyactcomp.kernels import triton as kernels
 from pyactcomp.kernels import triton_kernels
 
@@ -23,10 +23,22 @@ CODEC_KERNELS = [
     triton_kernels.decode_bool_kernel,
 ]
 FUSED_KERNELS = [
-    _fused_kernels.gelu_forward_kernel,
-    _fused_kernels.gelu_backward_kernel,
-    _fused_kernels.layer_norm_forward_kernel,
-    _fused_kernels.layer_norm_backward_kernel,
+    _activation_kernels.gelu_forward_kernel,
+    _activation_kernels.gelu_backward_kernel,
+    _activation_kernels.gelu_redo_kernel,
+    _activation_kernels.new_gelu_kernel,
+    _activation_kernels.new_gelu_backward_kernel,
+    _activation_kernels.relu_kernel,
+    _activation_kernels.relu_backward_kernel,
+    _silu_mul_kernels.silu_mul_forward_kernel,
+    _silu_mul_kernels.silu_mul_backward_kernel,
+    _silu_mul_kernels.silu_mul_redo_kernel,
+    _silu_mul_kernels.silu_mul_exact_kernel,
+    _silu_mul_kernels.silu_mul_exact_backward_kernel,
+    _rope_kernels.rope_kernel,
+    _norm_kernels.norm_forward_kernel,
+    _norm_kernels.norm_backward_kernel,
+    _norm_kernels.norm_redo_kernel,
 ]
 GROUP = 64
 PER_THREAD = kernels.TILE // (32 * kernels.WARPS)
@@ -104,31 +116,10 @@ def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool) -> None:
     constants = {"TANH": tanh, "BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "COMPILED": True}
     # The polynomial's five, in whole and partial tiles, and the quotient's two.
     polynomial = 0 if tanh else 2 * 5 * PER_THREAD
-    forward = ptx(_fused_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
+    forward = ptx(_activation_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
     assert_exact(forward, polynomial + 2 * PER_THREAD, flushing=(RSQRT,))
-    backward = ptx(_fused_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
+    backward = ptx(_activation_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
     assert_exact(backward, polynomial, flushing=(RSQRT,))
-
-
-def test_fused_layer_norm_is_exact() -> None:
-    groups, warps = 16, 2
-    constants = {"N": 768, "HAS_WEIGHT": True, "BITS": 8, "GROUP": GROUP, "GROUPS": groups, "COMPILED": True}
-    forward = ptx(
-        _fused_kernels.layer_norm_forward_kernel,
-        "*bf16 *fp32 *fp32 *fp32 *u8 *fp32 *fp32 i64 fp32 u32 u32",
-        warps,
-        HAS_BIAS=True,
-        STOCHASTIC=False,
-        **constants,
-    )
-    assert_exact(forward, 2 * groups * GROUP // (32 * warps))
-    backward = ptx(
-        _fused_kernels.layer_norm_backward_kernel,
-        "*u8 *fp32 *fp32 *fp32 *fp32 *bf16 *fp32 *fp32 i64",
-        warps,
-        **constants,
-    )
-    assert_exact(backward, 0)
 
 
 @pytest.mark.parametrize("kernel", [*CODEC_KERNELS, *FUSED_KERNELS], ids=lambda kernel: kernel.__name__)

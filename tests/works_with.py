@@ -14,6 +14,7 @@ import pyactcomp
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
 GRADIENT_BOUND = 0.02
+BFLOAT16_ULP = 2.0**-8
 # Small enough for the activations of tiny models to be compressed; the default would keep every one of them.
 MIN_BYTES = 1024
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -89,24 +90,28 @@ def assert_compressed(report: pyactcomp.Report) -> None:
 def assert_step_agrees(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, loss_rtol: float = 0.0
 ) -> pyactcomp.Report:
-    """Compare a compressed step of ``model`` with an exact one of a copy; leaves ``model`` compressed.
+    """Compare compressed steps of ``model``, fused and not, with an exact one of a copy; leaves ``model`` compressed.
 
-    The forward is not touched by compression, so the losses must be equal, except for ``loss_rtol`` where the forward
-    itself is not reproducible; the gradients must differ (else nothing was compressed), and by no more than the bar.
+    Hooks do not touch the forward, so the losses must be equal, except for ``loss_rtol`` where the forward itself is
+    not reproducible. Fused functions sum in another order, which moves a loss by an ulp or so of the coarsest dtype.
+    The gradients must differ (else nothing was compressed), and by no more than the bar.
     """
     exact = copy.deepcopy(model)
     torch.manual_seed(0)
     exact_loss = loss_of(exact)
     exact_loss.backward()
 
-    pyactcomp.compress(model, min_bytes=MIN_BYTES)
-    torch.manual_seed(0)
-    loss = loss_of(model)
-    loss.backward()
-
-    torch.testing.assert_close(loss.detach(), exact_loss.detach(), rtol=loss_rtol, atol=0.0)
-    error = relative_error(gradients(model), gradients(exact))
-    assert 0.0 < error <= GRADIENT_BOUND, error
+    for fuse in (True, False):
+        pyactcomp.compress(model, fuse=fuse, min_bytes=MIN_BYTES)
+        torch.manual_seed(0)
+        loss = loss_of(model)
+        loss.backward()
+        rtol = max(loss_rtol, BFLOAT16_ULP) if fuse else loss_rtol
+        torch.testing.assert_close(loss.detach(), exact_loss.detach(), rtol=rtol, atol=0.0)
+        error = relative_error(gradients(model), gradients(exact))
+        assert 0.0 < error <= GRADIENT_BOUND, error
+        if fuse:
+            pyactcomp.decompress(model).zero_grad()
     report = pyactcomp.report(model)
     assert_compressed(report)
     return report

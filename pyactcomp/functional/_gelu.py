@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import redo
 from ..codec import Impl, Rounding
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
@@ -19,15 +20,20 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
         ctx.approximate = approximate
         if how.fuses(x):
-            from . import _fused
+            from . import _fused_activations
 
-            out, kept, ctx.fused_backward = _fused.gelu(x, approximate, how)
+            out, kept, ctx.fused_backward, compute = _fused_activations.gelu(x, approximate, how)
             ctx.save_for_backward(kept)
+            redo.offer(ctx, out, compute)
             return out
         ctx.fused_backward = None
-        kept, ctx.restore = how.keep(x)
+        kept, restore = how.keep(x)
+        ctx.restore = restore
         ctx.save_for_backward(kept)
-        return F.gelu(x, approximate=approximate)
+        out = F.gelu(x, approximate=approximate)
+        source = kept.detach()
+        redo.offer(ctx, out, lambda dtype: F.gelu(restore(source), approximate=approximate).to(dtype), source)
+        return out
 
     @staticmethod
     @differentiable_once

@@ -1,7 +1,8 @@
-"""``layer_norm``, which stores its input in codes."""
+"""``layer_norm`` and ``add_layer_norm``, which store what they normalise in codes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,11 +11,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
+from ..redo import offer
+from ._fused_norms import Norm, serves
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
 
-def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if t is None else t.to(dtype)
+def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return t if t is None or dtype is None else t.to(dtype)
+
+
+def _normalised(x: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
+    """Return what is normalised."""
+    x = x if residual is None else x + residual
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _under_autocast(x: Tensor) -> bool:
+    return x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -22,53 +35,151 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        rows: Tensor | None,
         shape: tuple[int, ...],
         eps: float,
         dtype: torch.dtype,
         how: Saving,
     ) -> Tensor:
-        ctx.fused_backward, ctx.restore, ctx.shape = None, None, shape
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias))
-        if any(ctx.needs_input_grad[:2]) and how.fuses(x):
-            from . import _fused
+        exact = how.bits is None
+        ctx.shape, ctx.norm = shape, None
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
+        # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
+        ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
+        gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
+        parameters = [t for t in (gamma, beta) if t is not None]
+        if ctx.keeps and serves(x, residual, shape, dtype, how):
+            ctx.norm = norm = Norm(shape, True, eps, how)
+            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype)
+            ctx.save_for_backward(packed, rstd, weight, rows)
+            offer(ctx, out, functools.partial(norm.redo, packed, rstd, gamma, beta, out.shape), *parameters)
+            return out
 
-            if _fused.layer_norm_serves(x, shape, how):
-                out, saved, ctx.fused_backward = _fused.layer_norm(x, weight, bias, shape, eps, dtype, how)
-                ctx.save_for_backward(*saved, weight)
-                return out
-        # Statistics in float32 whatever the dtype, which torch keeps in bfloat16 on the CPU.
+        x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
+        # Exactly as torch, or with statistics in float32 whatever the dtype, which torch keeps in bfloat16 on the CPU.
         ctx.wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        out, mean, rstd = torch.native_layer_norm(
-            x.to(ctx.wide), shape, _to(weight, ctx.wide), _to(bias, ctx.wide), eps
-        )
-        if any(ctx.needs_input_grad[:2]):
-            kept, ctx.restore = how.keep(x)
-            ctx.save_for_backward(kept, mean, rstd, weight)
-        return out.to(dtype)
+        if exact and not _under_autocast(x):
+            ctx.wide = None
+        wide, wide_gamma, wide_beta = (_to(t, ctx.wide) for t in (x, gamma, beta))
+        out, mean, rstd = torch.native_layer_norm(cast(Tensor, wide), shape, wide_gamma, wide_beta, eps)
+        out = out.to(dtype)
+        if ctx.keeps:
+            kept, restore = how.keep(x)
+            ctx.restore = restore
+            ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
+            compute = functools.partial(
+                _redo, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide
+            )
+            offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
+        return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = tuple(ctx.needs_input_grad[:3])
+        needs = tuple(ctx.needs_input_grad[:4])
         grads: tuple[Tensor | None, ...]
-        if not any(needs[:2]):
-            grads = None, None, grad.reshape(-1, *ctx.shape).sum(0, dtype=ctx.wide)
-        elif ctx.fused_backward is not None:
-            grads = ctx.fused_backward(*ctx.saved_tensors, grad, needs)
+        if not ctx.keeps:
+            grads = None, None, None, grad.reshape(-1, *ctx.shape).sum(0, dtype=ctx.wide)
+        elif ctx.norm is not None:
+            dtypes = tuple(d if need else None for d, need in zip(ctx.dtypes[:2], needs[:2], strict=True))
+            packed, rstd, weight, rows = ctx.saved_tensors
+            grads = ctx.norm.backward(packed, rstd, weight, rows, grad, dtypes, needs[2:])
         else:
-            kept, mean, rstd, weight = ctx.saved_tensors
+            kept, mean, rstd, weight, rows = ctx.saved_tensors
+            x, gamma = _to(ctx.restore(kept), ctx.wide), _to(weight, ctx.wide)
+            assert x is not None
+            if mean is None:
+                mean = _mean(x, ctx.shape)
             # Of the bias, backward reads no more than that there is one.
-            bias = mean.new_empty(ctx.shape) if needs[2] else None
-            x, gamma = ctx.restore(kept).to(ctx.wide), _to(weight, ctx.wide)
-            grads = torch.ops.aten.native_layer_norm_backward(
-                grad.to(ctx.wide), x, ctx.shape, mean, rstd, gamma, bias, needs
+            beta = (x if gamma is None else gamma).new_empty(ctx.shape) if needs[3] else None
+            mask = needs[0] or needs[1], *needs[2:]
+            grad_x, *of_parameters = torch.ops.aten.native_layer_norm_backward(
+                grad.to(x.dtype), x, ctx.shape, mean, rstd, gamma, beta, mask
             )
+            if rows is not None and grad_x is not None:
+                grad_x = torch.empty_like(grad_x).index_copy_(0, rows.long(), grad_x)
+            grads = grad_x, grad_x, *of_parameters
         wanted = (
             g.to(d) if g is not None and need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True)
         )
-        return *wanted, None, None, None, None
+        return *wanted, None, None, None, None, None
+
+
+def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.mean(tuple(range(-len(shape), 0)), keepdim=True)
+
+
+def _redo(
+    kept: Tensor,
+    restore: Any,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    wide: torch.dtype | None,
+) -> Tensor:
+    """Return the output again: by torch's own operator, or from restored rows and their reciprocal deviations."""
+    x, gamma, beta = cast(Tensor, _to(restore(kept), wide)), _to(weight, wide), _to(bias, wide)
+    if rstd is None:
+        return torch.native_layer_norm(x, shape, gamma, beta, eps)[0]
+    out = (x - _mean(x, shape)) * rstd
+    if gamma is not None:
+        out = out * gamma
+    return out if beta is None else out + beta
+
+
+def _checked_shape(
+    function: str, x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> tuple[int, ...]:
+    check_float_tensor("x", x)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"{function} expects x to end with normalized_shape {shape}, got {tuple(x.shape)}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check_float_tensor(name, parameter)
+            if tuple(parameter.shape) != shape:
+                raise ValueError(f"{function} expects a {name} of {shape}, got {tuple(parameter.shape)}")
+    return shape
+
+
+def _checked_dtype(function: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{function} expects a floating-point dtype, got {dtype!r}")
+
+
+def _checked_rows(rows: Tensor, count: int) -> None:
+    if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"rows must be an int32 or int64 torch.Tensor, got {got}")
+    if tuple(rows.shape) != (count,):
+        raise ValueError(f"rows must name each of the {count} rows of x once, got indices of {tuple(rows.shape)}")
+
+
+def _apply(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    dtype: torch.dtype | None,
+    how: Saving,
+) -> Tensor:
+    if not recorded(x, residual, weight, bias):
+        out = F.layer_norm(_normalised(x, residual, rows), shape, weight, bias, eps)
+        return out if dtype is None else out.to(dtype)
+    if dtype is None:
+        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        if dtype is not torch.float64 and _under_autocast(x):
+            dtype = torch.float32
+    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, dtype, how)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
 
 
 def layer_norm(
@@ -78,6 +189,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
@@ -86,9 +199,9 @@ def layer_norm(
 ) -> Tensor:
     """Apply layer normalisation and keep ``x`` for backward in codes.
 
-    The mean and the reciprocal deviation of each row are kept in float32 (float64 for float64), the weight as it
-    is. Under CUDA autocast the output is float32, as that of :func:`torch.nn.functional.layer_norm`; what is kept
-    has the precision of ``x`` all the same.
+    The reciprocal deviation of each row is kept in float32 (float64 for float64), the weight as it is. Under CUDA
+    autocast the output is float32, as that of :func:`torch.nn.functional.layer_norm`; what is kept has the precision of
+    ``x`` all the same. The output is not kept by operators that would save it: backward computes it again.
 
     Parameters
     ----------
@@ -97,18 +210,23 @@ def layer_norm(
     weight, bias : Tensor, normalized_shape, optional
     eps : float
         Added to the variance.
+    dtype : torch.dtype, optional
+        Of the output; by default that of torch's function.
+    rows : Tensor, [n], int32 or int64, optional
+        A permutation of the n rows of ``x``: the output is [n, *normalized_shape], row i the norm of row ``rows[i]``.
+        That they are one is not checked, which would wait for the device.
     bits, group_size, rounding, seed, impl
-        As in :func:`linear`.
+        As in :func:`linear`. With ``bits=None`` output and gradients are bitwise those of torch's function.
 
     Returns
     -------
-    Tensor, the shape of ``x``
+    Tensor, the shape of ``x``, or [n, *normalized_shape]
         Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
-        If an argument is no floating-point tensor.
+        If an argument is no floating-point tensor, ``rows`` no tensor of indices, or ``dtype`` not floating point.
     ValueError
         If the shapes do not match or an option has no such value.
     ImplementationUnavailableError
@@ -116,9 +234,9 @@ def layer_norm(
 
     Notes
     -----
-    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of ``e * rstd`` in the
-    normalised row, which is all that the gradients see of ``x``. The fused kernels serve rows of whole groups, up
-    to 8192 elements; other rows take a pass more.
+    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of at most ``2 * e * rstd`` in
+    the normalised row, which is all that the gradients see of ``x``: the mean is that of the restored row. The fused
+    kernels serve rows of whole groups, up to 8192 elements; other rows take a pass more.
 
     Examples
     --------
@@ -130,18 +248,74 @@ def layer_norm(
     True
     """
     how = saving(bits, group_size, rounding, seed, impl)
-    check_float_tensor("x", x)
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape or tuple(x.shape[-len(shape) :]) != shape:
-        raise ValueError(f"layer_norm expects x to end with normalized_shape {shape}, got {tuple(x.shape)}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            check_float_tensor(name, parameter)
-            if tuple(parameter.shape) != shape:
-                raise ValueError(f"layer_norm expects a {name} of {shape}, got {tuple(parameter.shape)}")
-    if not recorded(x, weight, bias):
-        return F.layer_norm(x, shape, weight, bias, eps)
-    dtype = x.dtype
-    if x.is_cuda and torch.is_autocast_enabled("cuda") and dtype is not torch.float64:
-        dtype = torch.float32
-    return cast(Tensor, _LayerNorm.apply(x, weight, bias, shape, eps, dtype, how))  # type: ignore[no-untyped-call]
+    shape = _checked_shape("layer_norm", x, normalized_shape, weight, bias)
+    _checked_dtype("layer_norm", dtype)
+    if rows is not None:
+        _checked_rows(rows, x.shape[: -len(shape)].numel())
+        x = x.reshape(-1, *shape)
+    return _apply(x, None, weight, bias, rows, shape, eps, dtype, how)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int = 0,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply layer normalisation to ``x + residual`` and keep the sum for backward in codes.
+
+    The sum is rounded to the dtype that torch promotes the two to, as that of the separate addition is, and never
+    written to memory where the fused kernels serve.
+
+    Parameters
+    ----------
+    x : Tensor, [..., *normalized_shape], floating point
+    residual : Tensor, the shape of ``x``, floating point
+    normalized_shape, weight, bias, eps, dtype
+        As in :func:`layer_norm`.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`.
+
+    Returns
+    -------
+    Tensor, the shape of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor, or ``dtype`` not floating point.
+    ValueError
+        If the shapes do not match or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    The bound is that of :func:`layer_norm`, with an error of ``e`` in the sum.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x, residual = torch.randn(8, 128, requires_grad=True), torch.randn(8, 128)
+    >>> out = functional.add_layer_norm(x, residual, 128)
+    >>> bool(torch.equal(out, torch.nn.functional.layer_norm(x + residual, [128])))
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    shape = _checked_shape("add_layer_norm", x, normalized_shape, weight, bias)
+    _checked_dtype("add_layer_norm", dtype)
+    check_float_tensor("residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")
+    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how)

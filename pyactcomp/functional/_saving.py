@@ -14,6 +14,7 @@ from .. import codec
 from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
+from ..redo import stand_for
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
@@ -52,15 +53,26 @@ class Saving:
         packed = codec.quantize(
             x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
         )
+        return stand_for(packed.buffer, x), self._restore(packed)
+
+    def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
+        """Return a boolean tensor in one bit an element, and what restores it."""
+        packed = codec.quantize(mask, impl=self.impl)
+        return stand_for(packed.buffer, mask), self._restore(packed)
+
+    def _restore(self, packed: Packed) -> Restore:
         form = (packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size)
         impl = self.impl
-        return packed.buffer, lambda buffer: codec.dequantize(Packed(buffer, *form), impl=impl)
+        return lambda buffer: codec.dequantize(Packed(buffer, *form), impl=impl)
 
     def fuses(self, x: Tensor) -> bool:
-        """Return whether a fused Triton kernel serves ``x``; a named implementation is taken as it is."""
+        """Return whether a fused Triton kernel that keeps codes serves ``x``."""
+        return self.bits is not None and self.runs_kernels(x)
+
+    def runs_kernels(self, x: Tensor) -> bool:
+        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is."""
         return (
-            self.bits is not None
-            and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and x.numel() > 0
             and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))
             and _triton_serves(self.impl, x.device)

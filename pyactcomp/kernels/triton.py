@@ -94,13 +94,14 @@ class Launcher:
 
     def _launch(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         grid = (programs, 1, 1)
-        arguments = (*tensors, *scalars, *self._constants)
-        signature = tuple([(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        signature = tuple([(tensor.dtype, p % 16 == 0) for tensor, p in zip(tensors, pointers, strict=True)])
         compiled = self._compiled.get(signature)
         if compiled is None:
-            self._compiled[signature] = self._kernel[grid](*arguments, **self._options)
+            self._compiled[signature] = self._kernel[grid](*tensors, *scalars, *self._constants, **self._options)
         else:
-            compiled[grid](*arguments)
+            # As integers, pointers cost Triton no call of the driver each.
+            compiled[grid](*pointers, *scalars, *self._constants)
 
     def _interpret(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         import numpy

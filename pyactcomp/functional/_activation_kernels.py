@@ -1,0 +1,312 @@
+"""Triton kernels of gelu, HF's chain of operators for gelu, and relu.
+
+Those of gelu write the codes of the input in the pass that computes the output, and read them in backward.
+The functions are Triton's language, not Python.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from ..kernels.triton_ops import (
+    element_index,
+    encode_any_tile,
+    encode_tile,
+    load_tile,
+    store_codes,
+    store_raw,
+    tile_offsets,
+    to_raw,
+)
+from ._kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, reciprocal, restore, rounded
+
+# gelu(x) by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): nothing cancels.
+_TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
+_SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+# erfc(z) = (a1 t + ... + a5 t**5) exp(-z**2), t = 1 / (1 + p z), z >= 0, within 1.5e-7: Abramowitz and Stegun,
+# 7.1.26. With z = |x| / sqrt(2) the exponential is the one of the derivative too. The a are halved here.
+_P = tl.constexpr(0.3275911 * 0.7071067811865476)
+_A1 = tl.constexpr(0.254829592 / 2)
+_A2 = tl.constexpr(-0.284496736 / 2)
+_A3 = tl.constexpr(1.421413741 / 2)
+_A4 = tl.constexpr(-1.453152027 / 2)
+_A5 = tl.constexpr(1.061405429 / 2)
+_INV_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
+# libdevice flushes subnormal numbers when Triton compiles it. tanh(x) rounds to x from far above them.
+_TANH_IS_IDENTITY = tl.constexpr(2.0**-40)
+
+
+@triton.jit
+def _normal(x):
+    """Return the normal distribution's Phi(x) and exp(-x**2 / 2)."""
+    t = reciprocal(tl.fma(tl.abs(x), _P, 1.0))
+    exponential = tl.exp(-0.5 * x * x)
+    polynomial = tl.fma(tl.fma(tl.fma(tl.fma(t, _A5, _A4), t, _A3), t, _A2), t, _A1)
+    tail = polynomial * t * exponential
+    return tl.where(x < 0, tail, 1.0 - tail), exponential
+
+
+@triton.jit
+def _sigmoid_two_u(x):
+    return reciprocal(1.0 + tl.exp(-_TWO_SQRT_TWO_OVER_PI * (x + _CUBIC * x * x * x)))
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr):
+    if TANH:
+        y = x * _sigmoid_two_u(x)
+    else:
+        phi, _ = _normal(x)
+        y = x * phi
+    return y
+
+
+@triton.jit
+def _gelu_derivative(x, TANH: tl.constexpr):
+    if TANH:
+        s = _sigmoid_two_u(x)
+        d = s + x * s * (1.0 - s) * _TWO_SQRT_TWO_OVER_PI * (1.0 + 3.0 * _CUBIC * x * x)
+    else:
+        phi, exponential = _normal(x)
+        d = phi + x * exponential * _INV_SQRT_TWO_PI
+    return d
+
+
+@triton.jit(do_not_specialize=["numel", "key0", "key1"])
+def gelu_forward_kernel(
+    x,
+    out,
+    packed,
+    numel: tl.int64,
+    key0: tl.uint32,
+    key1: tl.uint32,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute gelu of [numel] elements and pack them; last tile first, as ``encode_kernel``."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    index, high = element_index(start, key1, GROUP, GROUPS)
+    key = key0.to(tl.uint32)
+    if numel - start >= TILE:
+        values = load_tile(x + start, TILE, GROUP, GROUPS, False)
+        codes, parameters = encode_tile(values, index, high, key, BITS, STOCHASTIC, False, COMPILED)
+        store_codes(packed, codes, parameters, start, TILE, numel, BITS, RUN, False)
+        store_raw(out + start, to_raw(_gelu(values, TANH), DTYPE, COMPILED), TILE, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        values = load_tile(x + start, left, GROUP, GROUPS, True)
+        codes, parameters = encode_any_tile(values, index, high, key, BITS, STOCHASTIC, False)
+        store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, True)
+        store_raw(out + start, to_raw(_gelu(values, TANH), DTYPE, COMPILED), left, True)
+
+
+@triton.jit
+def _gelu_backward(
+    packed,
+    grad,
+    out,
+    start,
+    left,
+    numel,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
+    store_raw(out + start, to_raw(g * _gelu_derivative(x, TANH), out.dtype.element_ty, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def gelu_backward_kernel(
+    packed,
+    grad,
+    out,
+    numel: tl.int64,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute the gradient of gelu from codes."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    if numel - start >= TILE:
+        _gelu_backward(packed, grad, out, start, TILE, numel, TANH, BITS, GROUP, GROUPS, COMPILED, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        _gelu_backward(packed, grad, out, start, left, numel, TANH, BITS, GROUP, GROUPS, COMPILED, True)
+
+
+@triton.jit
+def _gelu_redo(
+    packed,
+    out,
+    start,
+    left,
+    numel,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(x, TANH), out.dtype.element_ty, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def gelu_redo_kernel(
+    packed,
+    out,
+    numel: tl.int64,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute gelu from codes."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    if numel - start >= TILE:
+        _gelu_redo(packed, out, start, TILE, numel, TANH, BITS, GROUP, GROUPS, COMPILED, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        _gelu_redo(packed, out, start, left, numel, TANH, BITS, GROUP, GROUPS, COMPILED, True)
+
+
+@triton.jit
+def _chain(x, X: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr):
+    """Return the factors of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), and the tanh."""
+    cube = rounded(rounded(x * x, C, COMPILED) * x, C, COMPILED)
+    inner = rounded(x + rounded(cube * _CUBIC, C, COMPILED), C, COMPILED)
+    inner = rounded(inner * _SQRT_TWO_OVER_PI, C, COMPILED)
+    if COMPILED:
+        tanh = tl.where(tl.abs(inner) < _TANH_IS_IDENTITY, inner, libdevice.tanh(inner))
+    else:
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
+    tanh = rounded(tanh, C, COMPILED)
+    return rounded(0.5 * x, X, COMPILED), rounded(1.0 + tanh, C, COMPILED), tanh
+
+
+@triton.jit
+def _new_gelu(x, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+    values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
+    half, factor, _ = _chain(values, x.dtype.element_ty, C, COMPILED)
+    y = rounded(half * factor, C, COMPILED)
+    store_raw(out + start, to_raw(y, out.dtype.element_ty, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute HF's chain of operators with their roundings; WIDE as autocast, which makes them float32 after pow."""
+    C: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
+    if numel - start >= FLAT_TILE:
+        _new_gelu(x, out, start, FLAT_TILE, C, COMPILED, False)
+    else:
+        _new_gelu(x, out, start, (numel - start).to(tl.int32), C, COMPILED, True)
+
+
+@triton.jit
+def _new_gelu_backward(x, grad, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+    X: tl.constexpr = out.dtype.element_ty
+    values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
+    g = load_tile(grad + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
+    half, factor, tanh = _chain(values, X, C, COMPILED)
+    of_half = rounded(rounded(g * factor, C, COMPILED), X, COMPILED)
+    of_tanh = rounded(g * half, C, COMPILED)
+    if C == tl.float32:
+        # torch's CUDA kernel is compiled with contraction.
+        slope = tl.fma(-tanh, tanh, 1.0)
+    else:
+        slope = rounded(1.0 - rounded(tanh * tanh, C, COMPILED), C, COMPILED)
+    of_inner = rounded(rounded(of_tanh * slope, C, COMPILED) * _SQRT_TWO_OVER_PI, C, COMPILED)
+    of_cube = rounded(of_inner * _CUBIC, C, COMPILED)
+    cube_slope = rounded(3.0 * rounded(values * values, C, COMPILED), C, COMPILED)
+    through_cube = rounded(rounded(of_cube * cube_slope, C, COMPILED), X, COMPILED)
+    # In the order in which autograd's nodes run: the sum, the cube, the half.
+    total = rounded(rounded(of_inner, X, COMPILED) + through_cube, X, COMPILED)
+    total += rounded(0.5 * of_half, X, COMPILED)
+    store_raw(out + start, to_raw(total, X, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def new_gelu_backward_kernel(x, grad, out, numel: tl.int64, WIDE: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute the gradient of ``new_gelu_kernel`` as autograd does, operator by operator."""
+    C: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
+    if numel - start >= FLAT_TILE:
+        _new_gelu_backward(x, grad, out, start, FLAT_TILE, C, COMPILED, False)
+    else:
+        _new_gelu_backward(x, grad, out, start, (numel - start).to(tl.int32), C, COMPILED, True)
+
+
+@triton.jit
+def _relu(x, out, positive, start, left, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+    BYTES: tl.constexpr = FLAT_TILE // 8
+    values = load_tile(x + start, left, 8, BYTES, PARTIAL)
+    # NaN is no zero: it goes through, as in torch.
+    zero = values <= 0.0
+    store_raw(out + start, to_raw(tl.where(zero, 0.0, values), out.dtype.element_ty, COMPILED), left, PARTIAL)
+    bits = tl.where(zero, 0, 1 << tl.arange(0, 8)[None, :])
+    if PARTIAL:
+        bits = tl.where(tile_offsets(8, BYTES) < left, bits, 0)
+    byte = tl.arange(0, BYTES)
+    target = positive + start // 8 + byte
+    if PARTIAL:
+        tl.store(target, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < left)
+    else:
+        tl.store(target, tl.sum(bits, 1).to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["numel"])
+def relu_kernel(x, out, positive, numel: tl.int64, COMPILED: tl.constexpr):
+    """Compute relu and pack which results are not zero, as ``encode_bool_kernel``."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
+    if numel - start >= FLAT_TILE:
+        _relu(x, out, positive, start, FLAT_TILE, COMPILED, False)
+    else:
+        _relu(x, out, positive, start, (numel - start).to(tl.int32), COMPILED, True)
+
+
+@triton.jit
+def _relu_backward(positive, grad, out, start, left, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+    BYTES: tl.constexpr = FLAT_TILE // 8
+    g = load_tile(grad + start, left, 8, BYTES, PARTIAL)
+    byte = tl.arange(0, BYTES)
+    if PARTIAL:
+        bits = tl.load(positive + start // 8 + byte, mask=byte * 8 < left, other=0)
+    else:
+        bits = tl.load(positive + start // 8 + byte)
+    passes = (bits[:, None].to(tl.int32) >> tl.arange(0, 8)[None, :]) & 1
+    store_raw(out + start, to_raw(tl.where(passes == 1, g, 0.0), out.dtype.element_ty, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def relu_backward_kernel(positive, grad, out, numel: tl.int64, COMPILED: tl.constexpr):
+    """Compute the gradient of relu from bits."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
+    if numel - start >= FLAT_TILE:
+        _relu_backward(positive, grad, out, start, FLAT_TILE, COMPILED, False)
+    else:
+        _relu_backward(positive, grad, out, start, (numel - start).to(tl.int32), COMPILED, True)

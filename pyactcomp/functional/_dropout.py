@@ -1,0 +1,91 @@
+"""``dropout``, which stores one bit an element."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..codec import Impl, Rounding
+from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, how: Saving) -> Tensor:
+        ctx.p, ctx.dtype, ctx.native = p, x.dtype, x.is_cuda
+        if ctx.native:
+            out, mask = torch.native_dropout(x, p, True)
+        else:
+            # Torch multiplies by scaled noise there: dropout of ones is that noise, drawn in the same way.
+            noise = F.dropout(torch.ones_like(x), p)
+            out, mask = x * noise, noise != 0
+        kept, ctx.restore = how.keep_mask(mask)
+        ctx.save_for_backward(kept)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask = ctx.restore(ctx.saved_tensors[0])
+        if ctx.native:
+            return torch.ops.aten.native_dropout_backward(grad, mask, 1.0 / (1.0 - ctx.p)), None, None
+        scale = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
+        return grad * (mask * scale), None, None
+
+
+def dropout(
+    x: Tensor,
+    p: float = 0.5,
+    *,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int = 0,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and keep one bit an element.
+
+    Parameters
+    ----------
+    x : Tensor, any shape, floating point
+    p : float
+        From 0 to 1.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`, for calls in one form. What is kept is exact, and the same for all but ``impl``. The
+        elements are drawn by torch's generator, not from ``seed``.
+
+    Returns
+    -------
+    Tensor, the shape and dtype of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError. It and the gradients are those
+        of :func:`torch.nn.functional.dropout` in training, from the same state of torch's generator, to the bit.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` is no floating-point tensor.
+    ValueError
+        If ``p`` is not from 0 to 1 or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x = torch.ones(1000, requires_grad=True)
+    >>> out = functional.dropout(x, 0.25)
+    >>> out.sum().backward()
+    >>> torch.equal(x.grad, out)
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("x", x)
+    if not 0 <= p <= 1:
+        raise ValueError(f"p must be from 0 to 1, got {p!r}")
+    if not recorded(x) or p in (0, 1) or x.numel() == 0:
+        return F.dropout(x, p)
+    return cast(Tensor, _Dropout.apply(x, p, how))  # type: ignore[no-untyped-call]

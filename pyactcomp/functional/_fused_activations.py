@@ -1,0 +1,205 @@
+"""Launches of the activation kernels: what a function computes, what it keeps, how it goes back and is redone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .. import codec
+from .. import format as fmt
+from ..kernels import triton as codec_kernels
+from ..redo import Compute, stand_for
+from . import _activation_kernels, _silu_mul_kernels
+from ._kernel_parts import FLAT_TILE
+from ._launch import buffer, keys, launcher
+from ._saving import Saving
+
+# Kernels of several operands: eight elements a thread, so one 16-byte access of bfloat16 to each operand. Taken over
+# from the codec's, which have two such accesses in flight; not measured.
+_WARPS = 4
+_FLAT_TILE = int(FLAT_TILE.value)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Shape and strides of dense operands, by which results and gradients are laid out."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=self.device)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return x if x.stride() == self.stride else self.empty(x.dtype).copy_(x)
+
+    def launch(
+        self,
+        kernels: ModuleType,
+        name: str,
+        constants: tuple[object, ...],
+        tensors: tuple[Tensor, ...],
+        scalars: tuple[int, ...] = (),
+        *,
+        tile: int = _FLAT_TILE,
+        warps: int = _WARPS,
+        registers: int | None = None,
+    ) -> None:
+        """Launch a kernel over all elements, which are its first scalar."""
+        numel = self.shape.numel()
+        start = launcher(kernels, name, constants, warps, self.device, registers)
+        start(-(-numel // tile), tensors, (numel, *scalars))
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if codec.is_dense(tuple(x.shape), x.stride()) else x.contiguous()
+
+
+def _layout(x: Tensor) -> _Layout:
+    return _Layout(x.shape, x.stride(), x.device)
+
+
+def gelu(
+    x: Tensor, approximate: str, how: Saving
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
+    """Return gelu of x, the packed x, the function from that and the output's gradient to that of x, and the redo.
+
+    A bfloat16 element moves 5.06 bytes forward and backward, 3.06 when it is redone.
+    """
+    x = _dense(x)
+    layout = _layout(x)
+    out, packed = layout.empty(x.dtype), buffer(x, how)
+    form = (approximate == "tanh", how.bits, how.group_size)
+    groups, decode_groups = (t // how.group_size for t in (codec_kernels.TILE, codec_kernels.DECODE_TILE))
+    layout.launch(
+        _activation_kernels,
+        "gelu_forward_kernel",
+        (*form, groups, how.stochastic),
+        (x, out, packed),
+        keys(how),
+        tile=codec_kernels.TILE,
+        warps=codec_kernels.WARPS,
+        registers=codec_kernels.REGISTERS,
+    )
+
+    def backward(packed: Tensor, grad: Tensor) -> Tensor:
+        grad = layout.arrange(grad)
+        grad_x = layout.empty(grad.dtype)
+        layout.launch(
+            _activation_kernels,
+            "gelu_backward_kernel",
+            (*form, groups),
+            (packed, grad, grad_x),
+            tile=codec_kernels.TILE,
+            warps=codec_kernels.WARPS,
+        )
+        return grad_x
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        again = layout.empty(dtype)
+        layout.launch(
+            _activation_kernels,
+            "gelu_redo_kernel",
+            (*form, decode_groups),
+            (packed, again),
+            tile=codec_kernels.DECODE_TILE,
+            warps=codec_kernels.DECODE_WARPS,
+        )
+        return again
+
+    return out, packed, backward, compute
+
+
+PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def silu_mul(gate: Tensor, up: Tensor, how: Saving) -> tuple[Tensor, tuple[Tensor, Tensor], PairBackward, Compute]:
+    """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the redo.
+
+    A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits;
+    without codes 6, 10 and 6.
+    """
+    gate = _dense(gate)
+    layout = _layout(gate)
+    up = layout.arrange(up)
+    dtype = gate.dtype
+    out = layout.empty(dtype)
+    exact = how.bits is None
+    # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
+    form = () if exact else (how.bits, how.group_size, _FLAT_TILE // how.group_size)
+    kept: tuple[Tensor, Tensor]
+    if exact:
+        kept = (gate, up)
+        layout.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (gate, up, out))
+    else:
+        kept = (buffer(gate, how), buffer(up, how))
+        constants = (*form, how.stochastic)
+        tensors = (gate, up, out, *kept)
+        # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
+        registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
+        layout.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
+
+    def backward(kept_gate: Tensor, kept_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
+        grad_gate, grad_up = layout.empty(dtype), layout.empty(dtype)
+        tensors = (kept_gate, kept_up, layout.arrange(grad), grad_gate, grad_up)
+        layout.launch(_silu_mul_kernels, kernel, form, tensors)
+        return grad_gate, grad_up
+
+    again_from = tuple(t.detach() for t in kept)
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        kernel = "silu_mul_exact_kernel" if exact else "silu_mul_redo_kernel"
+        again = layout.empty(dtype)
+        layout.launch(_silu_mul_kernels, kernel, form, (*again_from, again))
+        return again
+
+    return out, kept, backward, compute
+
+
+def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
+    """Return what :func:`gelu` does for the exact chain, of which x itself is kept.
+
+    A bfloat16 element moves 6 bytes forward and 8 backward with float32 results (``wide``), 4 and 6 otherwise; redone
+    in bfloat16, 4.
+    """
+    x = _dense(x)
+    layout = _layout(x)
+    source = x.detach()
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        out = layout.empty(dtype)
+        layout.launch(_activation_kernels, "new_gelu_kernel", (wide,), (source, out))
+        return out
+
+    def backward(x: Tensor, grad: Tensor) -> Tensor:
+        grad_x = layout.empty(x.dtype)
+        tensors = (x, layout.arrange(grad), grad_x)
+        layout.launch(_activation_kernels, "new_gelu_backward_kernel", (wide,), tensors)
+        return grad_x
+
+    return compute(torch.float32 if wide else x.dtype), x, backward, compute
+
+
+def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Return relu of a dense x, the bits of what is not zero, and the function from those and a gradient to x's.
+
+    A bfloat16 element moves 4.125 bytes each way.
+    """
+    layout = _layout(x)
+    out = x if inplace else layout.empty(x.dtype)
+    nbytes = fmt.packed_bool_nbytes(x.numel())
+    positive = stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
+    layout.launch(_activation_kernels, "relu_kernel", (), (x, out, positive))
+
+    def backward(positive: Tensor, grad: Tensor) -> Tensor:
+        grad_x = layout.empty(grad.dtype)
+        layout.launch(_activation_kernels, "relu_backward_kernel", (), (positive, layout.arrange(grad), grad_x))
+        return grad_x
+
+    return out, positive, backward

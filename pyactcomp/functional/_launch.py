@@ -1,0 +1,44 @@
+"""What launches of fused kernels share: a kernel with its constants, the keys of rounding and the buffer of codes."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import format as fmt
+from ..kernels import triton as codec_kernels
+from ..redo import stand_for
+from ._saving import Saving
+
+
+@functools.lru_cache(maxsize=1024)
+def launcher(
+    kernels: ModuleType,
+    name: str,
+    constants: tuple[Any, ...],
+    warps: int,
+    device: torch.device,
+    registers: int | None = None,
+) -> codec_kernels.Launcher:
+    """Return the launcher of the kernel ``name`` of the module ``kernels``.
+
+    ``constants`` are those of the kernel but the last one, which is whether it is compiled.
+    """
+    constants = (*constants, not codec_kernels.interpreted())
+    return codec_kernels.Launcher(getattr(kernels, name), constants, warps, device, registers)
+
+
+def keys(how: Saving) -> tuple[int, int]:
+    """Return the two keys of stochastic rounding, or zeros where rounding is to nearest."""
+    return fmt.random_keys(how.seed) if how.stochastic else (0, 0)
+
+
+def buffer(x: Tensor, how: Saving) -> Tensor:
+    """Return a buffer for the codes of ``x``."""
+    assert how.bits is not None
+    nbytes = fmt.packed_nbytes(x.numel(), how.bits, how.group_size)
+    return stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)

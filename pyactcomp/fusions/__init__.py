@@ -1,0 +1,141 @@
+"""Modules swapped for fused ones, and back: only the class of a module changes, and one attribute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from torch.nn import Module
+
+from ..config import Config
+from . import convolutional, heads, swin, torch_modules, transformers_modules
+from .base import ATTRIBUTE, Fusing, LeftAlone
+from .fusion import Fused, Fusion, is_form, original_of
+from .untouched import untouched
+
+__all__ = ["Fusing", "fuse", "fused_modules", "left_alone", "unfuse"]
+
+
+def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fusing:
+    """Swap the modules of ``model`` for which there is a fused function, all of them or, after an error, none.
+
+    Parameters
+    ----------
+    model : Module
+    config : Config
+        ``fuse`` and ``fuse_head`` say what to swap; in lossless mode, that is only what stays the same to the bit.
+    skipped : collection of Module
+        Left as they are, with all that is in them.
+
+    Returns
+    -------
+    Fusing
+        What the fused modules share; pausing it makes them run as their own classes do.
+    """
+    exempt = {module for root in skipped for module in root.modules()}
+    plan: dict[Module, type[Module]] = {}
+    alone: list[LeftAlone] = []
+    for name, module, fusion in _candidates(model, config, exempt):
+        reason = _reason_to_leave(module, fusion, exempt)
+        if reason is None:
+            plan[module] = fusion.fused
+        else:
+            alone.append(LeftAlone(name, type(module).__name__, reason))
+    if config.fuse_head and not any(issubclass(form, heads.Head) for form in plan.values()):
+        alone.append(_headless(model))
+    state = Fusing(config, tuple(alone))
+    try:
+        model.__dict__[ATTRIBUTE] = state
+        for module, fused in plan.items():
+            module.__class__ = fused
+            module.__dict__[ATTRIBUTE] = state
+    except BaseException:
+        unfuse(model)
+        raise
+    return state
+
+
+def unfuse(model: Module) -> None:
+    """Give every fused module its own class back.
+
+    Where something else has made a class of the fused one, as ``fully_shard`` does, that stays and runs the module's
+    own forward.
+    """
+    for module in model.modules():
+        if module.__dict__.pop(ATTRIBUTE, None) is not None and is_form(type(module)):
+            module.__class__ = original_of(type(module))
+
+
+def fused_modules(model: Module) -> list[tuple[str, str]]:
+    """Return the qualified names of the fused modules, each with the name of its fused form."""
+    return [
+        (name, next(base.__bases__[0].__name__ for base in type(module).__mro__ if is_form(base)))
+        for name, module in model.named_modules()
+        if isinstance(module, Fused) and ATTRIBUTE in module.__dict__
+    ]
+
+
+def left_alone(model: Module) -> list[LeftAlone]:
+    """Return the modules that there is a fused form for, but that others have changed or that are skipped."""
+    state: Fusing | None = model.__dict__.get(ATTRIBUTE)
+    return list(state.left_alone) if state is not None else []
+
+
+def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[tuple[str, Module, Fusion]]:
+    """Yield the modules whose class, or one that theirs is derived from, has a fused form that is wanted."""
+    by_class = _by_class(model) if config.fuse else {}
+    by_place = _by_place(model) if config.fuse else {}
+    for name, module in model.named_modules():
+        if module in exempt:
+            continue
+        head = heads.fused_head_class(module) if config.fuse_head else None
+        if head is not None:
+            yield name, module, Fusion(head)
+            continue
+        known = next((by_class[cls] for cls in type(module).__mro__ if cls in by_class), None)
+        fusion = by_place.get(module, known)
+        if fusion is None or (config.mode == "lossless" and not fusion.exact):
+            continue
+        if fusion.suits is None or fusion.suits(module):
+            yield name, module, fusion
+
+
+def _headless(model: Module) -> LeftAlone:
+    """Return the module whose loss was to be taken in chunks, and why it cannot be."""
+    named = ((name, module) for name, module in model.named_modules() if hasattr(module, "get_output_embeddings"))
+    name, module = next(named, ("", model))
+    return LeftAlone(name, type(module).__name__, heads.unsupported_head(module) or "it is skipped or was changed")
+
+
+def _by_class(model: Module) -> dict[type[Module], Fusion]:
+    return {
+        **torch_modules.table(),
+        **transformers_modules.table({type(module) for module in model.modules()}),
+        **convolutional.table(),
+        **swin.table(),
+    }
+
+
+def _by_place(model: Module) -> dict[Module, Fusion]:
+    """Return the forms of modules of which the parent tells where their output goes, if nothing else calls them."""
+    calls = Counter(child for module in model.modules() for child in module._modules.values())
+    return {
+        module: fusion
+        for parent in model.modules()
+        for module, fusion in (torch_modules.norms_before_linears(parent) | convolutional.stem(parent)).items()
+        if calls[module] == 1
+    }
+
+
+def _reason_to_leave(module: Module, fusion: Fusion, exempt: set[Module]) -> str | None:
+    own = original_of(fusion.fused)
+    if type(module) is not own:
+        return f"its class is derived from {own.__name__}"
+    reason = untouched(module)
+    for name in fusion.bypassed if reason is None else ():
+        child = getattr(module, name, None)
+        if child in exempt:
+            return f"its {name} is skipped"
+        if isinstance(child, Module) and (inside := untouched(child)) is not None:
+            return f"its {name}: {inside}"
+    return reason

@@ -1,0 +1,139 @@
+"""What the source of a function says that it computes.
+
+Model families define the same small module again and again under other names. Whether two agree is asked of their
+source, never of a list of names: a family that adds one to its weight is then told apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+
+@functools.cache
+def _definitions(module: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions and methods that stand in the file of a loaded module, by qualified name."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}": part for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def definition(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """Return the source of a plain function, or None where it has none; that of a wrapper is no one else's."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename != getattr(sys.modules.get(function.__module__), "__file__", None):
+        return None
+    return _definitions(function.__module__).get(function.__qualname__)
+
+
+def forward_of(cls: type[Module]) -> ast.FunctionDef | None:
+    """Return the source of the ``forward`` that a class was defined with, whatever it has now."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return _definitions(owner.__module__).get(f"{owner.__qualname__}.forward")
+
+
+class _Inline(ast.NodeTransformer):
+    """Replaces local variables by what was assigned to them."""
+
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self._values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._values.get(node.id, node)
+
+
+@functools.cache
+def formula(function: ast.FunctionDef | None) -> str | None:
+    """Return what a function returns in terms of its parameters, or None unless it only assigns and returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp.fusions.formulas import formula, forward_of
+    >>> formula(forward_of(torch.nn.SiLU))
+    'F.silu(input, inplace=self.inplace)'
+    """
+    values: dict[str, ast.expr] = {}
+    for statement in copy.deepcopy(function.body) if function is not None else ():
+        match statement:
+            case ast.Expr(value=ast.Constant()):  # the docstring
+                continue
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                values[name] = _Inline(dict(values)).visit(value)
+            case ast.Return(value=ast.expr() as value):
+                return ast.unparse(_Inline(values).visit(value))
+            case _:
+                return None
+    return None
+
+
+@functools.cache
+def children_fed(method: ast.FunctionDef | None) -> frozenset[str]:
+    """Return the children that the first argument of a method goes to, or none if it goes anywhere else.
+
+    Its shape, size and device may be read as well.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp.fusions.formulas import children_fed, definition
+    >>> children_fed(definition(torch.nn.TransformerEncoderLayer._ff_block))
+    frozenset({'linear1'})
+    """
+    if method is None or len(method.args.args) < 2:
+        return frozenset()
+    uses = _Uses(method.args.args[1].arg)
+    uses.follow(method.body)
+    return frozenset(uses.children) if uses.known else frozenset()
+
+
+class _Uses:
+    """Collects where the value goes that a name has at the start of a function, until the name means another."""
+
+    def __init__(self, name: str) -> None:
+        self.known = True
+        self.children: set[str] = set()
+        self._name = name
+
+    def follow(self, statements: list[ast.stmt]) -> bool:
+        """Visit statements in order until the name is certainly assigned to; return whether it then is."""
+        return any(self._assigns(statement) for statement in statements)
+
+    def _assigns(self, statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.If):
+            self._read(statement.test)
+            branches = self.follow(statement.body), self.follow(statement.orelse)
+            return all(branches)
+        self._read(statement)
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                return name == self._name
+            case _:
+                return False
+
+    def _read(self, node: ast.AST) -> None:
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name("self"), attr=child), args=[ast.Name(id=name)], keywords=[]
+            ) if name == self._name:
+                self.children.add(child)
+            case ast.Attribute(value=ast.Name(id=name), attr="shape" | "size" | "device") if name == self._name:
+                return
+            case ast.Name(id=name, ctx=ast.Load()) if name == self._name:
+                self.known = False
+            case _:
+                for part in ast.iter_child_nodes(node):
+                    self._read(part)

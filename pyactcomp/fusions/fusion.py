@@ -1,0 +1,107 @@
+"""How the class of a module is swapped for a fused one that pickles, copies and goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from .base import ATTRIBUTE, Fusing, Options, fusing
+
+_FORM = "_pyactcomp_form"
+
+
+class Fused(Module):
+    """Base of what goes before a module's own class: a ``forward`` that falls back on ``super().forward``.
+
+    It must add nothing to the module and keep nothing on it, so that changing ``__class__`` is all there is to do.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Name the two classes instead of the one made of them, which is no attribute of any module."""
+        parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
+        return (_blank, type(self).__bases__, *parts[2:]) if is_form(type(self)) else parts
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What the modules of one class become.
+
+    Attributes
+    ----------
+    fused : type
+        Made by :func:`form_of`.
+    exact : bool
+        Whether outputs and gradients in lossless mode are those of the module's own operators, to the bit.
+    bypassed : tuple of str
+        Children whose ``forward`` is not called: what others hook to them would not run.
+    suits : callable, optional
+        Whether a module of the class gains anything, where that depends on what is in it.
+    """
+
+    fused: type[Module]
+    exact: bool = False
+    bypassed: tuple[str, ...] = ()
+    suits: Callable[[Module], bool] | None = None
+
+
+def form_of(fused: type[Fused], original: type[Module]) -> type[Module]:
+    """Return the class that runs ``fused`` before ``original``; its name stays the original's.
+
+    Frameworks look names up: what to wrap in FSDP, how to initialise, what a checkpoint holds.
+    """
+    bases = fused, original
+    if bases not in _forms:
+        qualified = f"{fused.__qualname__}({original.__qualname__})"
+        space = {"__module__": fused.__module__, "__qualname__": qualified, _FORM: True}
+        _forms[bases] = cast("type[Module]", type(original.__name__, bases, space))
+    return _forms[bases]
+
+
+_forms: dict[tuple[type[Fused], type[Module]], type[Module]] = {}
+
+
+def is_form(cls: type) -> bool:
+    """Return whether a class was made by :func:`form_of`."""
+    return _FORM in vars(cls)
+
+
+def original_of(cls: type[Module]) -> type[Module]:
+    """Return the class that a module had before it was fused; any other class is its own original."""
+    # A class made of a form, as fully_shard makes one, has its original too.
+    return next((base.__bases__[1] for base in cls.__mro__ if is_form(base)), cls)
+
+
+def _blank(fused: type[Fused], original: type[Module]) -> Module:
+    form = form_of(fused, original)
+    return form.__new__(form)
+
+
+def options(module: Module, *inputs: Tensor) -> Options | None:
+    """Return how the fused form of ``module`` is to keep ``inputs``, or None where it must run as its own class does.
+
+    Beside what :func:`.base.fusing` tells, that is where an input is no plain tensor, needs no gradient or is smaller
+    than ``min_bytes``: the engine keeps such tensors exact.
+    """
+    state: Fusing | None = module.__dict__.get(ATTRIBUTE)
+    if state is None:
+        return None
+    for x in inputs:
+        if type(x) not in (Tensor, Parameter) or not x.requires_grad or x.is_meta:
+            return None
+        if x.nbytes < state.config.min_bytes:
+            return None
+    return fusing(module)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast makes of ``x`` before a Linear, or None where it leaves it as it is."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.dtype.is_floating_point:
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return None if dtype is x.dtype else dtype

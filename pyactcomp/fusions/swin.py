@@ -1,0 +1,128 @@
+"""The blocks of timm's Swin Transformer in fused form.
+
+Partition into windows, the cyclic shift and their inverses are an order of rows: the norm before the attention writes
+its rows in that order, and the residual addition behind it takes them back. Neither costs a pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from ..functional._layer_norm import layer_norm
+from ..functional._residual_add import residual_add
+from ..functional._window_attention import window_attention
+from .base import Options
+from .fusion import Fused, Fusion, form_of, options, original_of
+
+# Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
+_MOST_TOKENS = 64
+
+
+class WindowAttention(Fused):
+    """timm's ``WindowAttention`` without dropout of the probabilities, which are never stored."""
+
+    _get_rel_pos_bias: Callable[[], Tensor]
+    attn_drop: nn.Dropout
+    num_heads: int
+    proj: Callable[[Tensor], Tensor]
+    proj_drop: Callable[[Tensor], Tensor]
+    qkv: Callable[[Tensor], Tensor]
+    scale: float
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend within the windows of ``x`` [windows, tokens, channels]."""
+        how = options(self, x)
+        if how is None or self.attn_drop.p or x.shape[1] > _MOST_TOKENS:
+            return cast(Tensor, super().forward(x, mask))
+        (bias,) = self._get_rel_pos_bias()
+        x = window_attention(self.qkv(x), self.num_heads, bias, mask, scale=self.scale, **how)
+        return self.proj_drop(self.proj(x))
+
+
+class Block(Fused):
+    """timm's ``SwinTransformerBlock`` for inputs of whole windows."""
+
+    attn: Callable[..., Tensor]
+    attn_mask: Tensor | None
+    drop_path1: Module
+    drop_path2: Module
+    dynamic_mask: bool
+    mlp: Callable[[Tensor], Tensor]
+    norm1: nn.LayerNorm
+    norm2: nn.LayerNorm
+    shift_size: tuple[int, int]
+    window_area: int
+    window_size: tuple[int, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply attention and MLP to ``x`` [batch, height, width, channels]."""
+        how = options(self, x)
+        if how is None or self.dynamic_mask or not self._known(x):
+            return cast(Tensor, super().forward(x))
+        batch, height, width, channels = x.shape
+        order = _windows(batch, height, width, tuple(self.window_size), tuple(self.shift_size), x.device)
+        rows = x.reshape(-1, channels)
+        windows = _normalise(self.norm1, rows, how, order).view(-1, self.window_area, channels)
+        branch = self.attn(windows, mask=self.attn_mask).reshape(-1, channels)
+        scale = _drops(self.drop_path1, branch, batch)
+        rows = residual_add(rows, branch, scale=scale, rows=order, impl=how["impl"])
+        tokens = _normalise(self.norm2, rows, {**how, "seed": how["seed"] ^ 1}, None).view(batch, -1, channels)
+        branch = self.mlp(tokens).reshape(-1, channels)
+        scale = _drops(self.drop_path2, branch, batch)
+        return residual_add(rows, branch, scale=scale, impl=how["impl"]).view(x.shape)
+
+    def _known(self, x: Tensor) -> bool:
+        """Return whether ``x`` needs no padding and the children are those of the standard configuration."""
+        return (
+            not any(size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
+            and all(original_of(type(norm)) is nn.LayerNorm for norm in (self.norm1, self.norm2))
+            and all(_is_drop_path(drop) for drop in (self.drop_path1, self.drop_path2))
+        )
+
+
+def _is_drop_path(module: Module) -> bool:
+    return type(module) in (nn.Identity, sys.modules["timm.layers.drop"].DropPath)
+
+
+def _normalise(norm: nn.LayerNorm, x: Tensor, how: Options, order: Tensor | None) -> Tensor:
+    """Return the norm of ``x`` in the dtype that autocast casts it to before the Linear that it goes to."""
+    device = x.device.type
+    cast = torch.is_autocast_enabled(device) and x.dtype is not torch.float64
+    dtype = torch.get_autocast_dtype(device) if cast else None
+    return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype, rows=order, **how)
+
+
+def _drops(drop_path: Module, branch: Tensor, batch: int) -> Tensor | None:
+    """Return the factor of each sample, from the random numbers that ``drop_path`` would take for the branch."""
+    return None if isinstance(drop_path, nn.Identity) else drop_path(branch.new_ones(batch))
+
+
+@functools.lru_cache(maxsize=64)
+def _windows(
+    batch: int, height: int, width: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Return the row of [batch, height, width] that each token of the shifted windows comes from, int32."""
+    rows = torch.arange(batch * height * width, dtype=torch.int32, device=device).view(batch, height, width)
+    rows = rows.roll((-shift[0], -shift[1]), (1, 2))
+    split = rows.view(batch, height // window[0], window[0], width // window[1], window[1])
+    return split.transpose(2, 3).flatten()
+
+
+def table() -> dict[type[Module], Fusion]:
+    """Return the fused forms of timm's Swin Transformer, if it is loaded."""
+    swin = sys.modules.get("timm.models.swin_transformer")
+    if swin is None:
+        return {}
+    return {
+        swin.WindowAttention: Fusion(form_of(WindowAttention, swin.WindowAttention), bypassed=("attn_drop", "softmax")),
+        swin.SwinTransformerBlock: Fusion(
+            form_of(Block, swin.SwinTransformerBlock), bypassed=("norm1", "norm2", "drop_path1", "drop_path2")
+        ),
+    }

@@ -1,0 +1,234 @@
+"""Modules of Hugging Face transformers in fused form.
+
+Its model families repeat the same few modules under names of their own, so a class is known by the formula of its
+``forward`` (:mod:`.formulas`). A family that computes something else is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import Module
+
+from ..functional._gelu import gelu
+from ..functional._layer_norm import add_layer_norm
+from ..functional._new_gelu import new_gelu
+from ..functional._rms_norm import rms_norm
+from ..functional._rope import rope
+from ..functional._silu_mul import silu_mul
+from .base import Options, fusing
+from .formulas import children_fed, definition, formula, forward_of
+from .fusion import Fused, Fusion, autocast_dtype, form_of, options, original_of
+from .untouched import plain
+
+_ROTATE = "apply_rotary_pos_emb"
+_ROTARY = (
+    "(q * cos.unsqueeze(unsqueeze_dim) + rotate_half(q) * sin.unsqueeze(unsqueeze_dim), "
+    "k * cos.unsqueeze(unsqueeze_dim) + rotate_half(k) * sin.unsqueeze(unsqueeze_dim))"
+)
+_SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
+_ROTATE_HALF = "torch.cat((-x[..., x.shape[-1] // 2:], x[..., :x.shape[-1] // 2]), dim=-1)"
+
+
+class RMSNorm(Fused):
+    """The norm of Llama and its descendants."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise ``hidden_states``."""
+        how = options(self, hidden_states)
+        if how is None:
+            return cast(Tensor, super().forward(hidden_states))
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, **how)
+
+
+class NewGELU(Fused):
+    """``NewGELUActivation``: GELU by tanh, out of eight operators."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply GELU."""
+        how = options(self, input)
+        return cast(Tensor, super().forward(input)) if how is None else new_gelu(input, **how)
+
+
+class GELU(Fused):
+    """``GELUActivation`` and ``GELUTanh``, where they call torch's function."""
+
+    act: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply GELU."""
+        how = options(self, input)
+        if how is not None and self.act is nn.functional.gelu:
+            return gelu(input, **how)
+        if how is not None and getattr(self.act, "func", None) is nn.functional.gelu and not self.act.args:
+            return gelu(input, **self.act.keywords, **how)
+        return cast(Tensor, super().forward(input))
+
+
+class GatedMLP(Fused):
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, the product fused where the activation is SiLU."""
+
+    gate_proj: Module
+    up_proj: Module
+    down_proj: Module
+    act_fn: Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the MLP."""
+        how = options(self, x)
+        if how is None:
+            return cast(Tensor, super().forward(x))
+        if how["bits"] is not None:
+            x = _cast_once(self, x)
+        if not _is_silu(self.act_fn):
+            return cast(Tensor, super().forward(x))
+        return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
+
+
+class ResidualNorm(Fused):
+    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, the sum and the norm in one pass."""
+
+    dense: Module
+    dropout: Module
+    LayerNorm: nn.LayerNorm
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """Run the output part of a post-norm block."""
+        norm = self.LayerNorm
+        how = options(self, input_tensor) if plain(norm, nn.LayerNorm) else None
+        if how is None:
+            return cast(Tensor, super().forward(hidden_states, input_tensor))
+        hidden = self.dropout(self.dense(hidden_states))
+        return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, **how)
+
+
+class Projections(Fused):
+    """A module whose input goes to several Linears, such as attention, and which may apply rotary embeddings.
+
+    Under autocast each Linear would cast the input for itself, and their gradients would be added in float32: it is
+    cast once, which moves less but is not the same to the bit.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on the cast input, with the fused rotary embedding."""
+        how = fusing(self)
+        if how is None:
+            return super().forward(*args, **kwargs)
+        own: Any = super().forward
+        function = own.__func__
+        if how["bits"] is not None:
+            name = function.__code__.co_varnames[1]
+            if args:
+                args = _cast_once(self, args[0]), *args[1:]
+            elif name in kwargs:
+                kwargs[name] = _cast_once(self, kwargs[name])
+        return (_with_rope(function, how) if _rotates(function) else function)(self, *args, **kwargs)
+
+
+_BY_FORMULA: dict[str, Callable[[type[Module]], Fusion]] = {
+    "self.weight * (hidden_states.to(torch.float32) * torch.rsqrt(hidden_states.to(torch.float32).pow(2)"
+    ".mean(-1, keepdim=True) + self.variance_epsilon)).to(hidden_states.dtype)": lambda cls: Fusion(
+        form_of(RMSNorm, cls)
+    ),
+    "0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))": (
+        lambda cls: Fusion(form_of(NewGELU, cls), exact=True)
+    ),
+    "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": lambda cls: Fusion(
+        form_of(GatedMLP, cls), exact=True, bypassed=("act_fn",)
+    ),
+    "self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)": lambda cls: Fusion(
+        form_of(ResidualNorm, cls), bypassed=("LayerNorm",)
+    ),
+}
+
+
+def _fusion(cls: type[Module]) -> Fusion | None:
+    defined = forward_of(cls)
+    if defined is None or defined.decorator_list:
+        return None
+    make = _BY_FORMULA.get(formula(defined) or "")
+    if make is not None:
+        return make(cls)
+    if cls.__module__ == "transformers.activations" and cls.__name__ in ("GELUActivation", "GELUTanh"):
+        return Fusion(form_of(GELU, cls))
+    rotates = _rotates(cls.forward)
+    if rotates:
+        return Fusion(form_of(Projections, cls), exact=True)
+    return Fusion(form_of(Projections, cls), suits=_feeds_linears) if len(children_fed(defined)) > 1 else None
+
+
+def table(classes: Iterable[type[Module]]) -> dict[type[Module], Fusion]:
+    """Return the fused form of those of ``classes`` that are transformers' and known."""
+    known = ((cls, _fusion(cls)) for cls in classes if cls.__module__.startswith("transformers."))
+    return {cls: fusion for cls, fusion in known if fusion is not None}
+
+
+def _cast_once(module: Module, x: Any) -> Any:
+    """Return the input as the Linears that it goes to would cast it, if it goes to several, and nowhere else."""
+    if type(x) is not Tensor or (dtype := autocast_dtype(x)) is None:
+        return x
+    return x.to(dtype) if _feeds_linears(module) else x
+
+
+def _feeds_linears(module: Module) -> bool:
+    children = [getattr(module, name, None) for name in children_fed(forward_of(original_of(type(module))))]
+    return len(children) > 1 and all(isinstance(child, nn.Linear) for child in children)
+
+
+def _is_silu(activation: Module) -> bool:
+    cls = original_of(type(activation))
+    return formula(forward_of(cls)) in _SILU and plain(activation, cls)
+
+
+def _rotates(forward: Callable[..., Any]) -> bool:
+    """Return whether a function calls the rotary embedding as Llama computes it."""
+    if not isinstance(forward, types.FunctionType) or _ROTATE not in forward.__code__.co_names:
+        return False
+    rotate: Any = forward.__globals__.get(_ROTATE)
+    return (
+        isinstance(rotate, types.FunctionType)
+        and formula(definition(rotate)) == _ROTARY
+        and formula(definition(rotate.__globals__["rotate_half"])) == _ROTATE_HALF
+    )
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function as they are at each call, but for one name."""
+
+    def __init__(self, of: dict[str, Any], **changed: Any) -> None:
+        super().__init__(changed)
+        self._of = of
+
+    def __missing__(self, name: str) -> Any:
+        return self._of[name]
+
+
+def _with_rope(forward: types.FunctionType, how: Options) -> types.FunctionType:
+    """Return the same function, with the fused rotary embedding for its module's where that serves."""
+    rotate = functools.partial(_rotated, forward.__globals__[_ROTATE], how)
+    scope = _Globals(forward.__globals__, **{_ROTATE: rotate})
+    copy = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _rotated(
+    original: Callable[..., Any], how: Options, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> Any:
+    """Rotate queries and keys, in the dtype that autocast casts them to before attention unless all is to be exact."""
+    fits = unsqueeze_dim in (1, 2) and cos.shape == sin.shape
+    for x in (q, k):
+        fits = fits and type(x) is type(cos) is type(sin) is Tensor and x.dim() == 4 and cos.dim() == 3
+        fits = fits and x.shape[3] % 2 == 0 and x.shape[3] == cos.shape[2] and cos.shape[0] in (1, x.shape[0])
+        fits = fits and x.shape[3 - unsqueeze_dim] == cos.shape[1]
+    if not fits:
+        return original(q, k, cos, sin, unsqueeze_dim)
+    dtype = autocast_dtype(cos) if how["bits"] is not None else None
+    return rope(q, k, cos, sin, unsqueeze_dim, dtype=dtype, **how)

@@ -1,0 +1,73 @@
+"""Whether a module still is what its class says, so that something else may run in its place."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from .formulas import forward_of
+from .fusion import original_of
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OURS = __name__.split(".")[0]
+
+
+def untouched(module: Module) -> str | None:
+    """Return why nothing may run in place of the module's ``forward``, or None.
+
+    Hooks of this package do not count. Parametrizations change a module's class, so they need no mention here.
+    """
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    if module._compiled_call_impl is not None:
+        return "it is compiled"
+    for hooks in _HOOKS:
+        for hook in getattr(module, hooks).values():
+            if _package(hook) != _OURS:
+                return f"it has a hook: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    cls: Any = original_of(type(module))
+    return None if _is_own(cls, cls.forward) else f"the forward of {cls.__name__} was replaced"
+
+
+def plain(module: object, *classes: type[Module]) -> bool:
+    """Return whether a child is of one of ``classes``, fused or not, and :func:`untouched`: it may be bypassed."""
+    return isinstance(module, Module) and original_of(type(module)) in classes and untouched(module) is None
+
+
+@functools.cache
+def _is_own(cls: type, forward: Callable[..., Any]) -> bool:
+    """Return whether ``forward`` is the function that stands in the source of the class, or in that of a base."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    # What a base puts around the methods of its subclasses is as much the class's own.
+    bases = {_file(base) for base in owner.__mro__[1:]} - {None}
+    while _code_file(forward) in bases and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    defined = forward_of(cls) if hasattr(forward, "__wrapped__") else None
+    for _ in defined.decorator_list if defined is not None else ():
+        # Not each decorator wraps, so one more wrapper than there are shows only by where it comes from.
+        if hasattr(forward, "__wrapped__") and _package(forward) == _package(owner):
+            forward = forward.__wrapped__
+    return (
+        forward.__module__ == owner.__module__
+        and forward.__qualname__ == f"{owner.__qualname__}.forward"
+        and _code_file(forward) == _file(owner)
+    )
+
+
+def _file(cls: type) -> str | None:
+    return getattr(sys.modules.get(cls.__module__), "__file__", None)
+
+
+def _code_file(function: Callable[..., Any]) -> str | None:
+    code = getattr(function, "__code__", None)
+    return code.co_filename if code is not None else None
+
+
+def _package(thing: Any) -> str:
+    """Return the top-level package of a class, a function, or an instance or bound method of a class."""
+    scope = getattr(thing, "__globals__", None)
+    return str(thing.__module__ if scope is None else scope["__name__"]).split(".")[0]

@@ -1,0 +1,284 @@
+"""Outputs that backward computes again from what their operator keeps, instead of keeping them too.
+
+Where an operator saves a tensor, the node that made it tells which operator that was, and what it saved itself. If
+that is enough to compute the tensor again cheaply, and the tensor provably still is what came out, the stored forms
+of the operands are held in its place. No node is held: after its backward its saved tensors are gone, and long
+chains of nodes overflow the stack when they are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import functional as F
+
+from .policy import CAST, source
+from .saved import Kept, Recent, Region, Shared, View, check_version
+from .torch_private import saved_form
+
+Compute = Callable[[torch.dtype], Tensor]
+
+# A recipe may rest on an operand that is itself computed again, as SwiGLU's product does on SiLU's result, but on no
+# longer chain of them.
+_DEEPEST = 2
+
+
+class Recipe:
+    """How to compute an output again.
+
+    Parameters
+    ----------
+    out : Tensor
+        The output. It must be dense and own its storage.
+    compute : callable
+        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values, shape and
+        strides of ``out``. It must hold what the operator keeps for backward, never ``out`` or the graph.
+    operands : tuple of Tensor
+        Tensors that ``compute`` reads as they are, such as a weight: written to since, they raise autograd's error.
+    depth : int
+        Recipes that ``compute`` rests on, itself included.
+    casts : bool
+        Whether autocast's casts of the output are computed again too.
+    """
+
+    __slots__ = (
+        "_compute",
+        "_operands",
+        "_redone",
+        "_versions",
+        "casts",
+        "copies",
+        "depth",
+        "dtype",
+        "storage",
+        "version",
+    )
+
+    def __init__(
+        self,
+        out: Tensor,
+        compute: Compute,
+        operands: tuple[Tensor, ...] = (),
+        depth: int = 1,
+        casts: bool = True,
+    ) -> None:
+        self._compute = compute
+        self._operands = operands
+        self._versions = tuple(operand._version for operand in operands)
+        self._redone: dict[torch.dtype, ref[Redone]] = {}
+        # Stored casts of the output, by dtype.
+        self.copies: dict[torch.dtype, ref[Kept | Region]] = {}
+        self.depth = depth
+        self.casts = casts
+        self.dtype = out.dtype
+        self.storage = ref(out.untyped_storage())
+        self.version = out._version
+
+    def serves(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` holds, provably, what is computed again: its storage was not written to since."""
+        return self.storage() is tensor.untyped_storage() and tensor._version == self.version
+
+    def compute(self, dtype: torch.dtype) -> Tensor:
+        """Compute the output again, or raise autograd's error if an operand was written to."""
+        for operand, version in zip(self._operands, self._versions, strict=True):
+            check_version(operand, version)
+        return self._compute(dtype)
+
+    def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
+        """Return the stored form of ``out`` in a dtype, the same one for all operators that save it."""
+        known = self._redone.get(dtype)
+        redone = known() if known is not None else None
+        if redone is not None and redone.stream == stream:
+            redone.uses += 1
+            return redone
+        redone = Redone(self, out, dtype, stream, recent)
+        self._redone[dtype] = ref(redone)
+        return redone
+
+
+class Redone(Shared):
+    """A saved tensor that is computed again from a recipe."""
+
+    __slots__ = ("_dtype", "recipe")
+
+    def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
+        super().__init__(out.size(), out.stride(), out.device, stream, recent)
+        self.recipe = recipe
+        self._dtype = dtype
+
+    def _make(self) -> Tensor:
+        return self.recipe.compute(self._dtype)
+
+
+Stored = Kept | Region | View | Redone
+
+
+def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
+    """Let operators that save ``out``, a view of it or autocast's cast of it keep its recipe instead.
+
+    To be called in the ``forward`` of an autograd function, with its context and its output. The recipe lives as long
+    as the output or what saved it.
+
+    Parameters
+    ----------
+    ctx : FunctionCtx
+    out, compute, *operands
+        As in :class:`Recipe`.
+    """
+    attach(ctx, out, Recipe(out, compute, operands))
+
+
+def stand_for(codes: Tensor, x: Tensor) -> Tensor:
+    """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns them."""
+    codes._pyactcomp_packs = ref(x)  # type: ignore[attr-defined]
+    return codes
+
+
+def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
+    """Make a recipe known by the tensor and by the node that made it."""
+    out._pyactcomp_recipe = recipe  # type: ignore[attr-defined]
+    # A cast leads back to the node that made its source, and from there to the source while that is alive.
+    node.metadata["pyactcomp"] = ref(out)
+
+
+def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
+    """Return how to compute a saved tensor again, an output and the dtype that it is wanted in; or None.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        A plain tensor, dense or a view.
+    node : Node
+        What made it, or what it is a view of.
+    """
+    out = tensor if tensor._base is None else tensor._base
+    recipe: Recipe | None = getattr(out, "_pyactcomp_recipe", None)
+    if recipe is None and out._version == 0:
+        name = node.name()
+        if name == CAST:
+            return _source_of_cast(out, node)
+        build = _OPERATORS.get(name)
+        # Written to nowhere since it was made, and nothing but what was made: an operator's output owns its storage.
+        if build is not None and out.grad_fn is node:
+            recipe = build(out, node)
+            if recipe is not None:
+                attach(node, out, recipe)
+    if recipe is None or not recipe.serves(tensor) or tensor.dtype is not out.dtype:
+        return None
+    return recipe, out, recipe.dtype
+
+
+def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
+    """Return the recipe of what a cast read, and that, while it is alive and provably unchanged."""
+    if copy.grad_fn is not node or copy._version != 0 or not copy.is_contiguous():
+        return None
+    producer, number = source(node)
+    output = None if producer is None else producer.metadata.get("pyactcomp")
+    out: Tensor | None = output() if output is not None else None
+    if out is None or out.output_nr != number or out.numel() != copy.numel() or out.device != copy.device:
+        return None
+    recipe: Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+    return (recipe, out) if recipe.serves(out) and out.is_contiguous() else None
+
+
+def _source_of_cast(copy: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
+    known = cast_recipe(copy, node)
+    if known is not None:
+        return (*known, copy.dtype) if known[0].casts else None
+    if copy.grad_fn is not node:
+        return None
+    producer, number = source(node)
+    if producer is None:
+        return None
+    stored = _stored_result(producer)
+    if stored is None or stored.shape != copy.size() or stored.stride != copy.stride() or number != 0:
+        return None
+    return Recipe(copy, lambda dtype: stored.restore().to(dtype)), copy, copy.dtype
+
+
+_SAVING_THEIR_RESULT = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "TanhBackward0", "SigmoidBackward0"})
+
+
+def _stored_result(node: Node) -> Region | Kept | None:
+    """Return the stored result of an operator that saves it, if it has not been written to."""
+    if node.name() not in _SAVING_THEIR_RESULT:
+        return None
+    stored = saved_form(node, "result")
+    return stored if isinstance(stored, (Region, Kept)) and stored.unchanged else None
+
+
+def _operand(node: Node, name: str) -> Stored | None:
+    """Return the stored form of an operand, if it is one to compute from."""
+    stored = saved_form(node, name)
+    return stored if isinstance(stored, (Kept, Region, View, Redone)) and _depth(stored) < _DEEPEST else None
+
+
+def _depth(stored: Stored) -> int:
+    shared = stored.region if isinstance(stored, View) else stored
+    return shared.recipe.depth if isinstance(shared, Redone) else 0
+
+
+def _gelu(out: Tensor, node: Any) -> Recipe | None:
+    x = _operand(node, "self")
+    if x is None:
+        return None
+    approximate = node._saved_approximate
+    return Recipe(out, lambda dtype: F.gelu(x.restore(), approximate=approximate).to(dtype), depth=_depth(x) + 1)
+
+
+def _silu(out: Tensor, node: Node) -> Recipe | None:
+    x = _operand(node, "self")
+    return None if x is None else Recipe(out, lambda dtype: F.silu(x.restore()).to(dtype), depth=_depth(x) + 1)
+
+
+def _mul(out: Tensor, node: Node) -> Recipe | None:
+    a, b = _operand(node, "self"), _operand(node, "other")
+    if a is None or b is None:
+        return None
+    depth = max(_depth(a), _depth(b)) + 1
+    return Recipe(out, lambda dtype: (a.restore() * b.restore()).to(dtype), depth=depth)
+
+
+def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
+    """Serve dropout of a tensor that its own operator stores: attention probabilities."""
+    mask, (producer, _) = _operand(node, "result1"), source(node)
+    stored = None if producer is None else _stored_result(producer)
+    if mask is None or stored is None or stored.shape != out.size() or stored.stride != out.stride():
+        return None
+    probability = node._saved_p
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    # What dropout does to its input is what its backward does to a gradient.
+    backward = torch.ops.aten.native_dropout_backward
+    return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype))
+
+
+_OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
+    "GeluBackward0": _gelu,
+    "SiluBackward0": _silu,
+    "MulBackward0": _mul,
+    "NativeDropoutBackward0": _dropout_of_result,
+}
+
+
+def offer_layer_norm(out: Tensor, shape: tuple[int, ...], eps: float) -> None:
+    """Make known how a layer norm's output is computed again. Its node does not tell ``eps``, the module does."""
+    node: Any = out.grad_fn
+    if node is None or node.name() != "NativeLayerNormBackward0" or out._version != 0:
+        return
+    x = _operand(node, "input")
+    weight, bias = _operand(node, "weight"), _operand(node, "bias")
+    if x is None:
+        return
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        gamma = None if weight is None else weight.restore()
+        beta = None if bias is None else bias.restore()
+        return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)
+
+    # To normalise in float32 and then cast moves 14 bytes to save 2; that the casts are the same is worth more.
+    attach(node, out, Recipe(out, compute, depth=_depth(x) + 1, casts=False))

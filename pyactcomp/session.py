@@ -1,0 +1,119 @@
+"""One configuration in use: when the hooks of a forward are active, and what outlives it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.nn import Module
+
+from .config import Config
+from .engine import Frame, Packing
+from .errors import HookConflictError
+from .record import Recorder
+from .torch_private import inside_functorch, saved_tensor_hooks_enabled, top_saved_tensor_hooks
+
+
+def _close_abandoned() -> None:
+    """Deactivate hooks of this thread whose forward is over."""
+    while (top := top_saved_tensor_hooks()) is not None:
+        frame = getattr(top[0], "__self__", None)
+        if not isinstance(frame, Frame) or not isinstance(frame.packing, Session) or not frame.abandoned():
+            return
+        frame.packing.drop(frame)
+
+
+class Session(Packing):
+    """One configuration in use: opens a :class:`Frame` for each forward and keeps what outlives it.
+
+    Copying or pickling a session gives a fresh one with the same configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recorder: Recorder | None = None
+        self.paused = False
+        self._frames = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Session, (self.config,)
+
+    def _stack(self) -> list[Frame | None]:
+        stack: list[Frame | None] | None = getattr(self._frames, "stack", None)
+        if stack is None:
+            stack = self._frames.stack = []
+        return stack
+
+    def frame(self) -> Frame | None:
+        """Return the frame of the innermost forward in progress in this thread."""
+        stack = self._stack()
+        return stack[-1] if stack else None
+
+    def open(self, module: Module | None, *, active: bool = True, caller: FrameType | None = None) -> None:
+        """Activate the hooks for a forward of ``module``, or step aside where they must not be.
+
+        Torch runs a module's last hooks after an exception, but not after KeyboardInterrupt and its like. ``caller``,
+        the running frame that would call :meth:`close`, lets the next forward notice what was left open.
+
+        Every call is to be followed by one of :meth:`close`, also where this raises or is not active.
+
+        Raises
+        ------
+        HookConflictError
+            If other hooks are active and the configuration says so.
+        """
+        _close_abandoned()
+        stack = self._stack()
+        stack.append(None)
+        if not active or self.paused or os.environ.get("PYACTCOMP_DISABLE") == "1":
+            return
+        if not saved_tensor_hooks_enabled() or inside_functorch() or self._conflicts():
+            return
+        if module is not None:
+            self.root = ref(module)
+        frame = Frame(self, module, self._new_recorder(module))
+        frame.open(caller)
+        stack[-1] = frame
+
+    def close(self) -> None:
+        """Undo the last :meth:`open` of this thread."""
+        stack = self._stack()
+        frame = stack.pop() if stack else None
+        if frame is not None:
+            frame.close()
+            if frame.recorder is not None and frame.recorder.saved:
+                self.recorder = frame.recorder
+
+    def drop(self, frame: Frame) -> None:
+        """Close a frame of this thread that was abandoned, and forget those opened inside it."""
+        stack = self._stack()
+        if frame in stack:
+            del stack[stack.index(frame) :]
+        frame.close()
+
+    def _new_recorder(self, module: Module | None) -> Recorder | None:
+        if self.recorder is not None or not torch.is_grad_enabled():
+            return None
+        return Recorder(module)
+
+    def _conflicts(self) -> bool:
+        top = top_saved_tensor_hooks()
+        if top is None or isinstance(getattr(top[0], "__self__", None), Frame):
+            return False
+        if self.config.on_conflict == "skip":
+            return True
+        name = f"{top[0].__module__}.{getattr(top[0], '__qualname__', type(top[0]).__name__)}"
+        if top[0].__module__ == "torch.utils.checkpoint":
+            advice = (
+                "compressing inside a checkpointed function would silently disable the checkpointing; open pyactcomp "
+                "outside of it (compress the whole model)"
+            )
+        else:
+            advice = "only the innermost pair runs, so one of the two would silently do nothing; use one of them"
+        raise HookConflictError(
+            f"other saved-tensor hooks are active here ({name}): {advice}, or pass on_conflict='skip' to step aside"
+        )

@@ -1,0 +1,378 @@
+"""The kernels of the activations and of rope, on the device that this process has Triton kernels for.
+
+Run by ``test_functional_activations.py`` in processes of their own, with Triton's interpreter and, where there is a
+GPU, without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from functional_checks import EPS, SEED, assert_codes_saved, assert_within, error_of, normal, saved_by
+from native_cases import DTYPES
+from torch import Tensor
+from torch.nn import functional as F
+
+from pyactcomp import functional, redo
+from pyactcomp.codec import Packed, dequantize
+from pyactcomp.functional import _fused_activations, _fused_rope
+from pyactcomp.functional._dropout import dropout
+from pyactcomp.functional._new_gelu import new_gelu
+from pyactcomp.functional._relu import relu
+from pyactcomp.functional._rope import rope
+from pyactcomp.functional._silu_mul import silu_mul
+from pyactcomp.kernels import triton as kernels
+
+DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
+FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]
+# Whole tiles and a part of one, in which the last group is not whole either.
+NUMEL = kernels.DECODE_TILE + 99
+# Of 3 heads a part of a tile more than whole ones.
+TOKENS = 19
+SPECIALS = (float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 65504.0, -65504.0, 2.0**-149, 2.0**-24, 88.5, -88.5)
+
+
+def on_device(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(DEVICE, dtype)
+
+
+def restored(codes: Tensor, numel: int, bits: int, group_size: int) -> Tensor:
+    """Return the float64 values that codes stand for."""
+    packed = Packed(codes.detach().cpu(), (numel,), (1,), torch.float32, bits, group_size)
+    return dequantize(packed, impl="reference").double()
+
+
+def recipe_of(out: Tensor) -> redo.Recipe:
+    recipe: redo.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+    return recipe
+
+
+def silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+# With codes.
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gelu_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size: int, approximate: str) -> None:
+    x = on_device(3 * normal(NUMEL), torch.bfloat16).requires_grad_()
+    outputs = []
+
+    def compute() -> Tensor:
+        outputs.append(functional.gelu(x, approximate, bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+        return outputs[0]
+
+    (codes,) = saved_by(compute)
+    exact = restored(codes, NUMEL, bits, group_size)
+    again = recipe_of(outputs[0]).compute(dtype)
+    assert again.dtype == dtype
+    # As of check_gelu.
+    assert_within(again, F.gelu(exact, approximate=approximate), 12 * EPS * exact.abs())
+
+
+def test_a_redo_keeps_the_strides_of_the_output() -> None:
+    x = on_device(normal(2, 8, 5, 7), torch.bfloat16).to(memory_format=torch.channels_last).requires_grad_()
+    for out in (
+        functional.gelu(x, impl="triton"),
+        silu_mul(x, x, impl="triton"),
+        new_gelu(x, bits=None, impl="triton"),
+    ):
+        assert recipe_of(out).compute(out.dtype).stride() == out.stride() == x.stride()
+
+
+@pytest.mark.parametrize("bits", [8, None])
+def test_a_recipe_holds_no_graph(bits: int | None) -> None:
+    x = on_device(normal(NUMEL), torch.bfloat16).requires_grad_() * 1
+    for out in (silu_mul(x, x, bits=bits, impl="triton"), new_gelu(x, bits=bits, impl="triton")):
+        assert all(operand.grad_fn is None for operand in recipe_of(out)._operands)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul_saves_the_bytes_of_the_reference(dtype: torch.dtype, bits: int, group_size: int) -> None:
+    gate, up = (on_device(normal(NUMEL, seed=seed), dtype) for seed in (0, 1))
+    gate[3], gate[70], up[200] = float("inf"), float("nan"), -float("inf")
+    leaves = [t.clone().requires_grad_() for t in (gate, up)]
+    options = {"bits": bits, "group_size": group_size, "seed": SEED}
+    saved = saved_by(lambda: silu_mul(*leaves, **options, impl="triton"))
+    for codes, x in zip(saved, (gate, up), strict=True):
+        assert_codes_saved([codes], x, bits, group_size, None)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul_is_within_its_bounds(dtype: torch.dtype, bits: int, group_size: int) -> None:
+    gate, up, grad = (on_device(2 * normal(3, NUMEL // 3, seed=seed), dtype) for seed in (0, 1, 2))
+    leaves = [t.clone().requires_grad_() for t in (gate, up)]
+    out = silu_mul(*leaves, bits=bits, group_size=group_size, seed=SEED, impl="triton")
+    grads = torch.autograd.grad(out, leaves, grad)
+    wide = [t.cpu().double().requires_grad_() for t in (gate, up)]
+    exact = F.silu(wide[0]) * wide[1]
+    exact_grads = torch.autograd.grad(exact, wide, grad.cpu().double())
+    assert out.dtype == dtype
+
+    # A dozen float32 operations, the rounding of silu, of grad * up and of the result; where slope and sigmoid are
+    # restored from other values than those of gate, the bounds of silu_mul's documentation.
+    eps = torch.finfo(dtype).eps
+    g, (a, b) = grad.cpu().double().abs(), (t.detach().abs() for t in wide)
+    e, f = error_of(gate, bits, group_size), error_of(up, bits, group_size)
+    assert_within(out, exact.detach(), (eps + 12 * EPS) * exact.detach().abs() + torch.finfo(dtype).tiny * b)
+    quantised = g * (1.1 * f + e * (b + f) / 2)
+    assert_within(grads[0], exact_grads[0], quantised + 1.1 * (eps + 12 * EPS) * g * (b + f))
+    assert_within(grads[1], exact_grads[1], 1.1 * e * g + (eps + 12 * EPS) * g * (a + e))
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (4, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_silu_mul_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size: int) -> None:
+    gate, up = (on_device(3 * normal(NUMEL, seed=seed), torch.bfloat16).requires_grad_() for seed in (0, 1))
+    outputs = []
+
+    def compute() -> Tensor:
+        outputs.append(silu_mul(gate, up, bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+        return outputs[0]
+
+    a, b = (restored(codes, NUMEL, bits, group_size) for codes in saved_by(compute))
+    exact = F.silu(a) * b
+    again = recipe_of(outputs[0]).compute(dtype)
+    assert again.dtype == dtype
+    assert_within(again, exact, (torch.finfo(dtype).eps + 12 * EPS) * exact.abs() + torch.finfo(dtype).tiny * b.abs())
+
+
+@pytest.mark.parametrize("bits", [8, None])
+def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
+    gate = on_device(torch.tensor(SPECIALS).repeat(64), torch.float32)
+    up = on_device(torch.full((gate.numel(),), 2.0), torch.float32)
+    up[: len(SPECIALS)] = float("inf")
+    leaves = [t.clone().requires_grad_() for t in (gate, up)]
+    out = silu_mul(*leaves, bits=bits, impl="triton")
+    expected = F.silu(leaves[0]) * leaves[1]
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), expected.isinf())
+    grads, eager = (torch.autograd.grad(y, leaves, torch.ones_like(y)) for y in (out, expected))
+    for ours, theirs in zip(grads, eager, strict=True):
+        assert bool((~ours.isfinite() | theirs.isfinite()).all())
+
+
+# Without codes.
+
+
+def chain(x: Tensor, wide: bool) -> Tensor:
+    """Return what autocast on CUDA makes of new_gelu's operators where ``wide``, on any device."""
+    cube = torch.pow(x.float() if wide else x, 3.0)
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * cube)))
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(d, w) for d in DTYPES for w in (False, True)])
+def test_new_gelu_repeats_the_chain(dtype: torch.dtype, wide: bool) -> None:
+    x = on_device(2 * normal(NUMEL), dtype).requires_grad_()
+    expected = chain(x, wide)
+    grad = on_device(normal(NUMEL, seed=1), expected.dtype)
+    (theirs,) = torch.autograd.grad(expected, x, grad)
+    with torch.no_grad():
+        out, kept, backward, compute = _fused_activations.new_gelu(x, wide)
+        ours = backward(kept, grad)
+    assert (out.dtype, ours.dtype) == (expected.dtype, dtype)
+    # The interpreter's tanh differs by a few ulp of 1, which may turn the rounding of what follows it, ten times.
+    eps, scale = torch.finfo(out.dtype).eps, x.detach().abs() + 1
+    assert float(((out - expected).detach().abs() / scale).max()) <= 8 * eps
+    assert float(((ours - theirs).abs() / (grad.abs() * scale**3 + 1)).max()) <= 10 * (eps + torch.finfo(dtype).eps)
+    assert torch.equal(compute(out.dtype), out)
+    assert torch.equal(compute(torch.bfloat16), out.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul_without_codes_is_eager(dtype: torch.dtype) -> None:
+    leaves = [on_device(2 * normal(NUMEL, seed=seed), dtype).requires_grad_() for seed in (0, 1)]
+    grad = on_device(normal(NUMEL, seed=2), dtype)
+    saved: list[Tensor] = []
+    out = None
+
+    def compute() -> Tensor:
+        nonlocal out
+        out = silu_mul(*leaves, bits=None, impl="triton")
+        return out
+
+    saved = saved_by(compute)
+    assert [s.data_ptr() for s in saved] == [t.data_ptr() for t in leaves]
+    assert out is not None
+    expected = F.silu(leaves[0]) * leaves[1]
+    grads, eager = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
+    # The interpreter has another exp, and no contraction: a few ulp, in values of at most (|gate| + 1) |up| |grad|.
+    eps = torch.finfo(dtype).eps + 8 * EPS
+    scale = (leaves[0].detach().abs() + 1) * (leaves[1].detach().abs() + 1)
+    assert float(((out - expected).detach().abs() / scale).max()) <= 2 * eps
+    for ours, theirs in zip(grads, eager, strict=True):
+        assert float(((ours - theirs).abs() / (scale * (grad.abs() + 1))).max()) <= 4 * eps
+    assert torch.equal(recipe_of(out).compute(dtype), out)
+
+
+# Relu and rope, exact everywhere.
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relu_is_torchs_and_keeps_a_bit(dtype: torch.dtype, inplace: bool) -> None:
+    x = on_device(normal(NUMEL), dtype)
+    x[: len(SPECIALS)] = on_device(torch.tensor(SPECIALS), dtype)
+    leaf = x.clone().requires_grad_()
+    grad = on_device(normal(NUMEL, seed=1), dtype)
+    outputs = []
+
+    def compute() -> Tensor:
+        outputs.append(relu(leaf * 1, inplace, impl="triton"))
+        return outputs[0]
+
+    saved = [s for s in saved_by(compute) if s.dtype is torch.uint8]
+    assert [s.numel() for s in saved] == [-(-NUMEL // 8)]
+    expected = F.relu(leaf)
+    assert torch.equal(outputs[0].nan_to_num(1.5), expected.nan_to_num(1.5))
+    ours, theirs = (torch.autograd.grad(y, leaf, grad)[0] for y in (outputs[0], expected))
+    assert torch.equal(ours, theirs)
+
+
+def turned(x: Tensor) -> Tensor:
+    low, high = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-high, low), -1)
+
+
+def rope_case(
+    heads: int, dim: int, dtype: torch.dtype, table: torch.dtype, unsqueeze: int, batch: int
+) -> tuple[list[Tensor], Callable[[Tensor, int], Tensor], Tensor, Tensor]:
+    """Return two leaves as linear layers give them, the view of one as heads, cos and sin."""
+    leaves = [on_device(normal(2, TOKENS, n * dim, seed=n), dtype).requires_grad_() for n in (heads, 1)]
+    angles = on_device(10 * normal(batch, TOKENS, dim, seed=9), torch.float32)
+
+    def split(x: Tensor, n: int) -> Tensor:
+        x = x.view(2, TOKENS, n, dim)
+        return x.transpose(1, 2) if unsqueeze == 1 else x
+
+    return leaves, split, angles.cos().to(table), angles.sin().to(table)
+
+
+@pytest.mark.parametrize("unsqueeze", [1, 2])
+@pytest.mark.parametrize(("heads", "dim", "batch"), [(3, 128, 2), (5, 48, 1)])
+@pytest.mark.parametrize(
+    "types", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2], ids=str
+)
+def test_rope_is_eager(
+    types: tuple[torch.dtype, torch.dtype], heads: int, dim: int, batch: int, unsqueeze: int
+) -> None:
+    leaves, split, cos, sin = rope_case(heads, dim, *types, unsqueeze, batch)
+    views = [split(leaves[0], heads), split(leaves[1], 1)]
+    assert _fused_rope.serves(*(views[0].movedim(unsqueeze, 2),) * 2, cos, sin)
+    ours = rope(*views, cos, sin, unsqueeze, impl="triton")
+    wide = [t.unsqueeze(unsqueeze) for t in (cos, sin)]
+    theirs = [x * wide[0] + turned(x) * wide[1] for x in views]
+    grads = [on_device(normal(*t.shape, seed=7), t.dtype).transpose(1, 2).contiguous().transpose(1, 2) for t in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert [s for s, n in zip(a.stride(), a.shape, strict=True) if n > 1] == [
+            s for s, n in zip(b.stride(), b.shape, strict=True) if n > 1
+        ]
+        assert torch.equal(a, b)
+    for a, b in zip(torch.autograd.grad(ours, leaves, grads), torch.autograd.grad(theirs, leaves, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rope_in_a_narrow_dtype_is_a_cast_of_the_wide_one() -> None:
+    leaves, split, cos, sin = rope_case(4, 64, torch.bfloat16, torch.float32, 1, 1)
+    views = [split(leaves[0], 4), split(leaves[1], 1)]
+    narrow = rope(*views, cos, sin, dtype=torch.bfloat16, impl="triton")
+    cast = [t.to(torch.bfloat16) for t in rope(*views, cos, sin, impl="triton")]
+    grads = [on_device(normal(*t.shape), t.dtype) for t in cast]
+    of_narrow, of_cast = (torch.autograd.grad(ts, leaves, grads) for ts in (narrow, cast))
+    for a, b in (*zip(narrow, cast, strict=True), *zip(of_narrow, of_cast, strict=True)):
+        assert torch.equal(a, b)
+
+
+def test_rope_keeps_the_tables_alone() -> None:
+    leaves, split, cos, sin = rope_case(4, 64, torch.bfloat16, torch.bfloat16, 1, 1)
+    saved = saved_by(lambda: rope(split(leaves[0], 4), split(leaves[1], 1), cos, sin, impl="triton")[0])
+    assert {s.data_ptr() for s in saved} == {cos.data_ptr(), sin.data_ptr()}
+
+
+def test_rope_of_odd_layouts_is_eager() -> None:
+    # Rows that begin nowhere in particular, and a gradient of ones, which has no strides.
+    wide = on_device(normal(2, 3, 11, 70), torch.float32)
+    q = wide[..., 3:67].detach().requires_grad_()
+    cos, sin = (on_device(normal(1, 11, 64, seed=seed), torch.float32) for seed in (1, 2))
+    ours, _ = rope(q, q, cos, sin, impl="triton")
+    theirs = q * cos.unsqueeze(1) + turned(q) * sin.unsqueeze(1)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(torch.autograd.grad(ours.sum(), q)[0], torch.autograd.grad(theirs.sum(), q)[0])
+
+
+# On the GPU, to the bit.
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Return the bits of a tensor, those of NaN all the same."""
+    x = x.detach().clone()
+    x[x.isnan()] = float("nan")
+    return x.view(torch.int32 if x.dtype.itemsize == 4 else torch.int16)
+
+
+def random_bits(dtype: torch.dtype, seed: int) -> Tensor:
+    """Return 2**22 values, half of them of random bits, so of every magnitude, with infinities, NaN and subnormals."""
+    n = 2**21
+    kind = torch.int32 if dtype.itemsize == 4 else torch.int16
+    limit = torch.iinfo(kind)
+    generator = torch.Generator().manual_seed(seed)
+    any_bits = torch.randint(limit.min, limit.max, (n,), generator=generator, dtype=torch.int64).to(kind).view(dtype)
+    any_bits[: len(SPECIALS)] = torch.tensor(SPECIALS).to(dtype)
+    return torch.cat((any_bits, (3 * torch.randn(n, generator=generator)).to(dtype))).to(DEVICE)
+
+
+def assert_bitwise(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype == theirs.dtype
+    differ = bits_of(ours) != bits_of(theirs)
+    first = differ.nonzero()[:4].flatten().tolist()
+    assert not first, (
+        f"{int(differ.sum())} of {differ.numel()} differ: {[(float(ours[i]), float(theirs[i])) for i in first]}"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul_without_codes_is_bitwise_eager(dtype: torch.dtype) -> None:
+    leaves = [random_bits(dtype, seed).requires_grad_() for seed in (0, 1)]
+    grad = random_bits(dtype, 2)
+    ours, theirs = silu_mul(*leaves, bits=None, impl="triton"), F.silu(leaves[0]) * leaves[1]
+    assert_bitwise(ours, theirs)
+    assert_bitwise(recipe_of(ours).compute(dtype), theirs)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, grad) for y in (ours, theirs)), strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_new_gelu_without_codes_is_bitwise_eager(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    x = random_bits(dtype, 0).requires_grad_()
+    with torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        ours, theirs = new_gelu(x, bits=None, impl="triton"), chain(x, False)
+    assert_bitwise(ours, theirs)
+    assert_bitwise(recipe_of(ours).compute(torch.bfloat16), theirs.to(torch.bfloat16))
+    grad = random_bits(ours.dtype, 1)
+    assert_bitwise(torch.autograd.grad(ours, x, grad)[0], torch.autograd.grad(theirs, x, grad)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relu_and_dropout_are_bitwise_eager(dtype: torch.dtype) -> None:
+    x, grad = random_bits(dtype, 0).requires_grad_(), random_bits(dtype, 1)
+
+    def dropped(function: Callable[[Tensor, float], Tensor]) -> Tensor:
+        torch.manual_seed(SEED)
+        return function(x, 0.1)
+
+    for ours, theirs in ((relu(x), F.relu(x)), (dropped(dropout), dropped(F.dropout))):
+        assert_bitwise(ours, theirs)
+        assert_bitwise(torch.autograd.grad(ours, x, grad)[0], torch.autograd.grad(theirs, x, grad)[0])

@@ -1,0 +1,220 @@
+"""The kernels of the norms, on the device that this process has Triton kernels for.
+
+Run by ``test_functional_norms.py`` in processes of their own, with Triton's interpreter and, where there is a GPU,
+without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functional_checks import SEED, assert_codes_saved, normal, saved_by
+from native_cases import DTYPES
+from norm_checks import case, check, gradient_of, recipe_of
+from torch import Tensor
+
+from pyactcomp import codec
+from pyactcomp.functional import _fused_norms
+from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
+from pyactcomp.functional._rms_norm import rms_norm
+from pyactcomp.functional._saving import saving
+from pyactcomp.kernels import triton as kernels
+
+DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
+FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]
+# Several rows a program; rows of another number of groups than a power of two; of no whole number, not fused.
+LENGTHS = [256, 384, 200]
+# An odd number of rows: a program has one. More rows than programs of backward have at once.
+SHAPES = [(5, 256), (4, 12, 128), (3, 768), (2, 2048)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
+def test_codes_are_those_of_the_reference(bits: int, group_size: int, length: int) -> None:
+    x, residual = (normal(6, length, seed=seed).to(DEVICE) for seed in (0, 1))
+    x[2, 7], x[3, 9] = float("inf"), float("nan")
+    x = x.bfloat16()
+    rows = torch.tensor([3, 0, 5, 1, 2, 4], device=DEVICE)
+    how: dict[str, Any] = {"bits": bits, "group_size": group_size, "seed": SEED, "impl": "triton"}
+    leaf = x.clone().requires_grad_()
+    weight = normal(length).to(DEVICE)
+    served = length % group_size == 0
+    for compute, packed, statistics in (
+        (lambda: layer_norm(leaf, length, **how), x, 6),
+        (lambda: layer_norm(leaf, length, rows=rows, **how), x[rows], 6),
+        (lambda: add_layer_norm(leaf, residual, length, **how), x + residual, 6),
+        (lambda: rms_norm(leaf, None, 1e-6, **how), x, 6),
+        (lambda: rms_norm(leaf, weight, 1e-6, **how), x, 6 + length),
+    ):
+        saved = saved_by(compute)
+        assert_codes_saved(saved, packed, bits, group_size, None)
+        assert sum(s.numel() for s in saved if s.dtype is torch.float32) == statistics
+    form = x, residual, (length,), torch.float32, saving(bits, group_size, None, SEED, "triton")
+    assert _fused_norms.serves(*form) == served
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm_is_within_its_bounds(centred: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(case(*shape, dtype=dtype, centred=centred, device=DEVICE), "triton")
+
+
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS[1:])
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm_in_other_formats_is_within_its_bounds(centred: bool, bits: int, group_size: int) -> None:
+    check(case(6, 512, centred=centred, device=DEVICE), "triton", bits=bits, group_size=group_size)
+
+
+@pytest.mark.parametrize("shape", [(8, 128), (3, 768)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_of_a_sum_is_within_its_bounds(residual: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(case(*shape, dtype=dtype, residual=residual, device=DEVICE), "triton")
+
+
+@pytest.mark.parametrize("parameters", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm_without_weight_or_bias(centred: bool, parameters: tuple[bool, bool]) -> None:
+    check(case(6, 192, centred=centred, parameters=parameters, device=DEVICE), "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype: torch.dtype) -> None:
+    x, residual = normal(8, 256).to(DEVICE, torch.bfloat16), normal(8, 256, seed=1).to(DEVICE, dtype)
+    grad = normal(8, 256, seed=2).to(DEVICE, dtype)
+
+    def of_sum(t: Tensor) -> Tensor:
+        return add_layer_norm(t, residual, 256, impl="triton")
+
+    assert torch.equal(
+        of_sum(x.clone().requires_grad_()), layer_norm((x + residual).requires_grad_(), 256, impl="triton")
+    )
+    separate = gradient_of(lambda t: layer_norm(t, 256, impl="triton"), x + residual, grad)
+    assert torch.equal(gradient_of(of_sum, x, grad), separate.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "index"),
+    [(12, 128, torch.int32), (12, 128, torch.int64), (3, 192, torch.int64), (3, 200, torch.int32)],
+)
+def test_rows_come_in_the_order_asked_for(count: int, length: int, index: torch.dtype) -> None:
+    x, grad = (normal(2, count, length, seed=seed).to(DEVICE) for seed in (0, 1))
+    rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    flat = x.view(-1, length)
+    leaf = x.clone().requires_grad_()
+    out = layer_norm(leaf, length, rows=rows.to(index), impl="triton")
+    expected = layer_norm(flat[rows].requires_grad_(), length, impl="triton")
+    assert torch.equal(out, expected)
+    assert torch.equal(recipe_of(out).compute(torch.float32), recipe_of(expected).compute(torch.float32))
+    out.backward(grad.view(-1, length))
+    gathered = gradient_of(lambda t: layer_norm(t, length, impl="triton"), flat[rows], grad.view(-1, length))
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad.view(-1, length)[rows], gathered)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
+    x = normal(8, 256).to(DEVICE).requires_grad_()
+    out = layer_norm(x, 256, dtype=dtype, impl="triton")
+    whole = layer_norm(x, 256, impl="triton")
+    assert out.dtype is dtype
+    assert torch.equal(out, whole.to(dtype))
+    # What the kernel rounds once, a cast of its float32 result rounds the same way.
+    assert torch.equal(recipe_of(whole).compute(dtype), recipe_of(whole).compute(torch.float32).to(dtype))
+
+
+def test_gradients_that_are_not_wanted_are_not_computed() -> None:
+    c = case(8, 256, device=DEVICE)
+    everything = c.leaves()
+    c.run(everything, "triton").backward(c.grad)
+    for wanted in (0, 2, 3):
+        leaves = [None if t is None else t.detach().requires_grad_(i == wanted) for i, t in enumerate(everything)]
+        c.run(leaves, "triton").backward(c.grad)
+        for i, (leaf, reference_leaf) in enumerate(zip(leaves, everything, strict=True)):
+            if leaf is not None and reference_leaf is not None:
+                assert (leaf.grad is not None) == (i == wanted)
+                assert i != wanted or torch.equal(leaf.grad, reference_leaf.grad)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
+def test_rows_that_are_not_finite_stay_visible(special: float, centred: bool) -> None:
+    c = case(4, 256, centred=centred, device=DEVICE)
+    c.x[1, 3] = special
+    leaves, exact = c.leaves(), c.leaves()
+    for impl, bits, run in (("triton", 8, leaves), ("reference", None, exact)):
+        c.run(run, impl, bits=bits).backward(c.grad)
+    with torch.no_grad():
+        out, expected = c.run(leaves, "triton"), c.run(exact, "reference", bits=None)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert leaves[0] is not None
+    assert exact[0] is not None
+    finite = [t.grad.isfinite().all(-1) for t in (leaves[0], exact[0])]
+    assert torch.equal(*finite)
+    assert not bool(finite[0][1])
+    assert bool(finite[0][0])
+
+
+@pytest.mark.parametrize("length", [256, 768])
+@pytest.mark.parametrize("centred", [True, False])
+def test_fused_gradients_are_those_of_the_separate_passes(centred: bool, length: int) -> None:
+    # Both restore the same values, so that only the rounding of the sums differs.
+    c = case(7, length, centred=centred, device=DEVICE)
+    results = []
+    for impl in ("triton", "reference"):
+        leaves = c.leaves()
+        c.run(leaves, impl).backward(c.grad)
+        results.append([t.grad for t in leaves if t is not None])
+    for fused, separate in zip(*results, strict=True):
+        limit = 2 * (length + 12) * torch.finfo(torch.float32).eps * float(separate.abs().max())
+        assert float((fused - separate).abs().max()) <= limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [256, 200])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_layer_norm_under_autocast_gives_float32(bits: int | None, length: int) -> None:
+    x = normal(8, length).to(DEVICE, torch.bfloat16).requires_grad_()
+    weight = normal(length).to(DEVICE).requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = layer_norm(x, length, weight, bits=bits)
+        expected = torch.nn.functional.layer_norm(x, (length,), weight)
+    assert out.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=0, atol=length * torch.finfo(torch.float32).eps * 8)
+    out.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [128, 768, 1024])
+def test_exact_layer_norm_is_bitwise_that_of_torch(length: int, dtype: torch.dtype) -> None:
+    c = case(300, length, dtype=dtype, device=DEVICE)
+    ours, torchs = c.leaves(), c.leaves()
+    out = c.run(ours, "auto", bits=None)
+    expected = torch.nn.functional.layer_norm(torchs[0], (length,), *torchs[2:])
+    assert torch.equal(out, expected)
+    assert torch.equal(recipe_of(out).compute(dtype), expected)
+    out.backward(c.grad)
+    expected.backward(c.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, torchs, strict=True) if a is not None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("length", [128, 1024])
+def test_norm_sums_over_more_tiles_than_programs(length: int, centred: bool) -> None:
+    check(case(20000, length, dtype=torch.bfloat16, centred=centred, device=DEVICE), "auto")
+
+
+@pytest.mark.gpu
+def test_automatic_choice_is_the_kernels_on_the_gpu() -> None:
+    x = normal(64, 256).to(DEVICE, torch.bfloat16)
+    auto: codec.Impl = "auto"
+    assert _fused_norms.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, auto))
+    assert not _fused_norms.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, "cuda"))

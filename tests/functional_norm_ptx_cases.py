@@ -1,0 +1,91 @@
+"""What the kernels of the norms compile to for sm_90; needs no GPU.
+
+Run by ``test_functional_norms.py`` in a process of its own, without Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton_ptx_cases import GROUP, assert_exact, ptx
+
+from pyactcomp.functional import _norm_kernels
+
+# Types of x and of the output (of the gradient and of that of x, in backward), elements of a row, groups of its tile,
+# rows and warps of a program: BERT's, GPT-2's, Llama's and Swin's rows, and one that is no power of two.
+FORMS = [("fp32", "fp32", 1024, 16, 1, 2), ("fp32", "bf16", 768, 16, 1, 2), ("bf16", "bf16", 128, 16, 8, 2)]
+
+
+def assert_no_spills(text: str, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.ptx"
+    source.write_text(text)
+    command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report) == [("0", "0")]
+
+
+def constants(length: int, groups: int, rows: int, **flags: Any) -> dict[str, Any]:
+    codes = {"BITS": 8, "GROUP": GROUP, "GROUPS": groups, "COMPILED": True}
+    return {"N": length, "ROWS": rows, "HAS_WEIGHT": True, **codes, **flags}
+
+
+@pytest.mark.parametrize(("x", "out", "length", "groups", "rows", "warps"), FORMS)
+@pytest.mark.parametrize("form", ["layer_norm", "rows", "sum", "rms_norm"])
+def test_forward_is_exact_in_what_it_packs(
+    form: str, x: str, out: str, length: int, groups: int, rows: int, warps: int, tmp_path: Path
+) -> None:
+    residual = "fp32" if form == "sum" else x
+    centred = form != "rms_norm"
+    flags = {"HAS_BIAS": centred, "HAS_RESIDUAL": form == "sum", "INDEXED": form == "rows", "STOCHASTIC": False}
+    text = ptx(
+        _norm_kernels.norm_forward_kernel,
+        f"*{x} *{residual} *fp32 *fp32 *i32 *{out} *u8 *fp32 i64 fp32 u32 u32",
+        warps,
+        **constants(length, groups, rows, CENTRED=centred, **flags),
+    )
+    # The quotient of each element takes two; what the row does not have, and the compiler knows of, takes none.
+    per_thread = groups * GROUP // (32 * warps)
+    contracted = len(re.findall(r"^\s+fma\.", text, re.MULTILINE))
+    assert_exact(text, contracted)
+    assert contracted <= 2 * per_thread
+    assert contracted == 2 * per_thread or length != groups * GROUP // rows
+    assert_no_spills(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("grad", "x", "length", "groups", "rows", "warps"),
+    [
+        ("fp32", "fp32", 1024, 32, 2, 8),
+        ("fp32", "bf16", 768, 16, 1, 4),
+        ("bf16", "bf16", 2048, 32, 1, 8),
+        ("bf16", "bf16", 128, 32, 16, 8),
+    ],
+)
+@pytest.mark.parametrize("form", ["layer_norm", "rows", "sum", "rms_norm"])
+def test_backward_is_exact(
+    form: str, grad: str, x: str, length: int, groups: int, rows: int, warps: int, tmp_path: Path
+) -> None:
+    needs = {f"NEEDS_{name}": True for name in ("INPUT", "WEIGHT", "BIAS")}
+    flags = {"CENTRED": form != "rms_norm", "TWICE": form == "sum", "INDEXED": form == "rows", **needs}
+    text = ptx(
+        _norm_kernels.norm_backward_kernel,
+        f"*u8 *fp32 *fp32 *{grad} *i32 *{x} *bf16 *fp32 *fp32 i64",
+        warps,
+        **constants(length, groups, rows, **flags),
+    )
+    assert_exact(text, 0)
+    assert_no_spills(text, tmp_path)
+
+
+@pytest.mark.parametrize(("out", "length", "groups", "rows"), [("bf16", 1024, 32, 2), ("fp32", 768, 16, 1)])
+def test_redo_is_exact(out: str, length: int, groups: int, rows: int, tmp_path: Path) -> None:
+    flags = {"CENTRED": True, "HAS_BIAS": True}
+    form = constants(length, groups, rows, **flags)
+    text = ptx(_norm_kernels.norm_redo_kernel, f"*u8 *fp32 *fp32 *fp32 *{out} i64", 4, **form)
+    assert_exact(text, 0)
+    assert_no_spills(text, tmp_path)

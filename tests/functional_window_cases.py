@@ -1,0 +1,106 @@
+"""The kernels of window attention and of the residual addition, on the device that this process has Triton for.
+
+Run by ``test_functional_windows.py`` in processes of their own, with Triton's interpreter and, where there is a GPU,
+without.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from functional_checks import SEED, assert_codes_saved, normal, saved_by
+from torch import Tensor
+from window_checks import attention, check_window_attention, inputs, recipe_of
+
+from pyactcomp import codec
+from pyactcomp.functional import _fused_windows
+from pyactcomp.functional._residual_add import residual_add
+from pyactcomp.functional._saving import saving
+from pyactcomp.functional._window_attention import window_attention
+from pyactcomp.kernels import triton as kernels
+
+DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
+# Dtype, tokens, heads and their width, group, mask: Swin's twice, a window with no padding, one group of all heads.
+FORMS = [
+    (torch.bfloat16, 49, 2, 32, 64, True),
+    (torch.float16, 49, 2, 32, 64, False),
+    (torch.bfloat16, 16, 1, 64, 64, False),
+    (torch.float16, 9, 8, 16, 128, True),
+]
+
+
+def placed(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.to(DEVICE) for t in tensors]
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "heads", "head", "group_size", "masked"), FORMS, ids=str)
+def test_attention_is_within_its_bounds(
+    dtype: torch.dtype, tokens: int, heads: int, head: int, group_size: int, masked: bool
+) -> None:
+    qkv, bias, mask = placed(*inputs(4, tokens, heads, head, dtype, masked))
+    (grad,) = placed(normal(4, tokens, heads * head, seed=3).to(dtype))
+    assert _fused_windows.attention_serves(qkv, heads, saving(8, group_size, None, SEED, "triton"))
+    check_window_attention(qkv, bias, mask, grad, group_size, "triton")
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_attention_saves_the_bytes_of_the_reference(rounding: codec.Rounding) -> None:
+    qkv, bias, _ = placed(*inputs(3, 49, 4, 32, torch.bfloat16, False))
+    qkv[1, 7, 70], qkv[2, 48, 383] = float("inf"), float("nan")
+    leaf = qkv.clone().requires_grad_()
+    saved = saved_by(lambda: window_attention(leaf, 4, bias, rounding=rounding, seed=SEED, impl="triton"))
+    assert_codes_saved(saved, qkv, 8, 64, rounding)
+    assert sum(t.nbytes for t in saved) == qkv.numel() * 17 // 16 + bias.nbytes
+
+
+def test_output_computed_again_is_that_of_the_restored_input() -> None:
+    qkv, bias, mask = placed(*inputs(4, 49, 2, 32, torch.bfloat16, True))
+    out = window_attention(qkv.requires_grad_(), 2, bias, mask, seed=SEED, impl="triton")
+    restored = codec.dequantize(codec.quantize(qkv.detach())).requires_grad_()
+    expected = window_attention(restored, 2, bias, mask, seed=SEED, impl="triton")
+    recipe = recipe_of(out)
+    assert torch.equal(recipe.compute(torch.bfloat16), expected.detach())
+
+
+@pytest.mark.parametrize("special", [float("inf"), float("nan")])
+def test_non_finite_values_stay_visible_in_their_window_alone(special: float) -> None:
+    qkv, bias, mask = placed(*inputs(2, 49, 2, 32, torch.bfloat16, True))
+    qkv[1, 3, 150] = special
+    leaf, bias = qkv.clone().requires_grad_(), bias.requires_grad_()
+    out = window_attention(leaf, 2, bias, mask, impl="triton")
+    out.float().sum().backward()
+    wide = qkv.cpu().double().requires_grad_()
+    exact = attention(wide, bias.detach().cpu().double(), mask.cpu())
+    exact.sum().backward()
+    assert torch.equal(out.isfinite().cpu(), exact.isfinite())
+    # Where float64 has a finite gradient beside infinite ones, a NaN is as good: no such value is trusted.
+    assert bool((leaf.grad.isfinite().cpu() <= wide.grad.isfinite()).all())
+    assert bool(leaf.grad[0].isfinite().all())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2, (torch.float32,) * 2])
+@pytest.mark.parametrize("width", [96, 5])
+@pytest.mark.parametrize(("scaled", "ordered"), [(False, False), (True, False), (True, True)])
+def test_residual_add_is_bitwise_that_of_the_operators(
+    dtypes: tuple[torch.dtype, torch.dtype], width: int, scaled: bool, ordered: bool
+) -> None:
+    x, branch, grad = (normal(36, width, seed=seed) for seed in (0, 1, 2))
+    rows = torch.randperm(36, generator=torch.Generator().manual_seed(3), dtype=torch.int32) if ordered else None
+    scale = torch.tensor([0.0, 1.11, 1.0, 2.0]).to(dtypes[1]) if scaled else None
+    x, branch, rows, scale = placed(x.to(dtypes[0]), branch.to(dtypes[1]), rows, scale)
+    leaves = x.requires_grad_(), branch.requires_grad_()
+    out = residual_add(*leaves, scale=scale, rows=rows, impl="triton")
+    back = branch if rows is None else branch[rows.argsort()]
+    expected = x + (back if scale is None else back * scale.repeat_interleave(9)[:, None])
+    assert torch.equal(out, expected)
+    (grad,) = placed(grad.to(out.dtype))
+    for ours, torchs in zip(*(torch.autograd.grad(t, leaves, grad) for t in (out, expected)), strict=True):
+        assert torch.equal(ours, torchs)
+
+
+@pytest.mark.gpu
+def test_attention_sums_the_bias_over_more_windows_than_programs() -> None:
+    qkv, bias, mask = placed(*inputs(600, 49, 4, 32, torch.bfloat16, True))
+    (grad,) = placed(normal(600, 49, 128, seed=3).bfloat16())
+    assert len(qkv) > _fused_windows._programs(DEVICE) // 4
+    check_window_attention(qkv, bias, mask, grad, 64, "triton")

@@ -1,0 +1,80 @@
+"""What the tests of ``linear_cross_entropy`` share: inputs, and how far a result in float32 may be off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from functional_checks import EPS, assert_within, normal
+from torch import Tensor
+from torch.nn import functional as F
+
+from pyactcomp.functional._linear_cross_entropy import linear_cross_entropy
+
+
+def inputs(
+    rows: int, width: int, vocabulary: int, dtype: torch.dtype, bias: bool, device: str | torch.device = "cpu"
+) -> tuple[list[Tensor | None], Tensor]:
+    """Return x, weight and bias that want gradients, and labels of which every fifth is ignored."""
+    tensors = [normal(rows, width), normal(vocabulary, width, seed=1) / 4, normal(vocabulary, seed=2) if bias else None]
+    labels = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(3))
+    labels[::5] = -100
+    return [None if t is None else t.to(device, dtype).requires_grad_() for t in tensors], labels.to(device)
+
+
+def wide_copies(leaves: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else t.detach().cpu().double().requires_grad_() for t in leaves]
+
+
+def check(leaves: list[Tensor | None], labels: Tensor, reduction: str = "mean", **options: Any) -> None:
+    """Compare loss and gradients of float32 leaves with float64, each element with a bound of its own."""
+    x, weight, bias = leaves
+    loss = linear_cross_entropy(x, weight, labels, bias, reduction=reduction, **options)
+    loss.backward()
+    wide = wide_copies(leaves)
+    scores = F.linear(*wide)
+    target = labels.cpu()
+    exact = F.cross_entropy(scores, target, reduction=reduction)
+    exact.backward()
+
+    counted = (target != -100).double()[:, None]
+    by = counted.sum() if reduction == "mean" else 1.0
+    a, b, scores = wide[0].detach(), wide[1].detach(), scores.detach()
+    width, vocabulary = a.shape[1], b.shape[0]
+    magnitude = F.linear(a.abs(), b.abs(), None if bias is None else wide[2].detach().abs())
+    # A logit is a sum of width + 1 products. An error of d in all of them changes a softmax by a factor of up to
+    # exp(2 d); its own sum has vocabulary terms, each within a few ulp of what the exponent's size leaves.
+    d = ((width + 1) * EPS * magnitude).amax(1, keepdim=True)
+    spread = scores.amax(1, keepdim=True) - scores.amin(1, keepdim=True)
+    relative = 2 * d + (vocabulary + 16 + 2 * spread) * EPS
+    g = (scores.softmax(1) - F.one_hot(target.clamp(min=0), vocabulary)) * counted / by
+    g_off = scores.softmax(1) * counted / by * relative + 4 * EPS * g.abs()
+    terms = torch.logsumexp(scores, 1, keepdim=True).abs() + magnitude.amax(1, keepdim=True)
+    loss_off = (counted * (relative + 8 * EPS * terms)).sum() / by + len(a) * EPS * exact.detach().abs()
+    assert loss.dtype is torch.float32
+    assert_within(loss, exact.detach(), loss_off)
+    offs = (
+        g_off @ b.abs() + (vocabulary + 2) * EPS * g.abs() @ b.abs(),
+        g_off.t() @ a.abs() + (len(a) + 2) * EPS * g.abs().t() @ a.abs(),
+        g_off.sum(0) + (len(a) + 2) * EPS * g.abs().sum(0),
+    )
+    for leaf, reference, off in zip(leaves, wide, offs, strict=True):
+        if leaf is not None and leaf.requires_grad:
+            assert leaf.grad is not None
+            assert reference is not None
+            assert reference.grad is not None
+            assert_within(leaf.grad, reference.grad, off)
+
+
+def relative_errors(leaves: list[Tensor | None], labels: Tensor, **options: Any) -> list[tuple[float, float]]:
+    """Return the relative L2 errors of our gradients and of the unchunked functions' against float64."""
+    given = [t for t in leaves if t is not None]
+    x, weight, bias = leaves
+    ours = torch.autograd.grad(linear_cross_entropy(x, weight, labels, bias, **options), given)
+    torchs = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias).float(), labels), given)
+    wide = wide_copies(leaves)
+    exact = torch.autograd.grad(F.cross_entropy(F.linear(*wide), labels.cpu()), [t for t in wide if t is not None])
+    return [
+        tuple(float((t.cpu().double() - e).norm() / e.norm()) for t in pair)
+        for *pair, e in zip(ours, torchs, exact, strict=True)
+    ]

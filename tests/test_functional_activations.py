@@ -1,0 +1,217 @@
+"""The activations, dropout and rope on the CPU: torch's results, what is saved, and what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from child_pytest import run_cases
+from functional_checks import SEED, assert_codes_saved, normal, saved_by
+from torch import Tensor
+from torch.nn import functional as F
+
+from pyactcomp import functional, redo
+from pyactcomp.errors import PyactcompError
+from pyactcomp.functional._dropout import dropout
+from pyactcomp.functional._new_gelu import _chain, new_gelu
+from pyactcomp.functional._relu import relu
+from pyactcomp.functional._rope import rope
+from pyactcomp.functional._silu_mul import silu_mul
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
+def test_activation_kernels(interpret: bool) -> None:
+    run_cases("functional_activation_cases.py", interpret=interpret)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return normal(*shape, seed=seed).to(dtype).requires_grad_()
+
+
+def tables(tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = 10 * normal(1, tokens, dim, seed=5)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def turned(x: Tensor) -> Tensor:
+    low, high = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-high, low), -1)
+
+
+def rope_of(x: Tensor, bits: int | None = 8) -> Tensor:
+    """Return the rotation of x [tokens, 16], as one head."""
+    q = x.view(1, 1, -1, 16)
+    return rope(q, q, *tables(q.shape[2], 16, x.dtype), bits=bits)[0].view(x.shape)
+
+
+def rope_of_torch(x: Tensor) -> Tensor:
+    q = x.view(1, 1, -1, 16)
+    cos, sin = (t.unsqueeze(1) for t in tables(q.shape[2], 16, x.dtype))
+    return (q * cos + turned(q) * sin).view(x.shape)
+
+
+def seeded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def compute(x: Tensor, **options: object) -> Tensor:
+        torch.manual_seed(SEED)
+        return function(x, 0.3, **options)
+
+    return compute
+
+
+FUNCTIONS = {
+    "gelu": (functional.gelu, F.gelu),
+    "silu_mul": (
+        lambda x, **options: silu_mul(x, x.flip(0), **options),
+        lambda x: F.silu(x) * x.flip(0),
+    ),
+    "new_gelu": (new_gelu, _chain),
+    "relu": (relu, F.relu),
+    "dropout": (seeded(dropout), seeded(F.dropout)),
+    "rope": (rope_of, rope_of_torch),
+}
+
+
+@pytest.fixture(params=FUNCTIONS, ids=str)
+def pair(request: pytest.FixtureRequest) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    ours, theirs = FUNCTIONS[request.param]
+    return ours, theirs
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_codes_all_is_torchs(
+    pair: tuple[Callable[..., Tensor], Callable[..., Tensor]], dtype: torch.dtype, autocast: bool
+) -> None:
+    x = leaf(70, 16, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, theirs = pair[0](x, bits=None), pair[1](x)
+    grad = normal(70, 16, seed=1).to(theirs.dtype)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(torch.autograd.grad(ours, x, grad)[0], torch.autograd.grad(theirs, x, grad)[0])
+
+
+def test_gradcheck(pair: tuple[Callable[..., Tensor], Callable[..., Tensor]]) -> None:
+    x = normal(3, 16).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: pair[0](x, bits=None), (x,))
+
+
+def test_what_is_not_recorded_is_torchs(pair: tuple[Callable[..., Tensor], Callable[..., Tensor]]) -> None:
+    x = leaf(70, 16)
+    with torch.no_grad():
+        assert saved_by(lambda: pair[0](x)) == []
+        assert torch.equal(pair[0](x), pair[1](x))
+
+
+def test_second_derivative_raises(pair: tuple[Callable[..., Tensor], Callable[..., Tensor]]) -> None:
+    x = leaf(70, 16)
+    with pytest.raises(PyactcompError, match="only once"):
+        torch.autograd.grad(pair[0](x).sum(), x, create_graph=True)
+
+
+def recipe_of(out: Tensor) -> redo.Recipe:
+    recipe: redo.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+    return recipe
+
+
+@pytest.mark.parametrize("bits", [8, None])
+@pytest.mark.parametrize("name", ["gelu", "silu_mul", "new_gelu"])
+def test_output_is_computed_again(name: str, bits: int | None) -> None:
+    x = leaf(70, 16)
+    out = FUNCTIONS[name][0](x, bits=bits)
+    recipe = recipe_of(out)
+    again = recipe.compute(torch.float32)
+    assert recipe.compute(torch.bfloat16).dtype == torch.bfloat16
+    if bits is None:
+        assert torch.equal(again, out)
+    else:
+        # Half a step of groups of a range of at most eight, in both factors of at most five.
+        assert 0 < float((again - out.detach()).abs().max()) <= 8 / 255 / 2 * (1.1 * 5 + 5)
+
+
+def test_a_write_to_what_is_kept_is_noticed() -> None:
+    x = leaf(70, 16)
+    kept = x * 1
+    recipe = recipe_of(new_gelu(kept, bits=None))
+    kept.data.add_(1)
+    recipe.compute(torch.float32)
+    with torch.no_grad():
+        kept.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        recipe.compute(torch.float32)
+
+
+def test_a_recipe_holds_no_graph() -> None:
+    x = leaf(70, 16)
+    kept = x * 1
+    recipe = recipe_of(new_gelu(kept, bits=None))
+    assert all(operand.grad_fn is None for operand in recipe._operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul_saves_codes_of_both(dtype: torch.dtype) -> None:
+    gate, up = leaf(300, dtype=dtype), leaf(300, dtype=dtype, seed=1)
+    saved = saved_by(lambda: silu_mul(gate, up, seed=SEED))
+    for codes, x in zip(saved, (gate, up), strict=True):
+        assert_codes_saved([codes], x, 8, 64, None)
+
+
+def test_silu_mul_of_two_dtypes_is_torchs() -> None:
+    gate, up = leaf(300), leaf(300, dtype=torch.bfloat16, seed=1)
+    ours, theirs = silu_mul(gate, up, bits=None), F.silu(gate) * up
+    assert torch.equal(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), (gate, up)) for y in (ours, theirs)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["relu", "dropout"])
+def test_one_bit_an_element_is_saved(name: str) -> None:
+    x = leaf(70, 16)
+    assert [(s.dtype, s.numel()) for s in saved_by(lambda: FUNCTIONS[name][0](x))] == [(torch.uint8, 70 * 16 // 8)]
+
+
+def test_relu_in_place_writes_its_input() -> None:
+    x = leaf(70, 16)
+    y = x * 1
+    out = relu(y, inplace=True)
+    assert out.data_ptr() == y.data_ptr()
+    assert torch.equal(out, F.relu(x))
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], (x > 0).float())
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_nothing_or_all(p: float) -> None:
+    x = leaf(70, 16)
+    ours, theirs = dropout(x, p), F.dropout(x, p)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(torch.autograd.grad(ours.sum(), x)[0], torch.autograd.grad(theirs.sum(), x)[0])
+
+
+def test_rope_differentiates_tables_that_require_grad() -> None:
+    q = leaf(1, 1, 5, 16)
+    cos, sin = (t.requires_grad_() for t in tables(5, 16, torch.float32))
+    ours = rope(q, q, cos, sin)[0]
+    theirs = q * cos.unsqueeze(1) + turned(q) * sin.unsqueeze(1)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), (q, cos, sin)) for y in (ours, theirs)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("compute", "error", "match"),
+    [
+        (lambda x: silu_mul(x, x[:3]), ValueError, "one shape"),
+        (lambda x: silu_mul(x, 3), TypeError, "up must be a floating-point"),
+        (lambda x: new_gelu(x.int()), TypeError, "x must be a floating-point"),
+        (lambda x: relu(None), TypeError, "x must be a floating-point"),
+        (lambda x: relu(x, bits=3), ValueError, "bits"),
+        (lambda x: dropout(x, 1.5), ValueError, "p must be from 0 to 1"),
+        (lambda x: rope(x, x, x, x), ValueError, "four dimensions"),
+        (lambda x: rope(x, x, x, x, 3), ValueError, "unsqueeze_dim must be 1 or 2"),
+        (lambda x: rope_of(x, bits=5), ValueError, "bits"),
+    ],
+)
+def test_bad_input_raises(compute: Callable[[Tensor], object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        compute(leaf(70, 16))

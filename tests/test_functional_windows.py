@@ -1,0 +1,118 @@
+"""Window attention and the residual addition behind it, by torch's operators and by the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from child_pytest import run_cases
+from functional_checks import SEED, assert_codes_saved, normal, saved_by
+from torch import Tensor
+from window_checks import attention, check_window_attention, inputs, recipe_of
+
+from pyactcomp.errors import PyactcompError
+from pyactcomp.functional._residual_add import residual_add
+from pyactcomp.functional._window_attention import window_attention
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
+def test_window_kernels(interpret: bool) -> None:
+    run_cases("functional_window_cases.py", interpret=interpret)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_window_attention_passes_gradcheck(masked: bool) -> None:
+    qkv, bias, mask = inputs(4, 2, 2, 1, torch.float64, masked)
+    mask = None if mask is None else mask / 100  # all probabilities are to count
+    arguments = qkv.requires_grad_(), bias.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, b: window_attention(x, 2, b, mask, bits=None), arguments)
+    torch.testing.assert_close(window_attention(arguments[0], 2, arguments[1], mask), attention(*arguments, mask))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_window_attention_is_within_its_bounds(masked: bool) -> None:
+    qkv, bias, mask = inputs(4, 9, 2, 32, torch.float32, masked)
+    check_window_attention(qkv, bias, mask, normal(4, 9, 64, seed=3), 64, "auto")
+
+
+def test_window_attention_saves_codes_and_no_probabilities() -> None:
+    qkv, bias, mask = inputs(4, 9, 2, 32, torch.bfloat16, True)
+    leaf, bias = qkv.clone().requires_grad_(), bias.requires_grad_()
+    saved = saved_by(lambda: window_attention(leaf, 2, bias, mask, seed=SEED))
+    assert_codes_saved(saved, qkv, 8, 64, None)
+    assert [t.data_ptr() for t in saved[1:]] == [bias.data_ptr(), mask.data_ptr()]
+    # What needs no gradient is kept as it is by the saved-tensor hooks.
+    assert not any(t.requires_grad for t in saved)
+
+
+def test_output_of_window_attention_is_computed_again() -> None:
+    qkv, bias, mask = inputs(4, 9, 2, 32, torch.float32, True)
+    out = window_attention(qkv.requires_grad_(), 2, bias, mask, bits=None)
+    recipe = recipe_of(out)
+    assert torch.equal(recipe.compute(torch.float32), out.detach())
+    assert torch.equal(recipe.compute(torch.bfloat16), out.detach().bfloat16())
+    mask.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        recipe.compute(torch.float32)
+
+
+def test_window_attention_takes_no_part_in_autocast() -> None:
+    qkv, bias, _ = inputs(2, 9, 2, 32, torch.float32, False)
+    leaf = qkv.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(window_attention(leaf, 2, bias), window_attention(qkv, 2, bias))
+    assert torch.equal(window_attention(leaf, 2, bias), window_attention(qkv, 2, bias))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_residual_add_passes_gradcheck(scaled: bool, ordered: bool) -> None:
+    scale = torch.tensor([0.0, 2.0], dtype=torch.float64) if scaled else None
+    rows = torch.tensor([3, 0, 2, 1]) if ordered else None
+    x, branch = (normal(4, 2, seed=seed).double().requires_grad_() for seed in (0, 1))
+    assert torch.autograd.gradcheck(lambda a, b: residual_add(a, b, scale=scale, rows=rows), (x, branch))
+    expected = x.detach().clone()
+    for i in range(4):
+        to = i if rows is None else int(rows[i])
+        expected[to] += branch.detach()[i] * (1 if scale is None else scale[to // 2])
+    assert torch.equal(residual_add(x, branch, scale=scale, rows=rows), expected)
+    assert torch.equal(residual_add(x.detach(), branch.detach(), scale=scale, rows=rows), expected)
+
+
+def test_residual_add_saves_nothing_of_its_operands() -> None:
+    x, branch, scale = normal(4, 3).requires_grad_(), normal(4, 3).requires_grad_(), torch.ones(2)
+    saved = saved_by(lambda: residual_add(x, branch, scale=scale, rows=torch.arange(4)))
+    assert [tuple(t.shape) for t in saved] == [(2,), (4,)]
+
+
+def test_second_derivative_raises() -> None:
+    qkv, bias, _ = inputs(2, 9, 2, 32, torch.float32, False)
+    x = normal(4, 3).requires_grad_()
+    for out, leaf in ((window_attention(qkv.requires_grad_(), 2, bias), qkv), (residual_add(x, x), x)):
+        with pytest.raises(PyactcompError, match="only once"):
+            torch.autograd.grad(out.sum(), leaf, create_graph=True)
+
+
+QKV, BIAS, X = normal(4, 9, 192), normal(2, 9, 9), normal(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: window_attention(QKV[0], 2, BIAS), ValueError, r"qkv of \[windows, tokens, 3 \* heads"),
+        (lambda: window_attention(QKV, 7, BIAS), ValueError, "for 7 heads"),
+        (lambda: window_attention(QKV, 2, BIAS[:1]), ValueError, r"bias of \(2, 9, 9\), got \(1, 9, 9\)"),
+        (lambda: window_attention(QKV, 2, BIAS, normal(3, 9, 9)), ValueError, "4 windows a multiple of n"),
+        (lambda: window_attention(QKV, 2, BIAS, BIAS > 0), TypeError, "mask must be a floating-point"),
+        (lambda: window_attention(QKV, 2, BIAS, bits=3), ValueError, "bits must be one of"),
+        (lambda: residual_add(X, X[:2]), ValueError, r"one \[n, width\], got \(4, 3\) and \(2, 3\)"),
+        (lambda: residual_add(X, X, rows=torch.arange(3)), ValueError, r"rows of \(4,\), got \(3,\)"),
+        (lambda: residual_add(X, X, rows=X[:, 0]), TypeError, "int32 or int64 torch.Tensor, got torch.float32"),
+        (lambda: residual_add(X, X, scale=X[:3, 0]), ValueError, r"4 rows a multiple of it, got \(3,\)"),
+        (lambda: residual_add(X.int(), X), TypeError, "x must be a floating-point"),
+    ],
+)
+def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()

@@ -1,0 +1,406 @@
+"""Fused modules: torch's own, and how any of them is swapped and comes back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression, relative_error
+
+from pyactcomp.config import Config
+from pyactcomp.fusions import fuse, fused_modules, left_alone, torch_modules, unfuse
+from pyactcomp.fusions.formulas import children_fed, definition, formula
+from pyactcomp.fusions.fusion import Fused, Fusion, form_of
+
+CONFIG = Config(min_bytes=0)
+
+
+def transformer(blocks: int = 2, use_reentrant: bool | None = None) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(blocks, use_reentrant)
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs, targets = regression("cpu")
+    model.zero_grad()
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def assert_step_equals(model: nn.Module, other: nn.Module) -> None:
+    loss, got = step(model)
+    expected_loss, expected = step(other)
+    assert torch.equal(loss, expected_loss)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def assert_fused_runs(model: nn.Module, exact: nn.Module) -> None:
+    """Assert that gradients come from codes: near the exact ones, and not equal to them."""
+    assert 0.0 < relative_error(step(model)[1], step(exact)[1]) <= GRADIENT_BOUND
+
+
+def test_fused_step_agrees_with_the_exact_one() -> None:
+    exact = transformer()
+    model = copy.deepcopy(exact)
+    fuse(model, CONFIG)
+    kinds = [kind for _, kind in fused_modules(model)]
+    assert kinds.count("LayerNorm") == 4
+    assert kinds.count("GELU") == 2
+    loss, got = step(model)
+    expected_loss, expected = step(exact)
+    # The functions compute what the modules do, in float32: a sum of n terms is off by at most n * eps in each.
+    bound = len(kinds) * WIDTH * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(loss, expected_loss, rtol=bound, atol=0.0)
+    assert 0.0 < relative_error(got, expected) <= GRADIENT_BOUND
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.LayerNorm(64), (32, 64)),
+        (nn.LayerNorm((4, 64)), (8, 4, 64)),
+        (nn.LayerNorm(64, elementwise_affine=False), (32, 64)),
+        (nn.LayerNorm(64, bias=False), (32, 64)),
+        (nn.RMSNorm(64, eps=1e-6), (32, 64)),
+        (nn.GELU(), (32, 64)),
+        (nn.GELU(approximate="tanh"), (32, 64)),
+        (nn.MaxPool2d(3, stride=2, padding=1), (2, 8, 16, 16)),
+    ],
+    ids=str,
+)
+def test_fused_module_computes_what_its_class_does(module: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(copy.deepcopy(module))
+    exact = copy.deepcopy(model)
+    fuse(model, CONFIG)
+    assert [name for name, _ in fused_modules(model)] == ["0"]
+    x = torch.randn(shape, requires_grad=True)
+    weights = torch.randn_like(exact(x.detach()))
+    grads = {}
+    for name, candidate in (("fused", model), ("exact", exact)):
+        out = candidate(x)
+        grads[name] = {"out": out.detach(), "x": torch.autograd.grad((out * weights).sum(), x)[0]}
+    # Float32 on both sides: sums over a row of up to 256 elements, in another order.
+    rtol = 256 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(grads["fused"]["out"], grads["exact"]["out"], rtol=rtol, atol=rtol)
+    assert relative_error({"x": grads["fused"]["x"]}, {"x": grads["exact"]["x"]}) <= GRADIENT_BOUND
+
+
+def test_modules_that_the_functions_do_not_serve_run_as_their_own() -> None:
+    for module, x in (
+        (nn.MaxPool2d(2, dilation=2), torch.randn(1, 2, 8, 8, requires_grad=True)),
+        (nn.MaxPool2d(3, stride=2, ceil_mode=True), torch.randn(1, 2, 8, 8, requires_grad=True)),
+        (nn.RMSNorm(64), torch.randn(4, 64, requires_grad=True)),
+        (nn.RMSNorm((2, 64), eps=1e-6), torch.randn(4, 2, 64, requires_grad=True)),
+    ):
+        expected = module(x)
+        fuse(module, CONFIG)
+        assert len(fused_modules(module)) == 1
+        assert torch.equal(module(x), expected)
+
+
+def test_unfuse_gives_back_what_was_there() -> None:
+    model = transformer()
+    exact = copy.deepcopy(model)
+    attributes = [set(module.__dict__) for module in model.modules()]
+    fuse(model, CONFIG)
+    assert classes(model) != classes(exact)
+    unfuse(model)
+    assert classes(model) == classes(exact)
+    assert [set(module.__dict__) for module in model.modules()] == attributes
+    assert_step_equals(model, exact)
+
+
+def test_names_state_dicts_and_types_stay() -> None:
+    exact = transformer()
+    model = copy.deepcopy(exact)
+    fuse(model, CONFIG)
+    assert list(model.state_dict()) == list(exact.state_dict())
+    assert repr(model) == repr(exact)
+    for module, original in zip(model.modules(), exact.modules(), strict=True):
+        assert isinstance(module, type(original))
+        assert type(module).__name__ == type(original).__name__
+    other = transformer()
+    nn.init.normal_(other.head.weight)
+    model.load_state_dict(other.state_dict())
+    exact.load_state_dict(model.state_dict())
+    assert torch.equal(exact.head.weight, other.head.weight)
+
+
+def _through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def _through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _through_pickle, _through_torch_save])
+def test_copies_are_fused_and_independent(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model = transformer()
+    exact = copy.deepcopy(model)
+    fuse(model, CONFIG)
+    twin = duplicate(model)
+    assert fused_modules(twin) == fused_modules(model)
+    assert_step_equals(twin, model)
+    unfuse(model)
+    assert_fused_runs(twin, exact)
+    unfuse(twin)
+    assert classes(twin) == classes(exact)
+
+
+def test_evaluation_and_no_grad_run_the_own_forward() -> None:
+    model = transformer()
+    exact = copy.deepcopy(model)
+    fuse(model, CONFIG)
+    inputs, _ = regression("cpu")
+    with torch.no_grad():
+        assert torch.equal(model(inputs), exact(inputs))
+    assert_step_equals(model.eval(), exact.eval())
+
+
+def test_disabled_and_paused_steps_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    exact = copy.deepcopy(model)
+    state = fuse(model, CONFIG)
+    state.paused = True
+    assert_step_equals(model, exact)
+    state.paused = False
+    monkeypatch.setenv("PYACTCOMP_DISABLE", "1")
+    assert_step_equals(model, exact)
+    monkeypatch.delenv("PYACTCOMP_DISABLE")
+    assert_fused_runs(model, exact)
+
+
+def test_tensors_below_min_bytes_stay_exact() -> None:
+    model = transformer()
+    exact = copy.deepcopy(model)
+    fuse(model, Config(min_bytes=2**30))
+    assert fused_modules(model)
+    assert_step_equals(model, exact)
+
+
+def test_functorch_transforms_run_the_own_forward() -> None:
+    model = transformer()
+    exact = copy.deepcopy(model)
+    fuse(model, CONFIG)
+    inputs, targets = regression("cpu")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor], candidate: nn.Module) -> Tensor:
+        return nn.functional.mse_loss(torch.func.functional_call(candidate, values, (inputs,)), targets)
+
+    got, expected = (torch.func.grad(loss)(parameters, candidate) for candidate in (model, exact))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_checkpointed_blocks_give_the_gradients_of_plain_ones() -> None:
+    plain = transformer()
+    checkpointed = transformer(use_reentrant=False)
+    checkpointed.load_state_dict(plain.state_dict())
+    for model in (plain, checkpointed):
+        fuse(model, CONFIG)
+    assert_step_equals(checkpointed, plain)
+
+
+def test_module_used_twice_is_fused_once() -> None:
+    torch.manual_seed(0)
+    norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    exact = nn.Sequential(linear, norm, nn.Linear(WIDTH, WIDTH), norm)
+    model = copy.deepcopy(exact)
+    fuse(model, CONFIG)
+    assert fused_modules(model) == [("1", "LayerNorm")]
+    x = torch.randn(32, WIDTH)
+    for candidate in (model, exact):
+        candidate(x).square().mean().backward()
+    assert 0.0 < relative_error(gradients(model), gradients(exact)) <= GRADIENT_BOUND
+
+
+def test_skipped_modules_and_all_in_them_are_left() -> None:
+    model = transformer()
+    fuse(model, CONFIG, [model.blocks[0], model.blocks[1].mlp_norm])
+    assert [name for name, _ in fused_modules(model)] == ["blocks.1.attention_norm", "blocks.1.mlp.1"]
+
+
+def test_nothing_is_fused_where_that_is_switched_off() -> None:
+    model = transformer()
+    before = classes(model)
+    fuse(model, Config(fuse=False))
+    assert classes(model) == before
+    assert left_alone(model) == []
+
+
+def test_lossless_mode_swaps_exact_forms_only() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.GELU(), nn.LayerNorm(4))
+    fuse(model, Config(mode="lossless"))
+    assert fused_modules(model) == [("1", "MaxPool2d")]
+
+
+class OwnNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1.0
+
+
+class OurHook:
+    def __call__(self, *_: object) -> None:
+        return None
+
+
+OurHook.__module__ = "pyactcomp.compress"
+
+
+def test_modules_that_others_changed_are_left_alone_and_named() -> None:
+    names = (
+        "patched",
+        "hooked",
+        "hooked_by_builtin",
+        "pre_hooked",
+        "backward_hooked",
+        "compiled",
+        "parametrized",
+        "own",
+        "ours",
+        "plain",
+    )
+    model = nn.ModuleDict({name: nn.LayerNorm(8) for name in names})
+    model["own"] = OwnNorm(8)
+    model["patched"].forward = lambda x: x
+    model["hooked"].register_forward_hook(lambda *_: None)
+    model["hooked_by_builtin"].register_forward_hook([].append)
+    model["pre_hooked"].register_forward_pre_hook(lambda *_: None)
+    model["backward_hooked"].register_full_backward_hook(lambda *_: None)
+    model["compiled"].compile()
+    nn.utils.parametrize.register_parametrization(model["parametrized"], "weight", nn.Identity())
+    model["ours"].register_forward_hook(OurHook())
+    before = {name: type(model[name]) for name in names}
+    fuse(model, CONFIG)
+    assert {name for name, _ in fused_modules(model)} == {"ours", "plain"}
+    reasons = {left.name: left.reason for left in left_alone(model)}
+    assert reasons.keys() == {*names} - {"ours", "plain"}
+    assert "forward was replaced" in reasons["patched"]
+    assert all("hook" in reasons[name] for name in ("hooked", "hooked_by_builtin", "pre_hooked", "backward_hooked"))
+    assert "compiled" in reasons["compiled"]
+    assert all("derived from LayerNorm" in reasons[name] for name in ("parametrized", "own"))
+    assert all(type(model[name]) is before[name] for name in reasons)
+    assert left_alone(copy.deepcopy(model)) == left_alone(model)
+
+
+def test_class_with_a_patched_forward_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return x
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", forward)
+    model = transformer()
+    fuse(model, CONFIG)
+    assert {kind for _, kind in fused_modules(model)} == {"GELU"}
+    assert {left.type for left in left_alone(model)} == {"LayerNorm"}
+
+
+def test_error_midway_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    before = classes(model), [set(module.__dict__) for module in model.modules()]
+    forms = torch_modules.table()
+
+    class Larger(Fused):
+        __slots__ = ("extra",)
+
+    broken = Fusion(form_of(Larger, nn.GELU))
+    monkeypatch.setattr(torch_modules, "table", lambda: forms | {nn.GELU: broken})
+    with pytest.raises(TypeError, match="layout differs"):
+        fuse(model, CONFIG)
+    assert (classes(model), [set(module.__dict__) for module in model.modules()]) == before
+
+
+def _branches(self: nn.Module, x: Tensor, flag: bool) -> Tensor:
+    rows = x.shape[0]
+    y = self.first(x)
+    if flag:
+        x = self.second(x)
+    else:
+        x = y
+    return x.view(rows, -1)
+
+
+def _one_branch(self: nn.Module, x: Tensor, flag: bool) -> Tensor:
+    if flag:
+        x = self.first(x)
+    return x + 1
+
+
+def _swapped(a: Tensor, b: Tensor) -> Tensor:
+    a, b = b, a
+    return a - b
+
+
+def _renamed(a: Tensor, b: Tensor) -> Tensor:
+    total = a + b
+    a = total * 2
+    return a / total
+
+
+def test_source_is_read_as_it_runs() -> None:
+    assert children_fed(definition(_branches)) == {"first", "second"}
+    assert children_fed(definition(_one_branch)) == frozenset()
+    assert formula(definition(_renamed)) == "(a + b) * 2 / (a + b)"
+    assert formula(definition(_swapped)) is None
+    assert definition(torch.no_grad()(_renamed)) is None
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+# A Linear's result is a view, which FSDP tells users not to write to.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+@pytest.mark.usefixtures("one_process")
+def test_fully_shard_after_fusing() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    exact = transformer()
+    model = copy.deepcopy(exact)
+    fuse(model, CONFIG)
+    kinds = fused_modules(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (model.blocks[0].mlp_norm, model.blocks[1], model):
+        fully_shard(module, mesh=mesh)
+    assert fused_modules(model) == kinds
+    loss, sharded = step(model)
+    got = {name: gradient.full_tensor() for name, gradient in sharded.items()}
+    expected_loss, expected = step(exact)
+    torch.testing.assert_close(loss, expected_loss, rtol=6 * WIDTH * torch.finfo(torch.float32).eps, atol=0.0)
+    assert 0.0 < relative_error(got, expected) <= GRADIENT_BOUND
+    unfuse(model)
+    assert fused_modules(model) == []
+    loss, sharded = step(model)
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(sharded[name].full_tensor(), expected[name]) for name in expected)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_around_a_fused_model() -> None:
+    exact = transformer()
+    model = copy.deepcopy(exact)
+    fuse(model, CONFIG)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    _, got = step(wrapped)
+    got = {name.removeprefix("module."): gradient for name, gradient in got.items()}
+    assert 0.0 < relative_error(got, step(exact)[1]) <= GRADIENT_BOUND

@@ -1,0 +1,256 @@
+"""Batch norms and the residual blocks of timm's and torchvision's ResNets, fused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+from functional_checks import normal
+from torch import Tensor, nn
+
+import pyactcomp
+from pyactcomp.fusions import fused_modules
+
+NAME = "torchvision.models.resnet"
+
+
+class Block(nn.Module):
+    """What is fused of torchvision's ``BasicBlock``: one ReLU for both places."""
+
+    def __init__(self, channels: int, project: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        projection = nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
+        self.downsample = projection if project else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both convolutions."""
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+class Model(nn.Module):
+    """What is fused of a ``ResNet``: the stem, and its blocks."""
+
+    def __init__(self, channels: int = 64) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(2)
+        self.layer1 = nn.Sequential(Block(channels, True), Block(channels, False))
+        self.fc = nn.Linear(channels, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.layer1(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def resnet_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the classes of this file stand where torchvision defines its own."""
+    stand_in = types.ModuleType(NAME)
+    stand_in.BasicBlock, stand_in.ResNet = Block, Model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, NAME, stand_in)
+
+
+def images() -> Tensor:
+    return normal(4, 3, 8, 8)
+
+
+def model(**changes: object) -> Model:
+    torch.manual_seed(0)
+    made = Model().train()
+    for name, value in changes.items():
+        parent, _, child = name.replace("__", ".").rpartition(".")
+        setattr(made.get_submodule(parent), child, value)
+    return made
+
+
+def gradients(of: nn.Module) -> list[Tensor]:
+    of.zero_grad()
+    of(images()).square().sum().backward()
+    return [p.grad.clone() for p in of.parameters() if p.grad is not None]
+
+
+def compressed(of: nn.Module, **options: object) -> nn.Module:
+    return pyactcomp.compress(copy.deepcopy(of), min_bytes=0, **options)
+
+
+def relative_error(a: list[Tensor], b: list[Tensor]) -> float:
+    return float(torch.cat([(x - y).flatten() for x, y in zip(a, b, strict=True)]).norm()) / float(
+        torch.cat([y.flatten() for y in b]).norm()
+    )
+
+
+def test_blocks_and_stem_are_fused_and_go_back() -> None:
+    plain = model()
+    names = [type(m).__name__ for m in plain.modules()]
+    state = copy.deepcopy(plain.state_dict())
+    fused = pyactcomp.compress(plain)
+    forms = dict(fused_modules(fused))
+    assert forms["layer1.0"] == forms["layer1.1"] == "ResidualBlock"
+    assert (forms["bn1"], forms["relu"]) == ("BatchNormReLU2d", "PassingReLU")
+    assert forms["layer1.0.downsample.1"] == "BatchNorm2d"
+    assert [type(m).__name__ for m in fused.modules()] == names
+    assert list(fused.state_dict()) == list(state)
+    pyactcomp.decompress(fused)
+    assert type(fused.layer1[0]) is Block
+    assert type(fused.bn1) is nn.BatchNorm2d
+    assert type(fused.relu) is nn.ReLU
+
+
+def test_step_is_that_of_the_plain_model() -> None:
+    plain = model()
+    fused = compressed(plain)
+    exact = copy.deepcopy(plain).double()
+    exact(images().double()).square().sum().backward()
+    wanted = [p.grad.float() for p in exact.parameters() if p.grad is not None]
+    # The aim for the first step of a whole ResNet, as for every workload: two percent.
+    assert relative_error(gradients(fused), wanted) < 0.02
+    gradients(plain)
+    for (name, ours), theirs in zip(fused.named_buffers(), plain.buffers(), strict=True):
+        # The same operators on the CPU; their order in a block is the same too.
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), name
+    assert int(fused.bn1.num_batches_tracked) == 1
+
+
+def test_first_forward_is_fused_already() -> None:
+    nodes: dict[str, str] = {}
+
+    def note(module: nn.Module, args: object, output: Tensor, name: str) -> None:
+        assert output.grad_fn is not None
+        nodes[name] = output.grad_fn.name()
+
+    fused = compressed(model())
+    for name in ("maxpool", "layer1.0.downsample", "layer1"):
+        fused.get_submodule(name).register_forward_hook(functools.partial(note, name=name))
+    fused(images())
+    assert nodes["layer1"] == nodes["layer1.0.downsample"] == "_BatchNormBackward"
+    assert nodes["maxpool"] == "_MaxPoolBackward"
+
+
+def test_fused_forward_is_that_of_the_plain_one() -> None:
+    plain = model()
+    assert torch.equal(compressed(plain)(images()), plain(images()))
+
+
+def test_evaluation_is_that_of_the_plain_model() -> None:
+    plain = model().eval()
+    fused = compressed(plain)
+    assert torch.equal(fused(images()), plain(images()))
+    with torch.no_grad():
+        assert torch.equal(fused.train()(images()), plain.train()(images()))
+
+
+def test_momentum_none_is_the_cumulative_average() -> None:
+    plain = model()
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    fused = compressed(plain)
+    for _ in range(3):
+        gradients(plain)
+        gradients(fused)
+    for ours, theirs in zip(fused.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer1__0__bn1": nn.BatchNorm2d(64).eval()},
+        {"layer1__0__bn2": nn.GroupNorm(4, 64)},
+        {"layer1__0__relu": nn.LeakyReLU()},
+    ],
+    ids=["frozen norm", "other norm", "other activation"],
+)
+def test_other_blocks_run_as_their_own_class(changes: dict[str, nn.Module]) -> None:
+    plain = model(**changes)
+    fused = compressed(plain)
+    assert torch.equal(fused(images()), plain(images()))
+    exact = copy.deepcopy(plain).double()
+    exact(images().double()).square().sum().backward()
+    assert relative_error(gradients(fused), [p.grad.float() for p in exact.parameters()]) < 0.02
+
+
+@pytest.mark.parametrize("name", ["bn1", "relu", "layer1.0.bn1", "layer1.0.relu"])
+@pytest.mark.parametrize("after", [False, True])
+def test_hooked_children_still_run(name: str, after: bool) -> None:
+    plain = model()
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        seen.append(output.detach().clone())
+
+    fused = plain if not after else pyactcomp.compress(plain)
+    fused.get_submodule(name).register_forward_hook(hook)
+    fused = fused if after else pyactcomp.compress(fused)
+    gradients(fused)
+    expected = list(seen)
+    seen.clear()
+    gradients(pyactcomp.decompress(fused))
+    assert len(seen) == len(expected) > 0
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+
+
+def test_copies_and_pickles_stay_fused() -> None:
+    fused = compressed(model())
+    for clone in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert dict(fused_modules(clone)) == dict(fused_modules(fused))
+        assert torch.equal(clone(images()), fused(images()))
+
+
+def test_lossless_leaves_batch_norms_alone() -> None:
+    plain = model()
+    fused = compressed(plain, mode="lossless")
+    assert not any("Norm" in form or form == "ResidualBlock" for _, form in fused_modules(fused))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(fused), gradients(plain), strict=True))
+
+
+def test_less_is_held_than_without_fusion() -> None:
+    def held(fuse: bool) -> int:
+        fused = compressed(model(), fuse=fuse)
+        fused(images()).sum().backward()
+        return pyactcomp.report(fused).stored_bytes
+
+    assert held(True) < held(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_resnet_of_a_library(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, NAME)
+    pytest.importorskip(library, reason=f"{library} defines the blocks", exc_type=ImportError)
+    torch.manual_seed(0)
+    if library == "timm":
+        import timm
+
+        plain = timm.create_model("resnet50", num_classes=10)
+    else:
+        from torchvision.models import resnet50
+
+        plain = resnet50(num_classes=10)
+    plain = plain.cuda().to(memory_format=torch.channels_last).train()
+    fused = pyactcomp.compress(copy.deepcopy(plain))
+    forms = dict(fused_modules(fused))
+    assert list(forms.values()).count("ResidualBlock") == 16
+    assert forms["bn1"] == "BatchNormReLU2d"
+    x = normal(16, 3, 96, 96).cuda().to(memory_format=torch.channels_last)
+    labels = torch.arange(16, device="cuda") % 10
+    grads = []
+    for of in (fused, plain):
+        torch.nn.functional.cross_entropy(of(x), labels).backward()
+        grads.append([p.grad for p in of.parameters()])
+    assert relative_error(*grads) < 0.02

@@ -1,0 +1,157 @@
+"""timm's Swin Transformer with its blocks fused: the same function, drops and parameters, in fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from functional_checks import normal
+from torch import Tensor
+from torch.nn import functional as F
+
+from pyactcomp.config import Config
+from pyactcomp.fusions import fuse, fused_modules, swin, unfuse
+from pyactcomp.fusions.base import ATTRIBUTE, Fusing
+
+pytest.importorskip("timm", reason="the fused blocks are timm's; pip install timm")
+from timm.models.swin_transformer import SwinTransformer
+
+
+def model(**options: Any) -> SwinTransformer:
+    """Return a stage of two blocks, of which the second is shifted and drops paths."""
+    torch.manual_seed(0)
+    settings = {"img_size": 56, "embed_dim": 32, "depths": (2,), "num_heads": (1,), "drop_path_rate": 0.4}
+    return SwinTransformer(num_classes=10, **settings | options).train()
+
+
+def fused(original: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """Return a copy of which only the blocks and their attentions are fused, in any mode."""
+    result = copy.deepcopy(original)
+    state = Fusing(Config(min_bytes=0, **options))
+    for module in result.modules():
+        if type(module) in swin.table():
+            module.__class__ = swin.table()[type(module)].fused
+            module.__dict__[ATTRIBUTE] = state
+    return result
+
+
+def step(network: torch.nn.Module, size: int = 56, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return the output and all gradients, with the same drops in every call."""
+    torch.manual_seed(1)
+    network.zero_grad()
+    out = network(normal(6, 3, size, size).to(dtype))
+    F.cross_entropy(out.float(), torch.arange(6)).backward()
+    return out.detach(), torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_exact_blocks_have_the_results_of_timm() -> None:
+    # In float64 nothing but the order of sums differs; some thousand of them follow each other.
+    original = model().double()
+    out, gradients = step(original, dtype=torch.float64)
+    ours, ours_gradients = step(fused(original, mode="lossless"), dtype=torch.float64)
+    limit = 1e4 * torch.finfo(torch.float64).eps
+    assert distance(ours, out) < limit
+    # The loss is computed in float32.
+    assert distance(ours_gradients, gradients) < 1e2 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_from_codes_are_within_two_percent(autocast: bool) -> None:
+    original = model()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out, gradients = step(original)
+        ours, ours_gradients = step(fused(original))
+    unit = torch.finfo(torch.bfloat16 if autocast else torch.float32).eps
+    # The forward is not quantised: a rounding or two of each of four branches.
+    assert distance(ours, out) < 16 * unit
+    assert 0 < distance(ours_gradients, gradients) < 0.02
+
+
+def test_drops_take_the_random_numbers_of_timm() -> None:
+    original = model()
+    states = []
+    for network in (original, fused(original)):
+        step(network)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_norms_and_attention_keep_codes_only() -> None:
+    original = model()
+
+    def kept(network: torch.nn.Module) -> int:
+        sizes: dict[int, int] = {}
+        parameters = {p.untyped_storage().data_ptr() for p in network.parameters()}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
+                # What is offered is computed again, and costs nothing.
+                source = x if x._base is None else x._base
+                if not hasattr(source, "_pyactcomp_recipe"):
+                    sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                    alive.append(x)
+            return x
+
+        alive: list[Tensor] = []
+        block = network.layers[0].blocks[1]
+        x = normal(6, 14, 14, 32).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            block(x)
+        return sum(sizes.values())
+
+    n = 6 * 14 * 14 * 32 * 4
+    # Two MLP tensors of four times the width stay float here; mask, bias and statistics are small.
+    small = 4 * (4 * 49 * 49 + 49 * 49) + 4 * 6 * 196 * 4
+    assert 8 * n <= kept(fused(original)) <= 8 * n + small
+    assert kept(original) > 14 * n
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [({"img_size": 48, "strict_img_size": False}, 48), ({"attn_drop_rate": 0.1}, 56), ({"proj_drop_rate": 0.1}, 56)],
+)
+def test_other_configurations_have_the_results_of_timm(options: dict[str, Any], size: int) -> None:
+    original = model(**options)
+    out, gradients = step(original, size)
+    ours, ours_gradients = step(fused(original), size)
+    assert distance(ours, out) < 1e3 * torch.finfo(torch.float32).eps
+    assert distance(ours_gradients, gradients) < 0.02
+
+
+def test_evaluation_runs_timms_forward() -> None:
+    original = model().eval()
+    x = normal(2, 3, 56, 56)
+    assert torch.equal(fused(original)(x), original(x))
+
+
+def test_fuse_takes_the_blocks_and_gives_them_back() -> None:
+    network = model()
+    names, types = list(network.state_dict()), [type(m) for m in network.modules()]
+    fuse(network, Config(min_bytes=0))
+    forms = [name for _, name in fused_modules(network)]
+    assert (forms.count("Block"), forms.count("WindowAttention")) == (2, 2)
+    assert list(network.state_dict()) == names
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert torch.equal(step(other)[1], step(network)[1])
+    unfuse(network)
+    assert [type(m) for m in network.modules()] == types
+
+
+def test_lossless_mode_leaves_the_blocks_alone() -> None:
+    network = model()
+    fuse(network, Config(mode="lossless", min_bytes=0))
+    assert not {"Block", "WindowAttention"} & {name for _, name in fused_modules(network)}
+
+
+def test_a_hooked_norm_leaves_its_block_alone() -> None:
+    network = model()
+    network.layers[0].blocks[0].norm1.register_forward_hook(lambda *_: None)
+    fuse(network, Config(min_bytes=0))
+    assert [name for _, name in fused_modules(network)].count("Block") == 1

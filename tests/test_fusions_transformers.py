@@ -1,0 +1,323 @@
+"""Fused modules of Hugging Face transformers: results, what is recognised and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from works_with import GRADIENT_BOUND, gradients, relative_error
+from works_with_text import BATCH, LENGTH, VOCABULARY, gpt2, llama, text, transformers
+
+from pyactcomp.config import Config
+from pyactcomp.fusions import fuse, fused_modules, left_alone, transformers_modules, unfuse
+from pyactcomp.fusions.untouched import untouched
+
+INT8 = Config(min_bytes=0)
+LOSSLESS = Config(mode="lossless", min_bytes=0)
+WIDTH = 64
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def bert(attention: str) -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**SIZES, vocab_size=VOCABULARY, intermediate_size=256, attn_implementation=attention)
+    )
+
+
+def qwen3(attention: str) -> nn.Module:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SIZES,
+            vocab_size=VOCABULARY,
+            intermediate_size=192,
+            num_key_value_heads=2,
+            head_dim=16,
+            attn_implementation=attention,
+        )
+    )
+
+
+def built(build: Callable[[str], nn.Module], attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    return build(attention).train()
+
+
+def step(model: nn.Module, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**text("cpu")).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def assert_step_equals(model: nn.Module, other: nn.Module, autocast: bool = False) -> None:
+    loss, got = step(model, autocast)
+    expected_loss, expected = step(other, autocast)
+    assert torch.equal(loss, expected_loss)
+    assert got.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+def kinds(model: nn.Module) -> set[str]:
+    return {kind for _, kind in fused_modules(model)}
+
+
+@pytest.mark.parametrize(("attention", "autocast"), [("eager", False), ("sdpa", True)])
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (llama, {"GatedMLP", "Projections", "RMSNorm"}),
+        (qwen3, {"GatedMLP", "Projections", "RMSNorm"}),
+        (gpt2, {"LayerNorm", "LayerNormForLinear", "NewGELU"}),
+        (bert, {"GELU", "LayerNorm", "Projections", "ResidualNorm"}),
+    ],
+)
+def test_fused_step_agrees_with_the_exact_one(
+    build: Callable[[str], nn.Module], expected: set[str], attention: str, autocast: bool
+) -> None:
+    exact = built(build, attention)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    assert kinds(model) == expected
+    loss, got = step(model, autocast)
+    exact_loss, exact_gradients = step(exact, autocast)
+    # Forwards differ in roundings only: a module's output by an ulp or two of its dtype, the sums over a row in it by
+    # the row's length in float32. The logits, hence the loss, are no worse conditioned than that at initialisation.
+    ulp = torch.finfo(torch.bfloat16 if autocast else torch.float32).eps
+    bound = len(fused_modules(model)) * max(2 * ulp, WIDTH * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(loss, exact_loss, rtol=bound, atol=0.0)
+    assert 0.0 < relative_error(got, exact_gradients) <= GRADIENT_BOUND
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("build", "expected"), [(llama, {"GatedMLP", "Projections"}), (gpt2, {"NewGELU"}), (bert, set())]
+)
+def test_lossless_step_is_the_exact_one_to_the_bit(
+    build: Callable[[str], nn.Module], expected: set[str], autocast: bool
+) -> None:
+    exact = built(build)
+    model = copy.deepcopy(exact)
+    fuse(model, LOSSLESS)
+    assert kinds(model) == expected
+    assert_step_equals(model, exact, autocast)
+
+
+@pytest.mark.parametrize("build", [llama, bert])
+def test_evaluation_and_unfused_models_are_the_exact_ones(build: Callable[[str], nn.Module]) -> None:
+    exact = built(build)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    assert list(model.state_dict()) == list(exact.state_dict())
+    assert_step_equals(model.eval(), exact.eval())
+    unfuse(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in exact.modules()]
+    assert_step_equals(model.train(), exact.train())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_gradient_checkpointing_gives_the_gradients_without_it(build: Callable[[str], nn.Module]) -> None:
+    model = built(build)
+    fuse(model, INT8)
+    checkpointed = copy.deepcopy(model)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_step_equals(checkpointed, model)
+
+
+def test_saved_model_loads_in_a_plain_one(tmp_path) -> None:
+    model = built(llama)
+    fuse(model, INT8)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+def test_norms_that_compute_something_else_are_not_fused() -> None:
+    model = transformers.GemmaForCausalLM(
+        transformers.GemmaConfig(
+            **SIZES, vocab_size=VOCABULARY, intermediate_size=192, num_key_value_heads=2, head_dim=16
+        )
+    ).train()
+    exact = copy.deepcopy(model)
+    fuse(model, INT8)
+    assert "RMSNorm" not in kinds(model)
+    assert 0.0 < relative_error(step(model)[1], step(exact)[1]) <= GRADIENT_BOUND
+
+
+def test_attention_sees_what_its_module_defines_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama, "eager")
+    fuse(model, INT8)
+    modeling = transformers.models.llama.modeling_llama
+    calls = []
+    rotate, attend = modeling.apply_rotary_pos_emb, modeling.eager_attention_forward
+
+    def attend_and_count(*arguments, **keywords):
+        calls.append("attend")
+        return attend(*arguments, **keywords)
+
+    def rotate_and_count(*arguments, **keywords):
+        calls.append("rotate")
+        return rotate(*arguments, **keywords)
+
+    monkeypatch.setattr(modeling, "eager_attention_forward", attend_and_count)
+    step(model)
+    assert calls == ["attend"] * 2
+    calls.clear()
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", rotate_and_count)
+    step(model)
+    assert calls == ["rotate", "attend"] * 2
+
+
+def test_rotary_embedding_of_another_shape_is_left_to_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rope(*_: object, **__: object) -> None:
+        raise AssertionError("called with a shape that it does not serve")
+
+    monkeypatch.setattr(transformers_modules, "rope", rope)
+    rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    heads = torch.randn(2, 6, 8)
+    angles = torch.randn(6, 8)
+    got = transformers_modules._rotated(rotate, {"bits": 8}, heads, heads, angles, angles, 0)
+    for turned, expected in zip(got, rotate(heads, heads, angles, angles, 0), strict=True):
+        assert torch.equal(turned, expected)
+
+
+def test_changed_modules_are_left_alone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", forward)
+    model = built(llama)
+    first, second = model.model.layers
+    first.mlp.act_fn.register_forward_hook(lambda *_: None)
+    second.self_attn.forward = second.self_attn.forward
+    fuse(model, INT8)
+    assert kinds(model) == {"GatedMLP", "Projections"}
+    reasons = {left.name: left.reason for left in left_alone(model)}
+    assert reasons.keys() == {
+        "model.layers.0.mlp",
+        "model.layers.1.self_attn",
+        "model.norm",
+        *(f"model.layers.{i}.{norm}" for i in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")),
+    }
+    assert reasons["model.norm"] == "the forward of LlamaRMSNorm was replaced"
+    assert reasons["model.layers.0.mlp"].startswith("its act_fn: it has a hook")
+    assert reasons["model.layers.1.self_attn"] == "its forward was replaced"
+
+
+def test_head_that_cannot_be_chunked_is_named() -> None:
+    config = Config(fuse=False, fuse_head=True)
+    model = nn.ModuleDict({"model": built(llama), "other": nn.Linear(2, 2)})
+    fuse(model, config)
+    assert kinds(model) == {"Head"}
+    assert left_alone(model) == []
+    unfuse(model)
+    fuse(model["other"], config)
+    assert [(left.type, left.reason) for left in left_alone(model["other"])] == [
+        ("Linear", "Linear has no get_output_embeddings")
+    ]
+
+
+def test_decorators_in_the_source_are_not_taken_for_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = transformers.LlamaForCausalLM
+    model = built(llama)
+    assert untouched(model) is None  # its forward is decorated, as is that of the layers by their base class
+    assert untouched(model.model.layers[0]) is None
+    own = cls.forward
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, **inputs: Tensor) -> object:
+        return own(self, **inputs)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    assert untouched(model) == "the forward of LlamaForCausalLM was replaced"
+
+
+def test_skipped_child_keeps_what_would_bypass_it() -> None:
+    model = built(bert)
+    layer = model.bert.encoder.layer[0]
+    fuse(model, INT8, [layer.output.LayerNorm])
+    names = {name for name, _ in fused_modules(model)}
+    assert "bert.encoder.layer.1.output" in names
+    assert "bert.encoder.layer.0.output" not in names
+    assert "its LayerNorm is skipped" in {left.reason for left in left_alone(model)}
+
+
+def test_child_hooked_after_fusing_is_not_bypassed() -> None:
+    exact = built(bert)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    seen = []
+    model.bert.encoder.layer[0].output.LayerNorm.register_forward_hook(lambda *_: seen.append(1))
+    assert relative_error(step(model)[1], step(exact)[1]) <= GRADIENT_BOUND
+    assert seen == [1]
+
+
+def test_input_of_several_linears_is_cast_once_under_autocast() -> None:
+    model = built(bert)
+    fuse(model, INT8)
+    seen = []
+    attention = model.bert.encoder.layer[0].attention.self
+    for projection in (attention.query, attention.key, attention.value):
+        projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    step(model, autocast=True)
+    assert {x.dtype for x in seen} == {torch.bfloat16}
+    assert len({id(x) for x in seen}) == 1
+
+
+def test_norm_before_a_linear_writes_what_autocast_would_make_of_it() -> None:
+    exact = built(gpt2)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    names = {name for name, kind in fused_modules(model) if kind == "LayerNormForLinear"}
+    assert names == {f"transformer.h.{i}.ln_{j}" for i in (0, 1) for j in (1, 2)}
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = (candidate.transformer.h[0].ln_1(x) for candidate in (model, exact))
+    assert got.dtype is torch.bfloat16
+    # Float32 roundings before the cast may move an element to the neighbouring bfloat16.
+    torch.testing.assert_close(got, expected.to(torch.bfloat16), rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
+    assert model.transformer.ln_f(x).dtype is torch.float32
+
+
+def test_norm_with_two_callers_stays_float32() -> None:
+    model = built(gpt2)
+    model.again = model.transformer.h[0].ln_1
+    fuse(model, INT8)
+    assert dict(fused_modules(model))["transformer.h.0.ln_1"] == "LayerNorm"
+
+
+def test_disabled_step_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = built(llama)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    monkeypatch.setenv("PYACTCOMP_DISABLE", "1")
+    assert_step_equals(model, exact, autocast=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_on_a_fused_model_agrees_with_lora_on_the_exact_one() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    losses, grads = [], []
+    for fused in (False, True):
+        model = built(llama)
+        if fused:
+            fuse(model, INT8)
+        torch.manual_seed(2)
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "gate_proj"], init_lora_weights="gaussian")
+        )
+        assert bool(fused_modules(adapted.base_model.model)) == fused
+        loss, got = step(adapted, autocast=True)
+        losses.append(loss)
+        grads.append(got)
+    # As above: an ulp or two of bfloat16 in each of the nine fused modules.
+    torch.testing.assert_close(losses[1], losses[0], rtol=9 * 2 * torch.finfo(torch.bfloat16).eps, atol=0.0)
+    assert 0.0 < relative_error(grads[1], grads[0]) <= GRADIENT_BOUND

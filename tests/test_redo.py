@@ -1,0 +1,280 @@
+"""What is computed again in backward: only where it is proven to be the same, and then to the bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pyactcomp
+from pyactcomp import policy, redo
+from pyactcomp.saved import Region
+
+LOSSLESS = {"mode": "lossless", "min_bytes": 0}
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def reasons(c: object) -> list[str | None]:
+    return [tensor.kept for tensor in pyactcomp.report(c).tensors]  # type: ignore[arg-type]
+
+
+def gradients(compute: Callable[..., Tensor], *leaves: Tensor, **options: object) -> tuple[Tensor, ...]:
+    if options:
+        with pyactcomp.compressed(**options):
+            out = compute(*leaves)
+    else:
+        out = compute(*leaves)
+    return torch.autograd.grad(out.square().sum(), leaves)
+
+
+def through_gelu(x: Tensor, w: Tensor) -> Tensor:
+    return F.gelu(x * 2, approximate="tanh") @ w
+
+
+def through_swiglu(x: Tensor, w: Tensor) -> Tensor:
+    return (F.silu(x @ w) * (x + 1)) @ w
+
+
+def through_weighted(x: Tensor, w: Tensor) -> Tensor:
+    return (w[0] * x.sin()).view(-1, 32) @ w
+
+
+def through_probabilities(x: Tensor, w: Tensor) -> Tensor:
+    dropped = torch.native_dropout((x @ w).softmax(-1), 0.25, True)[0]
+    return dropped @ w
+
+
+def through_narrow(x: Tensor, w: Tensor) -> Tensor:
+    wide = (x * 3).to(torch.bfloat16).float()
+    return wide * wide.square().mean(-1, keepdim=True).rsqrt() @ w
+
+
+def through_cast_probabilities(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).softmax(-1).to(torch.bfloat16) @ w.to(torch.bfloat16)
+
+
+CASES = [through_gelu, through_swiglu, through_weighted, through_probabilities, through_narrow]
+
+
+@pytest.mark.parametrize("compute", [*CASES, through_cast_probabilities], ids=lambda f: f.__name__)
+def test_lossless_gradients_are_bitwise_those_of_torch(compute: Callable[..., Tensor]) -> None:
+    leaves = leaf(16, 32), leaf(32, 32, seed=1)
+    torch.manual_seed(0)
+    exact = gradients(compute, *leaves)
+    torch.manual_seed(0)
+    for got, expected in zip(gradients(compute, *leaves, **LOSSLESS), exact, strict=True):
+        assert torch.equal(got, expected)
+
+
+# Bytes of one [16, 32] float32 tensor that each saves beside what must be stored, and what is stored of all.
+@pytest.mark.parametrize(
+    ("compute", "made_again"),
+    [(through_gelu, 1), (through_swiglu, 2), (through_weighted, 1), (through_probabilities, 1)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tensor], made_again: int) -> None:
+    with pyactcomp.compressed(**LOSSLESS) as c:
+        compute(leaf(16, 32), leaf(32, 32, seed=1))
+    assert reasons(c).count(policy.REDONE) == made_again
+    report = pyactcomp.report(c)
+    redone = [t for t in report.tensors if t.kept == policy.REDONE]
+    assert sum(t.stored_bytes for t in redone) == 0
+    assert sum(t.unique_bytes for t in redone) == made_again * 16 * 32 * 4
+
+
+def test_a_cast_that_is_exact_is_stored_in_the_narrower_dtype() -> None:
+    with pyactcomp.compressed(**LOSSLESS) as c:
+        through_narrow(leaf(16, 32), leaf(32, 32, seed=1))
+    wide = [t for t in pyactcomp.report(c).tensors if t.kept is None]
+    # Saved by the square, by the product, and stored once, in half the bytes.
+    assert [t.stored_bytes for t in wide] == [16 * 32 * 2, 0]
+
+
+def test_a_cast_that_was_written_to_is_stored_as_it_is() -> None:
+    def compute(x: Tensor) -> Tensor:
+        wide = x.to(torch.bfloat16).float()
+        wide.add_(1e-6)  # no bfloat16 number
+        return wide.sin()
+
+    x = leaf(16, 32)
+    assert torch.equal(*gradients(compute, x), *gradients(compute, x, **LOSSLESS))
+
+
+@pytest.mark.parametrize("under_no_grad", [True, False])
+def test_an_output_that_was_written_to_is_not_computed_again(under_no_grad: bool) -> None:
+    def compute(x: Tensor, w: Tensor) -> Tensor:
+        y = F.gelu(x * 2)
+        with torch.set_grad_enabled(not under_no_grad):
+            y.add_(1)
+        return y @ w
+
+    leaves = leaf(16, 32), leaf(32, 32, seed=1)
+    for got, expected in zip(gradients(compute, *leaves, **LOSSLESS), gradients(compute, *leaves), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_an_operand_that_was_written_to_raises_as_torch_does() -> None:
+    def compute(x: Tensor, w: Tensor) -> Tensor:
+        y = x * 2
+        out = F.gelu(y) @ w
+        with torch.no_grad():
+            y.add_(1)
+        return out
+
+    leaves = leaf(16, 32), leaf(32, 32, seed=1)
+    for options in ({}, LOSSLESS, {"min_bytes": 0}):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(compute, *leaves, **options)
+
+
+class Block(nn.Module):
+    """A layer norm that three projections read; under autocast torch keeps three casts of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32, eps=0.5)
+        self.projections = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(3))
+        self.edit: Callable[[Tensor], None] = lambda _: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x * 2)
+        self.edit(y)
+        return sum(projection(y) for projection in self.projections).float().square().sum()
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block()
+
+
+def step(block: Block, autocast: bool = True) -> list[Tensor]:
+    block.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = block(leaf(4, 8, 32))
+    loss.backward()
+    return [p.grad.clone() for p in block.parameters() if p.grad is not None]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def reasons_in_projections(block: Block) -> list[str | None]:
+    return [t.kept for t in pyactcomp.report(block).tensors if t.module.startswith("projections")]
+
+
+def test_a_layer_norm_is_made_again_once_with_its_own_eps(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = step(block, autocast=False)
+    made: list[redo.Redone] = []
+    real = redo.Redone._make
+    monkeypatch.setattr(redo.Redone, "_make", lambda self: made.append(self) or real(self))
+    pyactcomp.compress(block, **LOSSLESS, fuse=False)
+    assert_same(step(block, autocast=False), exact)
+    assert reasons_in_projections(block).count(policy.REDONE) == 3
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("mode", ["lossless", "int8"])
+def test_casts_of_a_layer_norm_are_stored_once(block: Block, mode: str) -> None:
+    exact = step(block)
+    pyactcomp.compress(block, mode=mode, min_bytes=0, fuse=False)
+    got = step(block)
+    if mode == "lossless":
+        assert_same(got, exact)
+    assert reasons_in_projections(block).count(policy.SAME_CAST) == 2
+    inputs = [t for t in pyactcomp.report(block).tensors if t.shape == (32, 32)]
+    assert [t.unique_bytes for t in inputs] == [32 * 32 * 2] * 3
+    assert [bool(t.stored_bytes) for t in inputs] == [True, False, False]
+
+
+def test_casts_of_a_layer_norm_that_was_written_to_are_kept(block: Block) -> None:
+    def edit(y: Tensor) -> None:
+        with torch.no_grad():
+            y.mul_(1.5)
+
+    block.edit = edit
+    exact = step(block)
+    pyactcomp.compress(block, **LOSSLESS, fuse=False)
+    assert_same(step(block), exact)
+    assert not {policy.REDONE, policy.SAME_CAST} & {t.kept for t in pyactcomp.report(block).tensors}
+
+
+def test_eight_bits_compute_again_from_what_is_packed() -> None:
+    x, w = leaf(64, 64), leaf(64, 64, seed=1)
+    with pyactcomp.compressed(min_bytes=0) as c:
+        y = x * 2
+        out = F.gelu(y) @ w
+    (gradient,) = torch.autograd.grad(out.sum(), w)
+    assert policy.REDONE in reasons(c)
+    restored = pyactcomp.dequantize(pyactcomp.quantize(y))
+    assert torch.equal(gradient, F.gelu(restored).t() @ torch.ones(64, 64))
+
+
+def test_backward_twice_gives_the_same() -> None:
+    leaves = leaf(16, 32), leaf(32, 32, seed=1)
+    with pyactcomp.compressed(**LOSSLESS):
+        out = through_swiglu(*leaves).sum()
+    first = torch.autograd.grad(out, leaves, retain_graph=True)
+    second = torch.autograd.grad(out, leaves)
+    assert_same(list(second), list(first))
+
+
+def test_double_backward_through_what_is_made_again() -> None:
+    def penalty(x: Tensor, w: Tensor, **options: object) -> tuple[Tensor, ...]:
+        if options:
+            with pyactcomp.compressed(**options):
+                out = through_swiglu(x, w).sum()
+        else:
+            out = through_swiglu(x, w).sum()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), (x, w))
+
+    leaves = leaf(16, 32), leaf(32, 32, seed=1)
+    for got, expected in zip(penalty(*leaves, **LOSSLESS), penalty(*leaves), strict=True):
+        # Torch keeps the graph of what it saved, and what is made again has the same values.
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.fixture
+def chain() -> Iterator[Callable[[Tensor], Tensor]]:
+    def products(x: Tensor) -> Tensor:
+        y = x
+        for _ in range(2_000):
+            y = y * y.sin()
+        return y
+
+    yield products
+    gc.collect()
+
+
+def test_long_chains_of_products_rest_on_no_more_than_two_recipes(chain: Callable[[Tensor], Tensor]) -> None:
+    x = leaf(64)
+    with pyactcomp.compressed(**LOSSLESS):
+        y = chain(x)
+    deepest = max(o.depth for o in gc.get_objects() if type(o) is redo.Recipe)
+    assert deepest <= 2
+    y.sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+
+
+def test_nothing_is_held_once_the_graph_is_gone() -> None:
+    def held() -> int:
+        return sum(type(o) in (redo.Recipe, redo.Redone, Region) for o in gc.get_objects())
+
+    gc.collect()
+    before = held()
+    with pyactcomp.compressed(min_bytes=0):
+        out = through_swiglu(leaf(16, 32), leaf(32, 32, seed=1)).sum()
+    assert held() > before
+    out.backward()
+    del out
+    assert held() == before
