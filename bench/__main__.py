@@ -31,11 +31,14 @@ def parser() -> argparse.ArgumentParser:
     suites = top.add_subparsers(dest="suite", required=True)
     suites.add_parser("codec", parents=[measuring], help="quantise and dequantise against a device copy and the peers")
     suites.add_parser("overhead", parents=[measuring], help="host time of pack and unpack per tensor")
-    suites.add_parser("step", parents=[training], help="whole training steps of five models")
+    suites.add_parser("frontier", parents=[training], help="training steps of five models: time, memory, gradients")
     batch = suites.add_parser("batch", parents=[training], help="throughput against batch size under a memory cap")
     batch.add_argument("--memory-gib", type=float, help="the cap, by default 24")
     alloc = suites.add_parser("alloc", parents=[training], help="the allocator: its cost, trainings, recorded traces")
     alloc.add_argument("--parts", default="", metavar="A,B,...", help=f"of {', '.join(ALLOC_PARTS)}; default: all")
+    holds = suites.add_parser("holds", parents=[training], help="two trainings, vanilla and compressed, in pairs")
+    holds.add_argument("--seeds", type=int, help="pairs, by default the 5 that the report's bound needs")
+    holds.add_argument("--workers", type=int, help="trainings at a time on the device, by default 5, on a CPU 1")
     report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, batch, codec, overhead, step
+    from . import alloc, batch, codec, frontier, holds, overhead
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -66,12 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         top.error("--device cuda: torch finds no GPU here; use --device cpu or leave it out")
     options = Options(args.out.resolve(), device, Budget(args.budget_s), _names(args.only), args.again, args.tiny)
-    if args.suite in ("step", "batch"):
+    if args.suite in ("frontier", "batch"):
         methods = _names(args.methods)
-        if unknown := set(methods) - set(METHODS):
-            top.error(f"unknown method {sorted(unknown)}; known: {', '.join(METHODS)}")
+        known = [name for name, method in METHODS.items() if method.timed or args.suite == "frontier"]
+        if unknown := set(methods) - set(known):
+            top.error(f"unknown method {sorted(unknown)}; known: {', '.join(known)}")
         if options.only and options.only[0] not in WORKLOADS:
             top.error(f"unknown workload {options.only[0]!r}; known: {', '.join(WORKLOADS)}")
+    if args.suite == "holds":
+        for kind, given, known in (("arm", _names(args.methods), holds.ARMS), ("task", options.only[:1], holds.TASKS)):
+            if unknown := set(given) - set(known):
+                top.error(f"unknown {kind} {sorted(unknown)}; known: {', '.join(known)}")
     if args.suite == "alloc":
         parts = _names(args.parts) or (ALLOC_PARTS if device == "cuda" else ("traces",))
         for kind, given, known in (
@@ -88,8 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         codec.run(options)
     elif args.suite == "overhead":
         overhead.run(options)
-    elif args.suite == "step":
-        step.run(options, methods)
+    elif args.suite == "frontier":
+        frontier.run(options, methods)
+    elif args.suite == "holds":
+        holds.run(options, _names(args.methods), args.seeds or holds.SEEDS, args.workers or holds.workers(device))
     else:
         batch.run(options, methods, args.memory_gib or batch.MEMORY_GIB)
     return 0

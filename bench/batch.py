@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .methods import CORE
+from .methods import VANILLA
 from .rows import Options
 from .worker import spec_for, supervise
 from .workloads import WORKLOADS
 
 DEFAULT_WORKLOADS = ("bert_large_amp", "resnet50_tf32")
+DEFAULT_METHODS = (VANILLA, "int8", "ckpt")
 MEMORY_GIB = 24.0
 """The memory of a common workstation card, which the lent device's allocator is capped to."""
 STEPS = 4
@@ -36,7 +37,7 @@ def run(options: Options, methods: tuple[str, ...] = (), memory_gib: float = MEM
     for workload in filter(options.selects, options.only[:1] or DEFAULT_WORKLOADS):
         pending = [
             method
-            for method in methods or CORE
+            for method in methods or DEFAULT_METHODS
             if options.selects(workload, method)
             and (options.again or not store.has(workload=workload, method=method, status="oom"))
         ]

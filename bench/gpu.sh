@@ -2,16 +2,19 @@
 # Builds, runs the GPU tests and then every suite. The budgets add up to about nine minutes; a second run skips the
 # rows that are there and goes on with those that did not fit.
 #
-#   bench/gpu.sh [SUITE...]          default: tests codec overhead step batch; alloc takes ten minutes of its own
+#   bench/gpu.sh [SUITE...]          default: tests codec overhead frontier batch; holds takes four minutes of its own,
+#                                    alloc ten
 #
 # OUT     folder for the JSON files; default bench/results
+# FRONTIER_S  seconds for the frontier, by default 270; 480 where it has a call to itself
 # PYTHON  interpreter that has torch with CUDA; default python3
 # PYACTCOMP_BENCH_COMMIT  the commit, where the copy has no .git folder
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=${OUT:-bench/results}
-suites=${*:-tests codec overhead step batch}
+frontier_s=${FRONTIER_S:-270}
+suites=${*:-tests codec overhead frontier batch}
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 # Earlier rows travel along, so that a second run skips them and adds to them.
@@ -25,10 +28,11 @@ for suite in $suites; do
         tests) timeout 120 "$python" -m pytest -q -m gpu tests || failed=1 ;;
         codec) timeout 90 "$python" -m bench codec --budget-s 45 --out "$out" || failed=1 ;;
         overhead) timeout 40 "$python" -m bench overhead --budget-s 20 --out "$out" || failed=1 ;;
-        step) timeout 330 "$python" -m bench step --budget-s 270 --out "$out" || failed=1 ;;
+        frontier) timeout "$((frontier_s + 60))" "$python" -m bench frontier --budget-s "$frontier_s" --out "$out" || failed=1 ;;
         batch) timeout 100 "$python" -m bench batch --budget-s 60 --out "$out" || failed=1 ;;
+        holds) timeout 300 "$python" -m bench holds --budget-s 240 --out "$out" || failed=1 ;;
         alloc) timeout 580 "$python" -m bench alloc --budget-s 540 --out "$out" || failed=1 ;;
-        *) echo "unknown suite '$suite'; known: tests codec overhead step batch alloc" >&2; exit 2 ;;
+        *) echo "unknown suite '$suite'; known: tests codec overhead frontier batch holds alloc" >&2; exit 2 ;;
     esac
 done
 exit "$failed"

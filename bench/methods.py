@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
+from pyactcomp import codec
+from pyactcomp.fusions import fused_modules
+
+from .rows import Row
+from .workloads import LanguageModelLoss, Workload
 
 Blocks = list[nn.Module]
 Context = Callable[[], AbstractContextManager[object]]
+Apply = Callable[[nn.Module, Blocks], Context]
 
 VANILLA = "vanilla"
 VANILLA_AGAIN = "vanilla-again"
-NAIVE_MIN_BYTES = 1 << 16
+EXACT = "exact"
+
+
+def _suits_all(_: Workload) -> str | None:
+    return None
+
+
+def _suits_llama(workload: Workload) -> str | None:
+    return None if workload.liger else "Liger-Kernel has no patch for this architecture"
+
+
+def _suits_language_models(workload: Workload) -> str | None:
+    return None if workload.language_model else "there is no language-model head, so it is int8"
 
 
 @dataclass(frozen=True)
@@ -27,19 +46,28 @@ class Method:
     """``apply(module, blocks)`` changes the module and returns the context that each forward runs in."""
 
     name: str
-    apply: Callable[[nn.Module, Blocks], Context]
-    steps: int = 10
+    apply: Apply
+    steps: int = 8
     cost: float = 1.5
     """Time of the row in times of the vanilla row, to judge whether it fits into what is left of a budget."""
-    lossy: bool = False
-    """Whether the gradients' error is measured too."""
+    compared: bool = False
+    """Whether the gradients are compared with vanilla's."""
+    ours: bool = False
+    timed: bool = True
+    """False for what only says which gradients agree to the bit."""
+    alone: bool = False
+    """Whether it needs a process of its own, because it changes more than the model that it is applied to."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of that process."""
+    unsuitable: Callable[[Workload], str | None] = _suits_all
+    """Why a workload has no such row, or None."""
 
 
 def _vanilla(_: nn.Module, __: Blocks) -> Context:
     return nullcontext
 
 
-def _checkpoint(every: int) -> Callable[[nn.Module, Blocks], Context]:
+def _checkpoint(every: int) -> Apply:
     def apply(_: nn.Module, blocks: Blocks) -> Context:
         for block in blocks[::every]:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -53,61 +81,87 @@ def _save_on_cpu(module: nn.Module, _: Blocks) -> Context:
     return lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)
 
 
-def _naive_pack(x: Tensor) -> Tensor | tuple[Tensor, Tensor, torch.dtype]:
-    if isinstance(x, nn.Parameter) or not x.is_floating_point() or x.nbytes < NAIVE_MIN_BYTES:
-        return x
-    scale = x.abs().amax() / 127
-    return (x / scale).round().to(torch.int8), scale, x.dtype
+def _compile(memory_budget: float | None = None) -> Apply:
+    def apply(module: nn.Module, _: Blocks) -> Context:
+        if memory_budget is not None:
+            import torch._functorch.config
+
+            torch._functorch.config.activation_memory_budget = memory_budget
+        module.compile()
+        return nullcontext
+
+    return apply
 
 
-def _naive_unpack(packed: Tensor | tuple[Tensor, Tensor, torch.dtype]) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    codes, scale, dtype = packed
-    return codes.to(dtype) * scale
+def _liger(module: Any, _: Blocks) -> Context:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-
-def _naive(_: nn.Module, __: Blocks) -> Context:
-    return lambda: torch.autograd.graph.saved_tensors_hooks(_naive_pack, _naive_unpack)
-
-
-def _compress(module: nn.Module, _: Blocks) -> Context:
-    # Named on a GPU, because a name never falls back: the row is about this implementation or says why not.
-    impl: Literal["cuda", "auto"] = "cuda" if next(module.parameters()).is_cuda else "auto"
-    pyactcomp.compress(module, mode="int8", impl=impl)
+    apply_liger_kernel_to_llama(model=module.model)
     return nullcontext
 
 
-def _compress_in_groups_of_128(module: nn.Module, _: Blocks) -> Context:
-    pyactcomp.compress(module, mode="int8", group_size=128)
-    return nullcontext
+def _compress(*, head: bool = True, **options: Any) -> Apply:
+    """Return ours; the loss head is fused where there is one, unless told otherwise."""
+
+    def apply(module: nn.Module, _: Blocks) -> Context:
+        pyactcomp.compress(module, fuse_head=head and isinstance(module, LanguageModelLoss), **options)
+        return nullcontext
+
+    return apply
 
 
-def _compress_with_triton(module: nn.Module, _: Blocks) -> Context:
-    pyactcomp.compress(module, mode="int8", impl="triton")
-    return nullcontext
+def _then_checkpoint(first: Apply) -> Apply:
+    # In this order: a block whose forward is patched already would not be fused.
+    def apply(module: nn.Module, blocks: Blocks) -> Context:
+        first(module, blocks)
+        return _checkpoint(1)(module, blocks)
+
+    return apply
 
 
-def _compress_and_checkpoint(module: nn.Module, blocks: Blocks) -> Context:
-    _checkpoint(1)(module, blocks)
-    return _compress(module, blocks)
-
+_ours = functools.partial(Method, cost=3.0, compared=True, ours=True)
 
 METHODS = {
     method.name: method
     for method in (
         Method(VANILLA, _vanilla),
-        Method("int8", _compress, cost=2.5, lossy=True),
+        _ours("int8", _compress()),
+        _ours("lossless", _compress(mode="lossless", head=False)),
         Method("ckpt", _checkpoint(1)),
         Method("ckpt2", _checkpoint(2)),
-        Method("naive8", _naive, cost=2.5),
-        Method("int8+ckpt", _compress_and_checkpoint, cost=2.0),
-        Method("int8-g128", _compress_in_groups_of_128, cost=2.5, lossy=True),
-        Method("int8-triton", _compress_with_triton, cost=2.5),
+        _ours("int8+ckpt", _then_checkpoint(_compress())),
+        Method("liger", _liger, cost=4.0, compared=True, alone=True, unsuitable=_suits_llama),
+        Method("liger+ckpt", _then_checkpoint(_liger), cost=4.0, compared=True, alone=True, unsuitable=_suits_llama),
+        _ours("int8-nohead", _compress(head=False), unsuitable=_suits_language_models),
+        _ours("int8-unfused", _compress(fuse=False, head=False)),
+        _ours("int8-g128", _compress(group_size=128)),
         Method("save_on_cpu", _save_on_cpu, steps=3, cost=8.0),
+        # Compiled code draws dropout by a generator of its own, so its gradients are not comparable.
+        Method("compile", _compile(), cost=40.0, alone=True),
+        Method("compile0.5", _compile(memory_budget=0.5), cost=40.0, alone=True),
+        _ours(
+            EXACT, _compress(mode="lossless", head=False), timed=False, alone=True,
+            environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        ),
         Method(VANILLA_AGAIN, _vanilla),
     )
-}
-CORE = (VANILLA, "int8", "ckpt")
-STAGES = (CORE, ("ckpt2", "naive8", "int8+ckpt", "int8-g128", "int8-triton"), ("save_on_cpu",))
+}  # fmt: skip
+STAGES = (
+    (VANILLA, "int8", "lossless", "ckpt"),
+    ("int8+ckpt", "liger", "liger+ckpt", EXACT),
+    ("ckpt2", "int8-nohead", "int8-unfused", "int8-g128"),
+    ("save_on_cpu",),
+    ("compile",),
+    ("compile0.5",),
+)
 """What to measure first on all workloads, so that a budget that ends early keeps what tells most."""
+
+
+def implementation(module: nn.Module) -> Row:
+    """Return what serves a compressed model: the codec, the fused modules of each kind, and the fused functions."""
+    device = next(module.parameters()).device
+    return {
+        "codec": codec.resolve("auto", device),
+        "fused_modules": dict(Counter(kind for _, kind in fused_modules(module))),
+        "functions": "torch" if codec.unavailable_reason("triton", device) else "triton",
+    }

@@ -12,19 +12,16 @@ INK, MUTED, GRID = "#222222", "#6b7280", "#e5e7eb"
 COLOURS = {
     "vanilla": "#222222",
     "int8": "#d1495b",
-    "int8-triton": "#e59aa4",
     "int8+ckpt": "#8d3b72",
     "ckpt": "#2e6f95",
     "ckpt2": "#7fb2d1",
-    "naive8": "#b08900",
     "save_on_cpu": "#5f8d4e",
 }
 ALLOCATORS = {"native": "#222222", "expandable": "#2e6f95", "pyactcomp": "#d1495b"}
-TOP = 1.62
-"""Upper end of the time axis in vanilla steps; slower methods are drawn at the edge with their figure."""
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Return matplotlib's interface, drawing to files, in the style of all pictures here."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,80 +35,9 @@ def _pyplot() -> Any:
     return plt
 
 
-def _label(axes: Any, points: list[tuple[float, float, str, str]]) -> None:
-    """Write each point's name at the first of several places that overlaps no earlier name and no point."""
-    figure = axes.figure
-    renderer = figure.canvas.get_renderer()
-    dot = 5 * figure.dpi / 72
-    taken = []
-    for x, y, _, _ in points:
-        px, py = axes.transData.transform((x, y))
-        taken.append((px - dot, py - dot, px + dot, py + dot))
-    places = [(7, -3, "left"), (-7, -3, "right"), (0, 8, "center"), (0, -14, "center"), (7, 9, "left"),
-              (7, -15, "left"), (-7, 9, "right"), (-7, -15, "right"), (7, 20, "left"), (7, -26, "left")]  # fmt: skip
-    frame = axes.get_window_extent(renderer)
-    for x, y, name, colour in points:
-        on_the_line = places[2:] if abs(y - 1.0) < 0.01 else places
-        for dx, dy, side in on_the_line:
-            text = axes.annotate(
-                name, (x, y), (dx, dy), textcoords="offset points", ha=side, color=colour, fontsize=8
-            )  # fmt: skip
-            box = text.get_window_extent(renderer)
-            free = all(
-                box.x1 < left or box.x0 > right or box.y1 < low or box.y0 > high for left, low, right, high in taken
-            )
-            inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 + 4 and box.y0 >= frame.y0 and box.y1 <= frame.y1 + 12
-            if (free and inside) or (dx, dy, side) == places[-1]:
-                taken.append((box.x0, box.y0, box.x1, box.y1))
-                break
-            text.remove()
-
-
-def step_time_vs_peak(rows: list[Row], path: Path) -> None:
-    """Draw a panel for each workload: peak memory across, step time up, a point for each method."""
-    plt = _pyplot()
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    columns = min(3, len(workloads))
-    lines = -(-len(workloads) // columns)
-    figure, grid = plt.subplots(lines, columns, figsize=(3.9 * columns, 3.3 * lines), squeeze=False)
-    for axes in grid.flat[len(workloads) :]:
-        axes.set_axis_off()
-    drawn = []
-    for axes, workload in zip(grid.flat, workloads, strict=False):
-        points = []
-        for row in rows:
-            if row["workload"] != workload or row["method"] not in COLOURS:
-                continue
-            colour = COLOURS[row["method"]]
-            x, beyond = row["peak_minus_base_bytes"] / GIB, row["time_x"] > TOP
-            y = TOP - 0.015 if beyond else row["time_x"]
-            name = f"{row['method']} ({row['time_x']:.1f}x)" if beyond else row["method"]
-            axes.plot(x, y, marker="^" if beyond else "o", color=colour, markersize=7, clip_on=False, zorder=3)
-            points.append((x, y, name, colour))
-        vanilla = [row for row in rows if row["workload"] == workload and row["method"] == "vanilla"]
-        title = f"{workload}\n" if not vanilla else f"{workload}, vanilla {vanilla[-1]['median_ms']:.0f} ms"
-        axes.set_title(title.strip(), loc="left", color=INK)
-        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.set_xlim(0, 1.12 * max(point[0] for point in points))
-        axes.set_ylim(0.92, TOP)
-        axes.set_yticks([1.0, 1.2, 1.4, 1.6], ["1.0x", "1.2x", "1.4x", "1.6x"])
-        drawn.append((axes, points))
-    figure.supxlabel("peak memory above weights and optimizer state, GiB", color=MUTED, fontsize=9)
-    figure.supylabel("step time, times vanilla", color=MUTED, fontsize=9)
-    device = rows[-1]["origin"]["device"]
-    figure.suptitle(f"Step time against peak memory ({device}); lower left is better", color=INK, fontsize=11)
-    figure.tight_layout()
-    figure.canvas.draw()
-    for axes, points in drawn:
-        _label(axes, points)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def throughput_vs_batch(points: dict[str, dict[str, list[Row]]], path: Path) -> None:
     """Draw samples a second over the batch size for each method, with a cross where it runs out of memory."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, grid = plt.subplots(1, len(points), figsize=(4.8 * len(points), 3.6), squeeze=False)
     device, cap = "", 0.0
     for axes, (workload, methods) in zip(grid.flat, points.items(), strict=True):
@@ -153,7 +79,7 @@ def throughput_vs_batch(points: dict[str, dict[str, list[Row]]], path: Path) -> 
 
 def allocator_training(bars: dict[str, dict[str, Row]], path: Path) -> None:
     """Draw for each workload what the allocators reserve, and beside it their step times with their intervals."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8))
     width = 0.8 / len(ALLOCATORS)
     for place, (method, colour) in enumerate(ALLOCATORS.items()):
@@ -189,7 +115,7 @@ def allocator_training(bars: dict[str, dict[str, Row]], path: Path) -> None:
 
 def allocator_timeline(lines: dict[str, list[int]], trace: str, path: Path) -> None:
     """Draw what a recorded training requested over its course, and what was reserved for it."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 3.6))
     share = [100 * i / (len(lines["requested"]) - 1) for i in range(len(lines["requested"]))]
     gib = {name: [value / GIB for value in values] for name, values in lines.items()}

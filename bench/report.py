@@ -2,78 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from . import alloc_report, alloc_traces
+from . import alloc_report, alloc_traces, frontier_report, holds_report
+from .frontier_report import METHOD_ORDER, rank
 from .rows import Row, quantile, select
 from .tables import conditions, figure, latest, load, on_cpu, on_gpu, reasons, section, table
-
-GIB = 2**30
-METHOD_ORDER = (
-    "vanilla", "vanilla-again", "int8", "int8-g128", "int8-triton", "int8+ckpt", "ckpt", "ckpt2", "naive8",
-    "save_on_cpu",
-)  # fmt: skip
-SHORT = ("vanilla", "int8", "ckpt2", "ckpt")
-WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
-
-
-def _rank(order: Sequence[str], name: str) -> tuple[int, str]:
-    return (order.index(name) if name in order else len(order), name)
-
-
-def step_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the latest row of every workload and method, in reading order, with its ratios to vanilla.
-
-    A ratio is taken to the vanilla row of the same run and to no other: ``time_x``, ``act_x``, ``peak_x``.
-    """
-    measured = on_gpu(rows)
-    result = []
-    for row in latest(measured, "workload", "method").values():
-        ratios: Row = {}
-        vanilla = select(measured, run=row["run"], method="vanilla", status="ok")
-        if row["status"] == "ok" and vanilla:
-            for ratio, figure in (("time_x", "median_ms"), ("act_x", "act_bytes"), ("peak_x", "peak_minus_base_bytes")):
-                ratios[ratio] = row[figure] / vanilla[-1][figure]
-        result.append({**row, **ratios})
-    return sorted(
-        result, key=lambda r: (_rank(WORKLOAD_ORDER, r["workload"]), _rank(METHOD_ORDER, r["method"]))
-    )  # fmt: skip
-
-
-def step_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> str:
-    """Return the table of training steps."""
-    found = [row for row in step_rows(rows) if row["method"] in methods]
-    if not found:
-        return ""
-    lines = []
-    previous = None
-    for row in found:
-        time = figure(row, "median_ms", ".1f") if row["status"] == "ok" else row["status"]
-        error = figure(row, "grad_error", ".2%")
-        if error:
-            error += f" (vanilla {figure(row, 'grad_error_vanilla', '.1e')})"
-        lines.append([
-            f"`{row['workload']}`" if row["workload"] != previous else "",
-            row["method"],
-            time,
-            figure(row, "time_x", ".2f"),
-            figure(row, "act_bytes", ".2f", GIB),
-            figure(row, "act_x", ".2f"),
-            figure(row, "peak_minus_base_bytes", ".2f", GIB),
-            figure(row, "peak_x", ".2f"),
-            error,
-        ])  # fmt: skip
-        previous = row["workload"]
-    header = (
-        "workload", "method", "step ms", "x vanilla", "act GiB", "x", "peak - base GiB", "x", "gradient error"
-    )  # fmt: skip
-    note = (
-        "Median of the steps after 3 warm-up steps; every ratio is to the vanilla step of the same run, and "
-        "`vanilla-again` shows that run's drift. act: allocated by the forward; peak - base: above weights and "
-        "optimizer state; gradient error: relative L2 over all gradients of step 1, beside vanilla against vanilla."
-    )
-    return section(table(header, lines), note, conditions(found), reasons(found))
 
 
 def _codec_cell(row: Row | None) -> str:
@@ -143,7 +78,7 @@ def batch_table(rows: Iterable[Row]) -> str:
     found = []
     lines = []
     for workload, methods in batch_points(rows).items():
-        for method, run in sorted(methods.items(), key=lambda item: _rank(METHOD_ORDER, item[0])):
+        for method, run in sorted(methods.items(), key=lambda item: rank(METHOD_ORDER, item[0])):
             found += run
             fitting = [row for row in run if row["status"] == "ok"]
             failed = [str(row["batch"]) for row in run if row["status"] == "oom"]
@@ -158,17 +93,12 @@ def batch_table(rows: Iterable[Row]) -> str:
     return section(table(header, lines), f"Allocator capped at {cap:g} GiB.", conditions(found))
 
 
-def short_step_table(rows: Iterable[Row]) -> str:
-    """Return the table of training steps with the methods that a reader compares first."""
-    return step_table(rows, SHORT)
-
-
 TABLES = {
-    "step": ("step", step_table),
-    "step-short": ("step", short_step_table),
+    **frontier_report.TABLES,
     "codec": ("codec", codec_table),
     "overhead": ("overhead", overhead_table),
     "batch": ("batch", batch_table),
+    **holds_report.TABLES,
     **alloc_report.TABLES,
 }
 """The suite and the table of each block."""
@@ -198,10 +128,12 @@ def run(out: Path, readme: Path, docs: Path) -> None:
     if readme.exists():
         readme.write_text(text)
 
-    from . import plots
+    from . import frontier_plot, holds_plot, plots
 
-    if steps := [row for row in step_rows(load(out, "step")) if "time_x" in row]:
-        plots.step_time_vs_peak(steps, docs / "step_time_vs_peak.png")
+    if points := [row for row in frontier_report.latest_rows(load(out, "frontier")) if "time_x" in row]:
+        frontier_plot.draw(points, docs)
+    if outcomes := holds_report.outcomes(load(out, "holds")):
+        holds_plot.draw(outcomes, docs)
     if points := batch_points(load(out, "batch")):
         plots.throughput_vs_batch(points, docs / "throughput_vs_batch.png")
     if bars := alloc_report.training_bars(load(out, "alloc"), tuple(plots.ALLOCATORS)):

@@ -20,8 +20,9 @@ Row = dict[str, Any]
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "transformers", "timm", "bitsandbytes", "rmm-cu13", "pyactcomp")
-FINAL = ("ok", "oom")
+PACKAGES = ("torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13", "pyactcomp")
+NOT_APPLICABLE = "not applicable"
+FINAL = ("ok", "oom", NOT_APPLICABLE)
 """A row with one of these is a result; `unavailable` and `error` are tried again by the next run."""
 
 

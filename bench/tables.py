@@ -49,7 +49,7 @@ def _values(rows: Iterable[Row], name: str) -> str:
 def conditions(rows: Sequence[Row]) -> str:
     """Return one line that says on what, from what and by which command the rows were measured."""
     parts = [_values(rows, "device")]
-    for name in ("driver", "torch", "triton", "transformers", "timm", "bitsandbytes", "rmm-cu13"):
+    for name in ("driver", "torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13"):
         if values := _values(rows, name):
             parts.append(f"{name} {values}")
     commits = sorted({
@@ -64,13 +64,13 @@ def conditions(rows: Sequence[Row]) -> str:
 
 def reasons(rows: Iterable[Row]) -> str:
     """Return a list of what has no figure, and why."""
-    lines = {
-        f"- {row['workload']} {row['method']}{' ' + row['phase'] if 'phase' in row else ''}: {row['status']}"
-        + (f" ({row['reason']})" if row.get("reason") else "")
-        for row in rows
-        if row["status"] != "ok"
-    }
-    return "\n".join(sorted(lines))
+    workloads: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            text = f"{row['method']}{' ' + row['phase'] if 'phase' in row else ''}: {row['status']}"
+            text += f" ({row['reason']})" if row.get("reason") else ""
+            workloads.setdefault(text, []).append(row["workload"])
+    return "\n".join(sorted(f"- {', '.join(dict.fromkeys(names))} {text}" for text, names in workloads.items()))
 
 
 def section(*parts: str) -> str:

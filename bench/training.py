@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .measure import step_times
-from .methods import Context, Method
+from .methods import Context, Method, implementation
 from .rows import Row, summary
 from .workloads import Batch, Workload
 
@@ -18,7 +18,11 @@ WEIGHT_SEED, INPUT_SEED, STEP_SEED = 0, 1, 2
 WARM_UP = 3
 """Steps before the timed ones: the first creates the optimizer's state, the last is the one whose memory counts."""
 LOSS_TOLERANCE = 2.0**-7
-"""Two forwards with the same weights, batch and seed differ by the order of bf16 sums at most: about an ulp."""
+"""Two forwards with the same weights, batch and seed differ, relative to the loss, by this at most.
+
+One may round logits to bf16 where the other, its loss head fused, does not. That moves a logit by 2**-8 of it, and the
+loss, a logarithm of a sum less one logit, by twice that at the largest logit, which random weights keep below the loss.
+"""
 
 
 @dataclass
@@ -88,16 +92,56 @@ def relative_error(gradients: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def apply_and_compare(trainer: Trainer, method: Method) -> Row:
-    """Apply a lossy method, and return the error of its gradients beside that of an exact repetition."""
+    """Apply a method, and return the error of its gradients beside that of an exact repetition."""
     blocks = trainer.workload.blocks(trainer.module)
-    if not method.lossy:
+    if not method.compared:
         trainer.context = method.apply(trainer.module, blocks)
         return {}
     exact = trainer.gradients()
     again = trainer.gradients()
     trainer.context = method.apply(trainer.module, blocks)
-    lossy = trainer.gradients()
-    return {"grad_error": relative_error(lossy, exact), "grad_error_vanilla": relative_error(again, exact)}
+    found = trainer.gradients()
+    return {"grad_error": relative_error(found, exact), "grad_error_vanilla": relative_error(again, exact)}
+
+
+def differing(gradients: list[Tensor], exact: list[Tensor]) -> int:
+    """Return how many of the tensors differ in any bit."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sum(
+        a.dtype != b.dtype or not torch.equal(a.view(bits[a.element_size()]), b.view(bits[b.element_size()]))
+        for a, b in zip(gradients, exact, strict=True)
+    )
+
+
+def exactness(workload: Workload, method: Method, device: str, tiny: bool) -> Row:
+    """Return how many gradient tensors of a method differ from vanilla's, and how many of a second vanilla step.
+
+    All of it runs on deterministic algorithms, in a process that measures nothing else. Where an operator has none,
+    the row names it, and the second vanilla step tells whether it matters.
+    """
+    trainer = build(workload, workload.batch_size(tiny), device, tiny)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    nondeterministic = None
+    try:
+        exact = trainer.gradients()
+    except RuntimeError as problem:
+        if "deterministic" not in str(problem):
+            raise
+        nondeterministic = str(problem)[:200]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        trainer.module.zero_grad(set_to_none=True)
+        exact = trainer.gradients()
+    again = trainer.gradients()
+    trainer.context = method.apply(trainer.module, workload.blocks(trainer.module))
+    return {
+        "batch": workload.batch_size(tiny),
+        "gradient_tensors": len(exact),
+        "vanilla_differing": differing(again, exact),
+        "differing": differing(trainer.gradients(), exact),
+        "nondeterministic": nondeterministic,
+        **implementation(trainer.module),
+    }
 
 
 def memory_of_step(trainer: Trainer) -> Row:
@@ -148,6 +192,7 @@ def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_l
         "batch": workload.batch_size(tiny),
         "first_loss": first_loss,
         "leftover_bytes": leftover,
+        **(implementation(trainer.module) if method.ours else {}),
         **memory,
         **errors,
         **summary(times, "ms"),

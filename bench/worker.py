@@ -7,6 +7,7 @@ figures; within it every method starts from a freshly built model and an emptied
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +22,8 @@ from .rows import ROOT, Budget, Options, Row, Store, failure, select
 
 RESTART = 75
 """Exit code that asks for a new process for the methods that are left: an error may have spoilt this one's device."""
+STOP = 76
+"""Exit code that says to measure none of the methods that are left."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +50,37 @@ def spec_for(suite: str, workload: str, methods: list[str], options: Options, st
 
 def ends_method(row: Row) -> bool:
     """Return whether this row is its method's last: in the batch suite a method goes on until it fails."""
-    return bool(row["suite"] == "step" or row["status"] != "ok")
+    return bool(row["suite"] == "frontier" or row["status"] != "ok")
+
+
+def together(methods: list[str]) -> list[str]:
+    """Return the first of the methods, with those after it that may share its process."""
+    from .methods import METHODS
+
+    if METHODS[methods[0]].alone:
+        return methods[:1]
+    return list(itertools.takewhile(lambda method: not METHODS[method].alone, methods))
 
 
 def supervise(spec: Spec, budget: Budget) -> None:
     """Run workers until every method has its rows, the budget is used up, or none is left to try."""
+    from .methods import METHODS
+
     store = Store(Path(spec.path), spec.origin)
     left = list(spec.methods)
-    while left:
-        remaining = replace(spec, methods=tuple(left), budget_s=budget.remaining())
-        code = subprocess.run(
-            [sys.executable, "-m", "bench.worker", json.dumps(asdict(remaining))], cwd=ROOT
-        ).returncode
-        if code == 0:
+    while left and budget.allows(0.0):
+        methods = together(left)
+        job = replace(spec, methods=tuple(methods), budget_s=budget.remaining())
+        command = [sys.executable, "-m", "bench.worker", json.dumps(asdict(job))]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **METHODS[methods[0]].environment}).returncode
+        if code == STOP:
             return
         done = {row["method"] for row in select(store.rows(), run=spec.run) if ends_method(row)}
-        left = [method for method in left if method not in done]
-        if code != RESTART and left:
+        undone = [method for method in methods if method not in done and code != 0]
+        if code != RESTART and undone:
             reason = f"the process ended with exit code {code}"
-            store.append({**identity(spec, left.pop(0)), "status": "error", "reason": reason})
+            store.append({**identity(spec, undone.pop(0)), "status": "error", "reason": reason})
+        left = undone + left[len(methods) :]
 
 
 def identity(spec: Spec, method: str) -> Row:
@@ -79,18 +94,19 @@ def identity(spec: Spec, method: str) -> Row:
     }
 
 
-def step_rows(spec: Spec, method: str, store: Store) -> Iterator[Row]:
-    """Yield the one row of a method in the step suite."""
+def frontier_rows(spec: Spec, name: str, store: Store) -> Iterator[Row]:
+    """Yield the one row of a method in the frontier suite."""
     from . import training
     from .methods import METHODS, VANILLA
     from .workloads import WORKLOADS
 
-    vanilla = select(store.rows(), run=spec.run, method=VANILLA, status="ok")
-    exact_loss = vanilla[-1]["first_loss"] if vanilla else None
-    yield {
-        "status": "ok",
-        **training.measure(WORKLOADS[spec.workload], METHODS[method], spec.device, spec.tiny, exact_loss),
-    }
+    workload, method = WORKLOADS[spec.workload], METHODS[name]
+    if method.timed:
+        vanilla = select(store.rows(), run=spec.run, method=VANILLA, status="ok")
+        exact_loss = vanilla[-1]["first_loss"] if vanilla else None
+        yield {"status": "ok", **training.measure(workload, method, spec.device, spec.tiny, exact_loss)}
+    else:
+        yield {"status": "ok", **training.exactness(workload, method, spec.device, spec.tiny)}
 
 
 def batch_rows(spec: Spec, method: str, budget: Budget) -> Iterator[Row]:
@@ -136,9 +152,9 @@ def work(spec: Spec) -> int:
         unit = vanilla[-1].get("row_s", 0.0) if vanilla else 0.0
         if not budget.allows(METHODS[method].cost * unit):
             print(f"{spec.suite} {spec.workload} {method}: not started, the budget is used up", flush=True)
-            return 0
+            return STOP
         begin = time.monotonic()
-        rows = step_rows(spec, method, store) if spec.suite == "step" else batch_rows(spec, method, budget)
+        rows = frontier_rows(spec, method, store) if spec.suite == "frontier" else batch_rows(spec, method, budget)
         status = "ok"
         try:
             for row in rows:
@@ -151,9 +167,9 @@ def work(spec: Spec) -> int:
             tell(spec, method, row)
         del rows
         gc.collect()
-        if spec.suite == "step" and method == VANILLA and status in ("error", "unavailable"):
-            print(f"step {spec.workload}: without a vanilla step there is nothing to compare with", flush=True)
-            return 0
+        if spec.suite == "frontier" and method == VANILLA and status in ("error", "unavailable"):
+            print(f"frontier {spec.workload}: without a vanilla step there is nothing to compare with", flush=True)
+            return STOP
         if status == "error" and method != spec.methods[-1]:
             return RESTART
     return 0
@@ -167,6 +183,9 @@ def tell(spec: Spec, method: str, row: Row) -> None:
         "act GiB": row["act_bytes"] / 2**30 if "act_bytes" in row else None,
         "peak GiB": row["peak_minus_base_bytes"] / 2**30 if "peak_minus_base_bytes" in row else None,
         "gradient error": row.get("grad_error"),
+        "gradients": row.get("gradient_tensors"),
+        "differing": row.get("differing"),
+        "vanilla differing": row.get("vanilla_differing"),
         "samples/s": row.get("samples_per_s"),
     }
     text = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)

@@ -55,6 +55,10 @@ class Workload:
     autocast: bool = False
     tf32: bool = False
     first_batch: int = 8
+    language_model: bool = False
+    """Whether the loss is that of a Hugging Face language model, whose head can be fused with it."""
+    liger: bool = False
+    """Whether Liger-Kernel has a patch for the architecture."""
 
     def batch_size(self, tiny: bool) -> int:
         return 2 if tiny else self.batch
@@ -158,15 +162,17 @@ WORKLOADS = {
         Workload(
             "bert_large_amp", _bert, _tokens(30522, 512, False), lambda m: list(m.model.bert.encoder.layer), 32,
             "BertForMaskedLM, BERT-large, sdpa, 32 x 512 tokens, bf16 autocast, dropout 0.1", autocast=True,
+            language_model=True,
         ),
         Workload(
             "llama_1b_bf16", _llama, _tokens(32000, 4096, True), lambda m: list(m.model.model.layers), 4,
-            "LlamaForCausalLM, 16 layers of 2048, 4 x 4096 tokens, pure bf16", first_batch=1,
+            "LlamaForCausalLM, 16 layers of 2048, 4 x 4096 tokens, pure bf16", first_batch=1, language_model=True,
+            liger=True,
         ),
         Workload(
             "gpt2_medium_amp", _gpt2, _tokens(50257, 1024, True), lambda m: list(m.model.transformer.h), 16,
             "GPT2LMHeadModel, 24 layers of 1024, 16 x 1024 tokens, bf16 autocast, dropout 0.1", autocast=True,
-            first_batch=2,
+            first_batch=2, language_model=True,
         ),
         Workload(
             "swin_base_amp", _swin, _images(False), _swin_blocks, 128,

@@ -1,0 +1,164 @@
+"""The tables of training steps, and the bars that are set for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .rows import NOT_APPLICABLE, Row, select
+from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+
+GIB = 2**30
+METHOD_ORDER = (
+    "vanilla", "vanilla-again", "lossless", "int8", "int8-nohead", "int8-unfused", "int8-g128", "int8+ckpt",
+    "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile0.5", "save_on_cpu",
+)  # fmt: skip
+SHORT = ("vanilla", "lossless", "int8", "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt")
+WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
+RATIOS = {"time_x": "median_ms", "act_x": "act_bytes", "peak_x": "peak_minus_base_bytes"}
+
+
+def rank(order: Sequence[str], name: str) -> tuple[int, str]:
+    """Return a key that sorts names by their place in ``order``, and what is not there behind it."""
+    return (order.index(name) if name in order else len(order), name)
+
+
+def latest_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the latest row of every workload and method, in reading order, with its ratios to vanilla.
+
+    A ratio is taken to the vanilla row of the same run and to no other: ``time_x``, ``act_x``, ``peak_x``.
+    """
+    measured = on_gpu(rows)
+    result = []
+    for row in latest(measured, "workload", "method").values():
+        vanilla = select(measured, run=row["run"], method="vanilla", status="ok")
+        counted = row["status"] == "ok" and vanilla
+        ratios = {ratio: row[name] / vanilla[-1][name] for ratio, name in RATIOS.items() if counted and name in row}
+        result.append({**row, **ratios})
+    return sorted(result, key=lambda r: (rank(WORKLOAD_ORDER, r["workload"]), rank(METHOD_ORDER, r["method"])))
+
+
+def steps_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> str:
+    """Return the table of training steps."""
+    found = [row for row in latest_rows(rows) if row["method"] in methods]
+    if not found:
+        return ""
+    lines = []
+    previous = None
+    for row in found:
+        if row["status"] == NOT_APPLICABLE:
+            continue
+        time = figure(row, "median_ms", ".1f") if row["status"] == "ok" else row["status"]
+        error = figure(row, "grad_error", ".2%")
+        if error:
+            error += f" (vanilla {figure(row, 'grad_error_vanilla', '.1e')})"
+        lines.append([
+            f"`{row['workload']}`" if row["workload"] != previous else "",
+            row["method"],
+            time,
+            figure(row, "time_x", ".2f"),
+            figure(row, "act_bytes", ".2f", GIB),
+            figure(row, "act_x", ".2f"),
+            figure(row, "peak_minus_base_bytes", ".2f", GIB),
+            figure(row, "peak_x", ".2f"),
+            error,
+        ])  # fmt: skip
+        previous = row["workload"]
+    header = (
+        "workload", "method", "step ms", "x vanilla", "act GiB", "x", "peak - base GiB", "x", "gradient error"
+    )  # fmt: skip
+    note = (
+        "Median of the steps after 3 warm-up steps; every ratio is to the vanilla step of the same run, and "
+        "`vanilla-again` shows that run's drift. act: allocated by the forward; peak - base: above weights and "
+        "optimizer state; gradient error: relative L2 over all gradients of step 1, beside vanilla against vanilla."
+    )
+    return section(table(header, lines), note, conditions(found), reasons(found))
+
+
+def short_steps_table(rows: Iterable[Row]) -> str:
+    """Return the table of training steps with the methods that a reader compares first."""
+    return steps_table(rows, SHORT)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The most that a figure of a method may be on each workload; a ratio to ``against``'s where that is named."""
+
+    what: str
+    method: str
+    figure: str
+    most: dict[str, float]
+    against: dict[str, str] = field(default_factory=dict)
+    form: str = ".3f"
+
+    def value(self, workload: str, found: dict[tuple[str, str], Row]) -> float | None:
+        """Return what is held against the bar; None where a figure for it is missing."""
+        value: float | None = found.get((workload, self.method), {}).get(self.figure)
+        if value is None or not self.against:
+            return value
+        other: float | None = found.get((workload, self.against[workload]), {}).get(self.figure)
+        return None if other is None else value / other
+
+
+def _on(*most: float) -> dict[str, float]:
+    """Return the limits of the first workloads, in their order."""
+    return dict(zip(WORKLOAD_ORDER, most, strict=False))
+
+
+_CHECKPOINTED = {"bert_large_amp": "ckpt", "llama_1b_bf16": "liger+ckpt", "gpt2_medium_amp": "ckpt"}
+BARS = (
+    Bar("lossless: gradient tensors that differ in any bit", "exact", "differing", _on(0, 0, 0, 0, 0), form=".0f"),
+    Bar("lossless: act, x vanilla", "lossless", "act_x", _on(0.62, 0.58, 0.62)),
+    Bar("lossless: step, x vanilla", "lossless", "time_x", _on(1.04, 1.04, 1.04, 1.04, 1.04)),
+    Bar("int8: act, x vanilla", "int8", "act_x", _on(0.27, 0.20, 0.27, 0.27, 0.25)),
+    Bar("int8: step, x vanilla", "int8", "time_x", _on(1.04, 0.87, 1.04, 1.04, 1.08)),
+    Bar("int8: peak - base, x vanilla", "int8", "peak_x", _on(0.35, 0.25, 0.30, 0.30, 0.28)),
+    Bar("int8: gradient error", "int8", "grad_error", _on(0.02, 0.02, 0.02, 0.02, 0.02), form=".2%"),
+    Bar("int8+ckpt: peak - base, x ckpt (llama: x liger+ckpt)", "int8+ckpt", "peak_x", _on(0.75, 0.75, 0.75),
+        _CHECKPOINTED),
+    Bar("int8+ckpt: step, x ckpt (llama: x liger+ckpt)", "int8+ckpt", "time_x", _on(1.0, 1.0, 1.0), _CHECKPOINTED),
+)  # fmt: skip
+
+
+def _verdict(bar: Bar, workload: str, found: dict[tuple[str, str], Row]) -> tuple[str, str]:
+    """Return "met", "missed", "not measured" or, where the bar does not count, nothing; and the cell's text."""
+    if workload not in bar.most:
+        return "", ""
+    if differing := found.get((workload, bar.method), {}).get("vanilla_differing"):
+        return "", f"two vanilla runs differ in {differing}"
+    value = bar.value(workload, found)
+    if value is None:
+        return "not measured", "not measured"
+    limit = format(bar.most[workload], bar.form)
+    if value <= bar.most[workload]:
+        return "met", f"{format(value, bar.form)} <= {limit}, met"
+    return "missed", f"**{format(value, bar.form)} > {limit}, missed**"
+
+
+def bars_table(rows: Iterable[Row]) -> str:
+    """Return the table of bars: what was asked, what was measured, and whether it is met."""
+    concerned = {bar.method for bar in BARS} | set(_CHECKPOINTED.values())
+    held = [row for row in latest_rows(rows) if row["method"] in concerned and row["status"] != NOT_APPLICABLE]
+    if not held:
+        return ""
+    found = {(row["workload"], row["method"]): row for row in held if row["status"] == "ok"}
+    verdicts = [[_verdict(bar, workload, found) for workload in WORKLOAD_ORDER] for bar in BARS]
+    counts = Counter(verdict for line in verdicts for verdict, _ in line if verdict)
+    lines = [[bar.what, *(text for _, text in line)] for bar, line in zip(BARS, verdicts, strict=True)]
+    names = ["at most", *(f"`{workload}`" for workload in WORKLOAD_ORDER)]
+    undetermined = "\n".join(
+        f"- {row['workload']}, with warnings only: {row['nondeterministic']}"
+        for row in held
+        if row.get("nondeterministic")
+    )
+    summary = f"Of {counts.total()} bars {', '.join(f'{counts[v]} {v}' for v in ('met', 'missed', 'not measured'))}."
+    return section(table(names, lines), summary, undetermined, conditions(held), reasons(held))
+
+
+TABLES = {
+    "frontier": ("frontier", steps_table),
+    "frontier-short": ("frontier", short_steps_table),
+    "frontier-bars": ("frontier", bars_table),
+}
+"""The suite and the table of each block."""
