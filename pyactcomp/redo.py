@@ -8,6 +8,7 @@ chains of nodes overflow the stack when they are freed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -199,6 +200,17 @@ def _source_of_cast(copy: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dty
     if stored is None or stored.shape != copy.size() or stored.stride != copy.stride() or number != 0:
         return None
     return Recipe(copy, lambda dtype: stored.restore().to(dtype)), copy, copy.dtype
+
+
+def again(tensor: Tensor) -> Callable[[], Tensor] | None:
+    """Return what computes an offered output, or autocast's cast of one, again; None where that is not known."""
+    recipe: Recipe | None = getattr(tensor, "_pyactcomp_recipe", None)
+    if recipe is None and tensor.grad_fn is not None and tensor.grad_fn.name() == CAST:
+        known = cast_recipe(tensor, tensor.grad_fn)
+        recipe = None if known is None or not known[0].casts else known[0]
+    elif recipe is not None and not recipe.serves(tensor):
+        recipe = None
+    return None if recipe is None else functools.partial(recipe.compute, tensor.dtype)
 
 
 _SAVING_THEIR_RESULT = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "TanhBackward0", "SigmoidBackward0"})

@@ -29,6 +29,7 @@ __all__ = [
     "self_test",
     "source_dtype",
     "top_saved_tensor_hooks",
+    "under_checkpoint",
 ]
 
 SavedTensorHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
@@ -37,6 +38,12 @@ SavedTensorHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the innermost active pair of saved-tensor hooks."""
     return cast("SavedTensorHooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def under_checkpoint() -> bool:
+    """Return whether what is saved now is torch.utils.checkpoint's, to be thrown away or freshly made again."""
+    top = top_saved_tensor_hooks()
+    return top is not None and top[0].__module__ == "torch.utils.checkpoint"
 
 
 def saved_tensor_hooks_enabled() -> bool:
@@ -122,6 +129,15 @@ def _test_top_hooks() -> None:
         top = top_saved_tensor_hooks()
         assert top is not None
         assert top[0] is top[1] is same
+    seen: list[bool] = []
+
+    def probe(x: Tensor) -> Tensor:
+        seen.append(under_checkpoint())
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(probe, torch.zeros(1, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [True, True]
+    assert not under_checkpoint()
 
 
 def _test_hooks_enabled() -> None:

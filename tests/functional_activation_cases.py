@@ -146,6 +146,32 @@ def test_silu_mul_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_
     assert_within(again, exact, (torch.finfo(dtype).eps + 12 * EPS) * exact.abs() + torch.finfo(dtype).tiny * b.abs())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_silu_mul_with_up_made_again_restores_gate_alone(dtype: torch.dtype) -> None:
+    gate, up, grad = (on_device(2 * normal(3, NUMEL // 3, seed=seed), dtype) for seed in (0, 1, 2))
+    codes: list[Tensor] = []
+
+    def compute(kept: Tensor, **options: object) -> tuple[Tensor, ...]:
+        leaves = [kept.clone().requires_grad_(), up.clone().requires_grad_()]
+        outputs: list[Tensor] = []
+        saved = saved_by(lambda: outputs.append(silu_mul(*leaves, impl="triton", **options)))
+        codes[:] = [c for c in saved if c.dtype is torch.uint8]
+        recipe = recipe_of(outputs[0])
+        again = recipe.compute(dtype)
+        return outputs[0].detach(), again, *torch.autograd.grad(outputs[0], leaves, grad)
+
+    ours = compute(gate, up_again=lambda: up)
+    assert len(codes) == 1
+    # The same as with codes of nothing, where gate is what its codes give.
+    exact = compute(restored(codes[0], gate.numel(), 8, 64).to(gate).view_as(gate), bits=None)
+    eps = 2 * torch.finfo(dtype).eps + 24 * EPS
+    scale = gate.double().abs().cpu() + 1
+    size, weight = up.double().abs().cpu(), grad.double().abs().cpu()
+    assert_within(ours[1], exact[1].double().cpu(), eps * scale * size)
+    assert_within(ours[2], exact[2].double().cpu(), eps * scale * size * weight)
+    assert_within(ours[3], exact[3].double().cpu(), eps * scale * weight)
+
+
 @pytest.mark.parametrize("bits", [8, None])
 def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
     gate = on_device(torch.tensor(SPECIALS).repeat(64), torch.float32)
@@ -357,7 +383,9 @@ def test_silu_mul_without_codes_is_bitwise_eager(dtype: torch.dtype) -> None:
 def test_new_gelu_without_codes_is_bitwise_eager(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     x = random_bits(dtype, 0).requires_grad_()
     with torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        ours, theirs = new_gelu(x, bits=None, impl="triton"), chain(x, False)
+        # In the order of the module's own operators, by which autograd adds the gradients.
+        theirs = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        ours = new_gelu(x, bits=None, impl="triton")
     assert_bitwise(ours, theirs)
     assert_bitwise(recipe_of(ours).compute(torch.bfloat16), theirs.to(torch.bfloat16))
     grad = random_bits(ours.dtype, 1)

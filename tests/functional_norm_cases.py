@@ -218,3 +218,14 @@ def test_automatic_choice_is_the_kernels_on_the_gpu() -> None:
     auto: codec.Impl = "auto"
     assert _fused_norms.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, auto))
     assert not _fused_norms.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1024, 2048, 4096])
+def test_output_of_rms_norm_is_bitwise_that_of_the_operators(length: int) -> None:
+    # Their mean adds in an order that the kernel repeats, and a deep model amplifies each bit.
+    x = (3 * torch.randn(4096, length, generator=torch.Generator().manual_seed(0))).to("cuda", torch.bfloat16)
+    weight = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(x)
+    wide = x.float()
+    exact = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    assert torch.equal(rms_norm(x.clone().requires_grad_(), weight, 1e-6, impl="triton"), exact)

@@ -51,7 +51,8 @@ def test_forward_is_exact_in_what_it_packs(
     # The quotient of each element takes two; what the row does not have, and the compiler knows of, takes none.
     per_thread = groups * GROUP // (32 * warps)
     contracted = len(re.findall(r"^\s+fma\.", text, re.MULTILINE))
-    assert_exact(text, contracted)
+    # torch's own reciprocal root; its argument is at least eps, far from what it flushes.
+    assert_exact(text, contracted, flushing=() if centred else ("rsqrt.approx.ftz.f32",))
     assert contracted <= 2 * per_thread
     assert contracted == 2 * per_thread or length != groups * GROUP // rows
     assert_no_spills(text, tmp_path)

@@ -11,7 +11,7 @@ from functional_checks import SEED, assert_codes_saved, normal, saved_by
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import functional, redo
+from pyactcomp import dequantize, functional, quantize, redo
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional._dropout import dropout
 from pyactcomp.functional._new_gelu import _chain, new_gelu
@@ -156,6 +156,27 @@ def test_silu_mul_saves_codes_of_both(dtype: torch.dtype) -> None:
     saved = saved_by(lambda: silu_mul(gate, up, seed=SEED))
     for codes, x in zip(saved, (gate, up), strict=True):
         assert_codes_saved([codes], x, 8, 64, None)
+
+
+def test_silu_mul_makes_up_again_once_a_backward_and_keeps_no_codes_of_it() -> None:
+    gate, up, weight = (leaf(64, 64, seed=seed) for seed in range(3))
+    made: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def again() -> Tensor:
+        made.append(up)
+        return up
+
+    saved = saved_by(lambda: outputs.append(silu_mul(gate, up, up_again=again)))
+    assert [s.dtype for s in saved] == [torch.uint8]
+    restored = dequantize(quantize(gate.detach())).requires_grad_()
+    exact = torch.autograd.grad((F.silu(restored) * up) @ weight, (restored, up), torch.ones(64, 64))
+    for backwards in (1, 2):
+        redo.source_of(outputs[0], outputs[0].grad_fn)[0].compute(torch.float32)
+        grads = torch.autograd.grad(outputs[0] @ weight, (gate, up), torch.ones(64, 64), retain_graph=True)
+        assert len(made) == backwards
+        for ours, theirs in zip(grads, exact, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_silu_mul_of_two_dtypes_is_torchs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import pickle
 import sys
 import types
@@ -239,9 +240,8 @@ def test_resnet_of_a_library(library: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         plain = timm.create_model("resnet50", num_classes=10)
     else:
-        from torchvision.models import resnet50
-
-        plain = resnet50(num_classes=10)
+        # A fresh import: the one that was there may have given way to the stand-in.
+        plain = importlib.import_module(NAME).resnet50(num_classes=10)
     plain = plain.cuda().to(memory_format=torch.channels_last).train()
     fused = pyactcomp.compress(copy.deepcopy(plain))
     forms = dict(fused_modules(fused))

@@ -127,7 +127,11 @@ def test_gradient_checkpointing_gives_the_gradients_without_it(build: Callable[[
     fuse(model, INT8)
     checkpointed = copy.deepcopy(model)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_step_equals(checkpointed, model)
+    loss, gradients = step(checkpointed)
+    plain_loss, plain = step(model)
+    assert torch.equal(loss, plain_loss)
+    # Of SwiGLU's operands a checkpointed block keeps codes of both, another computes one again from what it stores.
+    assert relative_error(gradients, plain) <= (GRADIENT_BOUND if build is llama else 0.0)
 
 
 def test_saved_model_loads_in_a_plain_one(tmp_path) -> None:

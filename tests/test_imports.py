@@ -36,7 +36,7 @@ ALLOWED = {
     "compress": MODEL | {"fusions"},
     "session": MODEL - {"session"},
     "engine": MODEL - {"engine", "session"},
-    "fusions": FUNCTIONS | {"config", "fusions"},
+    "fusions": FUNCTIONS | {"config", "fusions", "saved"},
     "functional": FUNCTIONS,
     "record": BOTTOM | {"policy", "saved"},
     "redo": BOTTOM | {"policy", "saved"},

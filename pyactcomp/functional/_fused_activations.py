@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from . import _activation_kernels, _silu_mul_kernels
 from ._kernel_parts import FLAT_TILE
 from ._launch import buffer, keys, launcher
 from ._saving import Saving
+
+if TYPE_CHECKING:
+    from ._silu_mul import UpAgain
 
 # Kernels of several operands: eight elements a thread, so one 16-byte access of bfloat16 to each operand. Taken over
 # from the codec's, which have two such accesses in flight; not measured.
@@ -118,11 +122,13 @@ def gelu(
 PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def silu_mul(gate: Tensor, up: Tensor, how: Saving) -> tuple[Tensor, tuple[Tensor, Tensor], PairBackward, Compute]:
+def silu_mul(
+    gate: Tensor, up: Tensor, up_again: UpAgain | None, how: Saving
+) -> tuple[Tensor, tuple[Tensor, ...], PairBackward, Compute]:
     """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the redo.
 
-    A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits;
-    without codes 6, 10 and 6.
+    A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits, a
+    byte less, more and more where ``up_again`` makes ``up`` again; without codes 6, 10 and 6.
     """
     gate = _dense(gate)
     layout = _layout(gate)
@@ -132,22 +138,25 @@ def silu_mul(gate: Tensor, up: Tensor, how: Saving) -> tuple[Tensor, tuple[Tenso
     exact = how.bits is None
     # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
     form = () if exact else (how.bits, how.group_size, _FLAT_TILE // how.group_size)
-    kept: tuple[Tensor, Tensor]
+    kept: tuple[Tensor, ...]
     if exact:
         kept = (gate, up)
         layout.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (gate, up, out))
     else:
-        kept = (buffer(gate, how), buffer(up, how))
-        constants = (*form, how.stochastic)
-        tensors = (gate, up, out, *kept)
+        packed = buffer(gate, how)
+        kept = (packed, buffer(up, how)) if up_again is None else (packed,)
+        constants = (*form, how.stochastic, up_again is None)
+        tensors = (gate, up, out, packed, kept[-1])
         # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
         layout.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
+        form = (*form, up_again is None)
 
-    def backward(kept_gate: Tensor, kept_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
         grad_gate, grad_up = layout.empty(dtype), layout.empty(dtype)
-        tensors = (kept_gate, kept_up, layout.arrange(grad), grad_gate, grad_up)
+        up = up if up_again is None else layout.arrange(up)
+        tensors = (kept_gate, up, layout.arrange(grad), grad_gate, grad_up)
         layout.launch(_silu_mul_kernels, kernel, form, tensors)
         return grad_gate, grad_up
 
@@ -156,7 +165,8 @@ def silu_mul(gate: Tensor, up: Tensor, how: Saving) -> tuple[Tensor, tuple[Tenso
     def compute(dtype: torch.dtype) -> Tensor:
         kernel = "silu_mul_exact_kernel" if exact else "silu_mul_redo_kernel"
         again = layout.empty(dtype)
-        layout.launch(_silu_mul_kernels, kernel, form, (*again_from, again))
+        sources = again_from if up_again is None else (*again_from, layout.arrange(up_again.peek()))
+        layout.launch(_silu_mul_kernels, kernel, form, (*sources, again))
         return again
 
     return out, kept, backward, compute

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from ..kernels.triton_ops import (
     element_index,
@@ -67,6 +68,34 @@ def _centred(x, N: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
         x = x - tl.sum(tl.where(present, x, 0.0), 1, keep_dims=True) * (1.0 / N)
     return tl.where(present, x, 0.0)
+
+
+@triton.jit
+def _halves_added(x):
+    HALF: tl.constexpr = x.shape[0] // 2
+    low, high = tl.split(tl.trans(tl.reshape(x, [2, HALF])))
+    return low + high
+
+
+@triton.jit
+def _sum_of_squares(x, N: tl.constexpr):
+    """Sum the squares of a row of N float32 or 16-bit elements in the order of torch's ``mean``, to the bit.
+
+    There a warp takes a row: each lane adds every 32nd vector of four, element by element, then its four sums, and the
+    lanes add in a tree. One bit of a reciprocal deviation turns roundings to bfloat16 that a deep model amplifies: to
+    3.4 % of the gradient of a Llama of 16 layers at initialisation, whose own noise is 1.3 %.
+    """
+    lanes = tl.arange(0, 128)
+    total = tl.zeros([128], tl.float32)
+    for k in tl.static_range(N // 128):
+        v = load_float(x + k * 128, lanes)
+        total += v * v
+    even, odd = tl.split(tl.reshape(total, [32, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    # Distance by distance, the longest first, as a warp's shuffles.
+    sums = _halves_added(_halves_added(((first + second) + third) + fourth))
+    return tl.sum(_halves_added(_halves_added(_halves_added(sums))))
 
 
 @triton.jit
@@ -126,7 +155,15 @@ def norm_forward_kernel(
     store_codes(packed, codes, parameters, start, N, numel, BITS, RUN, PARTIAL)
 
     y = _centred(tl.reshape(values, [ROWS, TILE // ROWS]), N, CENTRED)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(y * y, 1, keep_dims=True) * (1.0 / N) + eps))
+    AS_TORCH: tl.constexpr = not (CENTRED or HAS_RESIDUAL or INDEXED) and ROWS == 1 and N % 128 == 0
+    if AS_TORCH:
+        variance = tl.full([1, 1], 0.0, tl.float32) + (_sum_of_squares(x + start, N) * (1.0 / N) + eps)
+    else:
+        variance = tl.sum(y * y, 1, keep_dims=True) * (1.0 / N) + eps
+    if AS_TORCH and COMPILED:
+        scale = libdevice.rsqrt(variance)
+    else:
+        scale = tl.div_rn(1.0, tl.sqrt_rn(variance))
     tl.store(rstd + row + tl.arange(0, ROWS)[:, None], scale)
     y = y * scale
     if not CENTRED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -10,50 +11,84 @@ from torch.nn import functional as F
 
 from .. import redo
 from ..codec import Impl, Rounding
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
 """Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
 
 
+class UpAgain:
+    """Makes ``up`` again in backward, once for the product that the next layer needs and for the gradients."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._up: Tensor | None = None
+
+    def peek(self) -> Tensor:
+        """Return it, and hold it for the gradients, which are computed next."""
+        if self._up is None:
+            self._up = self._compute().detach()
+        return self._up
+
+    def take(self) -> Tensor:
+        """Return it for the last time."""
+        up, self._up = self.peek(), None
+        return up
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, how: Saving) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: UpAgain | None, how: Saving) -> Tensor:
+        ctx.up_again = up_again
         fused = gate.dtype is up.dtype and how.runs_kernels(gate) and (how.bits is not None or EXACT_ON_CUDA)
         if fused:
             from . import _fused_activations
 
-            out, kept, ctx.fused_backward, compute = _fused_activations.silu_mul(gate, up, how)
+            out, kept, ctx.fused_backward, compute = _fused_activations.silu_mul(gate, up, up_again, how)
             ctx.save_for_backward(*kept)
             redo.offer(ctx, out, compute, *(t.detach() for t in kept))
             return out
         ctx.fused_backward = None
-        (kept_gate, restore_gate), (kept_up, restore_up) = how.keep(gate), how.keep(up)
-        ctx.restore = restore_gate, restore_up
-        ctx.save_for_backward(kept_gate, kept_up)
+        kept_gate, restore_gate = how.keep(gate)
+        kept_up, restore_up = (None, None) if up_again is not None else how.keep(up)
+        ctx.restore_gate, ctx.restore_up = restore_gate, restore_up
+        ctx.save_for_backward(kept_gate, *(() if kept_up is None else (kept_up,)))
         out = F.silu(gate) * up
-        sources = kept_gate.detach(), kept_up.detach()
+        source_gate = kept_gate.detach()
+        source_up = None if kept_up is None else kept_up.detach()
 
         def compute_eagerly(dtype: torch.dtype) -> Tensor:
-            return (F.silu(restore_gate(sources[0])) * restore_up(sources[1])).to(dtype)
+            again = _up(source_up, restore_up) if up_again is None else up_again.peek()
+            return (F.silu(restore_gate(source_gate)) * again).to(dtype)
 
-        redo.offer(ctx, out, compute_eagerly, *sources)
+        redo.offer(ctx, out, compute_eagerly, source_gate, *(() if source_up is None else (source_up,)))
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept_gate, *kept_up = ctx.saved_tensors
+        up = kept_up[0] if ctx.up_again is None else ctx.up_again.take()
         if ctx.fused_backward is not None:
-            return (*ctx.fused_backward(*ctx.saved_tensors, grad), None)
-        gate, up = (restore(kept) for restore, kept in zip(ctx.restore, ctx.saved_tensors, strict=True))
+            return (*ctx.fused_backward(kept_gate, up, grad), None, None)
+        gate = ctx.restore_gate(kept_gate)
+        if ctx.up_again is None:
+            up = ctx.restore_up(up)
         grad_gate = torch.ops.aten.silu_backward((grad * up).to(gate.dtype), gate)
-        return grad_gate, (grad * F.silu(gate)).to(up.dtype), None
+        return grad_gate, (grad * F.silu(gate)).to(up.dtype), None, None
+
+
+def _up(kept: Tensor | None, restore: Restore | None) -> Tensor:
+    assert kept is not None
+    assert restore is not None
+    return restore(kept)
 
 
 def silu_mul(
     gate: Tensor,
     up: Tensor,
     *,
+    up_again: Callable[[], Tensor] | None = None,
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
@@ -65,6 +100,9 @@ def silu_mul(
     Parameters
     ----------
     gate, up : Tensor, of one shape, floating point
+    up_again : callable, optional
+        Computes ``up`` again, which then is not kept: where it is one matrix product of something that is stored.
+        Called once a backward. With ``bits=None`` it must give the same bits.
     bits, group_size, rounding, seed, impl
         As in :func:`linear`. With ``bits=None`` outputs and gradients are those of torch's operators to the bit.
 
@@ -104,4 +142,5 @@ def silu_mul(
         raise ValueError(f"silu_mul expects gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
     if not recorded(gate, up):
         return F.silu(gate) * up
-    return cast(Tensor, _SiluMul.apply(gate, up, how))  # type: ignore[no-untyped-call]
+    again = None if up_again is None else UpAgain(up_again)
+    return cast(Tensor, _SiluMul.apply(gate, up, again, how))  # type: ignore[no-untyped-call]
