@@ -14,7 +14,6 @@ METHOD_ORDER = (
     "vanilla", "vanilla-again", "lossless", "int8", "int8-nohead", "int8-unfused", "int8-g128", "int8+ckpt",
     "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile0.5", "save_on_cpu",
 )  # fmt: skip
-SHORT = ("vanilla", "lossless", "int8", "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt")
 WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
 RATIOS = {"time_x": "median_ms", "act_x": "act_bytes", "peak_x": "peak_minus_base_bytes"}
 
@@ -39,9 +38,9 @@ def latest_rows(rows: Iterable[Row]) -> list[Row]:
     return sorted(result, key=lambda r: (rank(WORKLOAD_ORDER, r["workload"]), rank(METHOD_ORDER, r["method"])))
 
 
-def steps_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> str:
+def steps_table(rows: Iterable[Row]) -> str:
     """Return the table of training steps."""
-    found = [row for row in latest_rows(rows) if row["method"] in methods]
+    found = [row for row in latest_rows(rows) if row["method"] in METHOD_ORDER]
     if not found:
         return ""
     lines = []
@@ -74,11 +73,6 @@ def steps_table(rows: Iterable[Row], methods: Sequence[str] = METHOD_ORDER) -> s
         "optimizer state; gradient error: relative L2 over all gradients of step 1, beside vanilla against vanilla."
     )
     return section(table(header, lines), note, conditions(found), reasons(found))
-
-
-def short_steps_table(rows: Iterable[Row]) -> str:
-    """Return the table of training steps with the methods that a reader compares first."""
-    return steps_table(rows, SHORT)
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,6 @@ def bars_table(rows: Iterable[Row]) -> str:
 
 TABLES = {
     "frontier": ("frontier", steps_table),
-    "frontier-short": ("frontier", short_steps_table),
     "frontier-bars": ("frontier", bars_table),
 }
 """The suite and the table of each block."""

@@ -149,7 +149,8 @@ def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | No
     device = config.device
     text, held_out = demo_text.load()
     generator = torch.Generator().manual_seed(config.seed)
-    with torch.random.fork_rng():
+    # Torch warns where there are several devices and none is named.
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         model = ByteTransformer(config.width, config.depth, config.heads, config.sequence).to(device)
     batch = config.batch or _largest_batch(model, config, text)

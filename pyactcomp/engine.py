@@ -39,7 +39,7 @@ from .policy import (
 )
 from .record import Recorder
 from .redo import cast_recipe, source_of
-from .saved import Distributed, Gathered, Kept, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
+from .saved import Distributed, Gathered, Kept, Packs, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
 from .torch_private import (
     current_raw_stream,
     profiler_enabled,
@@ -350,11 +350,11 @@ class Frame:
 
     def _record_kept(self, tensor: Tensor, reason: str, recorder: Recorder) -> None:
         """Record a tensor that is kept; codes that a fused function keeps stand for the tensor that they pack."""
-        packed: Tensor | None = getattr(tensor, "_pyactcomp_packs", lambda: None)()
-        if packed is None:
+        packs: Packs | None = getattr(tensor, "_pyactcomp_packs", None)
+        if packs is None:
             recorder.add(tensor, reason)
         else:
-            recorder.add(packed, None, tensor.nbytes)
+            recorder.add_codes(packs, tensor.nbytes)
 
 
 def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from . import policy
+from .saved import Packs
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,27 @@ class Recorder:
         """Record a saved tensor, kept for a reason, or packed in so many bytes that no earlier one's serve."""
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
         stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
-        self.saved.append(
-            SavedTensor(
-                module=self._modules[-1],
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                saved_bytes=_nbytes(tensor),
-                unique_bytes=unique,
-                stored_bytes=stored,
-                kept=kept,
-            )
-        )
+        self._append(tuple(tensor.shape), tensor.dtype, _nbytes(tensor), unique, stored, kept)
+
+    def add_codes(self, packs: Packs, packed: int) -> None:
+        """Record codes that an autograd function saves, as what they stand for."""
+        storage = packs.storage()
+        unique = packs.nbytes if storage is None else self._unique_storage_bytes(storage)
+        self._append(packs.shape, packs.dtype, packs.nbytes, unique, packed, None)
+
+    def _append(
+        self, shape: tuple[int, ...], dtype: torch.dtype, saved: int, unique: int, stored: int, kept: str | None
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self.saved.append(SavedTensor(self._modules[-1], shape, name, saved, unique, stored, kept))
 
     def _unique_bytes(self, tensor: Tensor) -> int:
         tensor = policy.local_tensor(tensor)
         if tensor.layout is not torch.strided:
             return _nbytes(tensor)
-        storage = tensor.untyped_storage()
+        return self._unique_storage_bytes(tensor.untyped_storage())
+
+    def _unique_storage_bytes(self, storage: torch.UntypedStorage) -> int:
         known = self._storages.get(storage.data_ptr())
         if known is not None and known() is storage:
             return 0

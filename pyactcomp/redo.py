@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from .policy import CAST, source
-from .saved import Kept, Recent, Region, Shared, View, check_version
+from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
 from .torch_private import saved_form
 
 Compute = Callable[[torch.dtype], Tensor]
@@ -136,7 +136,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
 
 def stand_for(codes: Tensor, x: Tensor) -> Tensor:
     """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns them."""
-    codes._pyactcomp_packs = ref(x)  # type: ignore[attr-defined]
+    codes._pyactcomp_packs = Packs(tuple(x.shape), x.dtype, x.nbytes, ref(x.untyped_storage()))  # type: ignore[attr-defined]
     return codes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from torch.nn import Module
 
 from . import policy
 from .compress import Compressed, session_of
+from .fusions import fused_modules, left_alone
 from .record import SavedTensor
 from .session import Session
 
@@ -47,6 +49,10 @@ class Report:
         Why there are none, or empty.
     gradient_bytes : dict of str to int
         Bytes of the gradients of each module's own parameters.
+    fused : tuple of (str, str)
+        The modules that run through a fused function, each with the name of its form.
+    left_alone : tuple of (str, str, str)
+        Those that could, by name and class, with the reason why they do not: hooks of others, a changed forward.
 
     Notes
     -----
@@ -59,6 +65,8 @@ class Report:
     tensors: tuple[SavedTensor, ...]
     note: str = ""
     gradient_bytes: Mapping[str, int] = field(default_factory=dict)
+    fused: tuple[tuple[str, str], ...] = ()
+    left_alone: tuple[tuple[str, str, str], ...] = ()
     _total: Line = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +139,11 @@ class Report:
         rows.append(("total", self._total))
         table = _table("module", rows)
         table += f"\n\nA step holds at most about {self.peak_bytes / 2**20:.0f} MiB on top of the model."
+        if self.fused:
+            kinds = Counter(kind for _, kind in self.fused)
+            table += "\nFused: " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) + "."
+        for name, kind, reason in self.left_alone[:_MODULE_ROWS]:
+            table += f"\nNot fused: {name or '(root)'}, {kind}: {reason}."
         if self.kept:
             table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
         return table
@@ -193,4 +206,11 @@ def report(target: Module | Compressed) -> Report:
         if isinstance(target, Module) and not target.training:
             note += " (the model is in evaluation mode, in which nothing is compressed; call model.train())"
         return Report((), note)
-    return Report(tuple(session.recorder.saved), gradient_bytes=session.recorder.gradient_bytes)
+    fused = fused_modules(target) if isinstance(target, Module) else []
+    alone = left_alone(target) if isinstance(target, Module) else []
+    return Report(
+        tuple(session.recorder.saved),
+        gradient_bytes=session.recorder.gradient_bytes,
+        fused=tuple(fused),
+        left_alone=tuple((each.name, each.type, each.reason) for each in alone),
+    )

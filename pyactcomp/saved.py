@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -15,6 +15,15 @@ from .kernels import Kernel
 from .torch_private import current_raw_stream
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+class Packs(NamedTuple):
+    """What tensor codes stand for, without holding it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    storage: ref[torch.UntypedStorage]
 
 
 class Saved(Protocol):

@@ -14,6 +14,7 @@ from test_functional_head import largest_numel
 from torch import Tensor, nn
 from works_with_text import transformers
 
+import pyactcomp
 from pyactcomp.config import Config
 from pyactcomp.functional import _linear_cross_entropy
 from pyactcomp.fusions import heads
@@ -307,3 +308,13 @@ def test_uncomputed_logits_are_logits_to_all_else() -> None:
         assert type(ours) is Tensor
         assert torch.equal(ours, theirs)
         assert ours.requires_grad == theirs.requires_grad
+
+
+def test_a_model_without_a_head_to_fuse_is_refused_and_left_as_it_was() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.GELU())
+    with pytest.raises(
+        ValueError, match=r"fuse_head=True needs a language model .* got Sequential: .*leave fuse_head out"
+    ):
+        pyactcomp.compress(model, fuse_head=True)
+    assert [type(module) for module in model] == [torch.nn.LayerNorm, torch.nn.GELU]
+    assert not model._forward_pre_hooks

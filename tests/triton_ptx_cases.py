@@ -12,7 +12,15 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pyactcomp.functional import _activation_kernels, _norm_kernels, _rope_kernels, _silu_mul_kernels
+from pyactcomp.functional import (
+    _activation_kernels,
+    _batch_norm_kernels,
+    _max_pool_kernels,
+    _norm_kernels,
+    _rope_kernels,
+    _silu_mul_kernels,
+    _window_kernels,
+)
 from pyactcomp.kernels import triton as kernels
 from pyactcomp.kernels import triton_kernels
 
@@ -39,6 +47,19 @@ FUSED_KERNELS = [
     _norm_kernels.norm_forward_kernel,
     _norm_kernels.norm_backward_kernel,
     _norm_kernels.norm_redo_kernel,
+    _batch_norm_kernels.batch_norm_statistics_kernel,
+    _batch_norm_kernels.batch_norm_finish_kernel,
+    _batch_norm_kernels.batch_norm_apply_kernel,
+    _batch_norm_kernels.batch_norm_redo_kernel,
+    _batch_norm_kernels.batch_norm_sums_kernel,
+    _batch_norm_kernels.batch_norm_backward_kernel,
+    _max_pool_kernels.max_pool_forward_kernel,
+    _max_pool_kernels.max_pool_backward_kernel,
+    _window_kernels.window_attention_forward_kernel,
+    _window_kernels.window_attention_backward_kernel,
+    _window_kernels.window_attention_again_kernel,
+    _window_kernels.residual_add_forward_kernel,
+    _window_kernels.residual_add_backward_kernel,
 ]
 GROUP = 64
 PER_THREAD = kernels.TILE // (32 * kernels.WARPS)

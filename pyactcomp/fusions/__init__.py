@@ -31,6 +31,11 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
     -------
     Fusing
         What the fused modules share; pausing it makes them run as their own classes do.
+
+    Raises
+    ------
+    ValueError
+        If ``fuse_head`` is asked for and the model has no head to fuse. Nothing is changed then.
     """
     exempt = {module for root in skipped for module in root.modules()}
     plan: dict[Module, type[Module]] = {}
@@ -42,7 +47,11 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
         else:
             alone.append(LeftAlone(name, type(module).__name__, reason))
     if config.fuse_head and not any(issubclass(form, heads.Head) for form in plan.values()):
-        alone.append(_headless(model))
+        headless = _headless(model)
+        raise ValueError(
+            f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
+            f"{headless.reason}; leave fuse_head out"
+        )
     state = Fusing(config, tuple(alone))
     try:
         model.__dict__[ATTRIBUTE] = state
