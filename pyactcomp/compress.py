@@ -19,6 +19,7 @@ from .config import Config
 from .errors import PyactcompError
 from .fusions import Fusing, fuse, unfuse
 from .fusions.base import ATTRIBUTE
+from .fusions.untouched import untouched
 from .policy import KINK, SKIPPED
 from .redo import offer_layer_norm
 from .session import Session
@@ -59,7 +60,8 @@ class _CloseHooks:
 
     def __call__(self, module: Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.session.close()
+            failed = output is None and sys.exc_info()[0] is not None
+            self.session.close(completed=not failed)
 
 
 class _EnterExact:
@@ -93,7 +95,9 @@ class _OfferLayerNorm:
         self.session = session
 
     def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self.session.frame() is not None:
+        if torch.compiler.is_compiling() or self.session.frame() is None:
+            return
+        if type(output) is torch.Tensor and untouched(module) is None:
             offer_layer_norm(output, module.normalized_shape, module.eps)
 
 
@@ -141,14 +145,17 @@ def _fusings(model: Module) -> Iterator[Fusing]:
 @contextlib.contextmanager
 def fused_by(model: Module, config: Config) -> Iterator[None]:
     """Fuse the modules of a model as another configuration says, for a while."""
+    before = [(module, module.__class__, module.__dict__.get(ATTRIBUTE)) for module in model.modules()]
     unfuse(model)
     try:
         fuse(model, config, _skipped_modules(model, config))
         yield
     finally:
         unfuse(model)
-        for root, session in _sessions(model):
-            fuse(root, session.config, _skipped_modules(root, session.config))
+        for module, cls, state in before:
+            module.__class__ = cls
+            if state is not None:
+                module.__dict__[ATTRIBUTE] = state
 
 
 @contextlib.contextmanager
@@ -238,6 +245,8 @@ def compress(model: Module, **options: Any) -> Module:
 
     Notes
     -----
+    Replace or patch modules of the model before, not after: a fused module takes its neighbours for what they were.
+
     Parameters, buffers, autocast's copies of parameters, integers, floating-point tensors that do not require
     grad, what activations with a kink save and tensors smaller than ``min_bytes`` are never compressed;
     :func:`report` gives the reason for each tensor. In evaluation mode nothing is done.
@@ -254,6 +263,8 @@ def compress(model: Module, **options: Any) -> Module:
     config = Config(**options)
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
+    if any(True for _ in _fusings(model)):
+        raise PyactcompError("this module is part of a copy of a compressed model; decompress that first")
     for root in _roots:
         if any(module is model for module in root.modules()):
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")

@@ -60,7 +60,7 @@ class Config:
     Raises
     ------
     TypeError, ValueError
-        For a value that is not one of these.
+        For a value that is not one of these, and for ``fuse_head`` in lossless mode.
     """
 
     mode: Mode = "int8"
@@ -87,6 +87,10 @@ class Config:
             ("keep_weight_copies", self.keep_weight_copies, (True, False)),
         ):
             check_choice(name, value, allowed)
+        if self.fuse_head and self.mode == "lossless":
+            raise ValueError(
+                "fuse_head=True sums in another order, so that mode='lossless' cannot have it: leave one out"
+            )
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)
         object.__setattr__(self, "skip", _skip_tuple(self.skip))

@@ -230,9 +230,10 @@ class Frame:
         if known is None:
             return self._store(copy, CAST, node)
         copies = known[0].copies
-        reference = copies.get(copy.dtype)
+        part = copy.dtype, copy.storage_offset(), copy.size(), copy.stride()
+        reference = copies.get(part)
         stored = None if reference is None else reference()
-        if stored is not None and stored.shape == copy.size() and stored.stride == copy.stride():
+        if stored is not None:
             if isinstance(stored, Region):
                 stored.uses += 1
             if self.recorder is not None:
@@ -241,7 +242,7 @@ class Frame:
         new = self._store(copy, CAST, node)
         if isinstance(new, (Kept, Region)):
             first: Kept | Region = new
-            copies[copy.dtype] = ref(first)
+            copies[part] = ref(first)
         return new
 
     def _store(self, tensor: Tensor, name: str, node: Node | None) -> Saved:

@@ -8,7 +8,6 @@ chains of nodes overflow the stack when they are freed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -72,8 +71,8 @@ class Recipe:
         self._operands = operands
         self._versions = tuple(operand._version for operand in operands)
         self._redone: dict[torch.dtype, ref[Redone]] = {}
-        # Stored casts of the output, by dtype.
-        self.copies: dict[torch.dtype, ref[Kept | Region]] = {}
+        # Stored casts of the output, or of parts of it, by dtype, offset, shape and strides.
+        self.copies: dict[tuple[object, ...], ref[Kept | Region]] = {}
         self.depth = depth
         self.casts = casts
         self.dtype = out.dtype
@@ -210,7 +209,11 @@ def again(tensor: Tensor) -> Callable[[], Tensor] | None:
         recipe = None if known is None or not known[0].casts else known[0]
     elif recipe is not None and not recipe.serves(tensor):
         recipe = None
-    return None if recipe is None else functools.partial(recipe.compute, tensor.dtype)
+    if recipe is None:
+        return None
+    dtype, shape = tensor.dtype, tensor.size()
+    # What was cast may have been reshaped before.
+    return lambda: recipe.compute(dtype).view(shape)
 
 
 _SAVING_THEIR_RESULT = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "TanhBackward0", "SigmoidBackward0"})

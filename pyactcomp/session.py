@@ -79,13 +79,13 @@ class Session(Packing):
         frame.open(caller)
         stack[-1] = frame
 
-    def close(self) -> None:
-        """Undo the last :meth:`open` of this thread."""
+    def close(self, *, completed: bool = True) -> None:
+        """Undo the last :meth:`open` of this thread; a forward that was not completed is not reported."""
         stack = self._stack()
         frame = stack.pop() if stack else None
         if frame is not None:
             frame.close()
-            if frame.recorder is not None and frame.recorder.saved:
+            if completed and frame.recorder is not None and frame.recorder.saved:
                 self.recorder = frame.recorder
 
     def drop(self, frame: Frame) -> None:

@@ -179,8 +179,7 @@ def test_bfloat16(name: str, autocast: bool) -> None:
         loss, got = step(fused(model), batch())
         expected_loss, expected = step(model, batch())
     eps = torch.finfo(torch.bfloat16).eps
-    # Pure bfloat16 BERT has a loss of bfloat16; the chunked one is float32.
-    torch.testing.assert_close(loss, expected_loss.float(), rtol=eps, atol=0.0)
+    torch.testing.assert_close(loss, expected_loss, rtol=eps, atol=0.0)
     total = sum(float((got[name].float() - g.float()).square().sum()) for name, g in expected.items())
     assert total**0.5 <= eps * sum(float(g.float().square().sum()) for g in expected.values()) ** 0.5
 
@@ -282,7 +281,7 @@ def test_class_keeps_the_signature_name_and_state_and_is_copied_and_pickled() ->
 
 def test_uncomputed_logits_are_logits_to_all_else() -> None:
     rows, weight, bias = torch.randn(2, 3, 4, requires_grad=True), torch.randn(7, 4), torch.randn(7)
-    logits = heads.Logits.of(rows, weight, bias, "auto")
+    logits = heads.Logits.of(heads._Projection(rows, weight, bias, "auto"), rows)
     expected = nn.functional.linear(rows, weight, bias)
     assert logits.shape == logits.size() == expected.shape
     assert (logits.size(-1), logits.dim(), logits.device) == (7, 3, expected.device)
@@ -318,3 +317,58 @@ def test_a_model_without_a_head_to_fuse_is_refused_and_left_as_it_was() -> None:
         pyactcomp.compress(model, fuse_head=True)
     assert [type(module) for module in model] == [torch.nn.LayerNorm, torch.nn.GELU]
     assert not model._forward_pre_hooks
+
+
+def loss_of_written(write: Callable[[Tensor], object], lazy: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(8, 16, generator=generator).requires_grad_()
+    weight = torch.randn(10, 16, generator=generator).requires_grad_()
+    projection = heads._Projection(rows, weight, None, "auto")
+    logits = heads.Logits.of(projection, rows) if lazy else nn.functional.linear(rows, weight)
+    write(logits)
+    loss = nn.functional.cross_entropy(logits, torch.arange(8))
+    return loss.detach(), torch.autograd.grad(loss, weight)[0]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda logits: logits.__setitem__((slice(None), 3), -1e4),
+        lambda logits: logits.mul_(0.1),
+        lambda logits: logits.view(-1, 10).masked_fill_(torch.eye(8, 10, dtype=torch.bool), -1e4),
+        lambda logits: logits[:, 3].mul_(0),
+    ],
+    ids=["index", "mul_", "view", "slice"],
+)
+def test_what_is_written_to_logits_is_in_the_loss(write: Callable[[Tensor], object]) -> None:
+    for ours, theirs in zip(loss_of_written(write, True), loss_of_written(write, False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_logits_that_an_autograd_function_takes_raise_in_backward() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return (x * x).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.new_zeros(0)
+
+    rows, weight = torch.randn(4, 8).requires_grad_(), torch.randn(6, 8).requires_grad_()
+    loss = Square.apply(heads.Logits.of(heads._Projection(rows, weight, None, "auto"), rows))
+    with pytest.raises(pyactcomp.PyactcompError, match="fuse_head=False"):
+        loss.backward()
+
+
+def test_a_loss_outside_the_autocast_of_the_projection_is_eagers() -> None:
+    rows, weight = torch.randn(8, 16).requires_grad_(), torch.randn(10, 16).requires_grad_()
+    losses = []
+    for lazy in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            projection = heads._Projection(rows, weight, None, "auto")
+            logits = heads.Logits.of(projection, rows) if lazy else nn.functional.linear(rows, weight)
+        losses.append(nn.functional.cross_entropy(logits.float(), torch.arange(8)))
+    assert losses[0].dtype is losses[1].dtype is torch.float32
+    # Sums of 16 products rounded to bfloat16, in another order at most.
+    torch.testing.assert_close(*losses, rtol=2.0**-8, atol=0.0)

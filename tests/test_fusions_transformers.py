@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from functional_checks import normal
 from torch import Tensor, nn
 from works_with import GRADIENT_BOUND, gradients, relative_error
 from works_with_text import BATCH, LENGTH, VOCABULARY, gpt2, llama, text, transformers
 
+import pyactcomp
 from pyactcomp.config import Config
 from pyactcomp.fusions import fuse, fused_modules, left_alone, transformers_modules, unfuse
 from pyactcomp.fusions.untouched import untouched
@@ -323,3 +325,63 @@ def test_lora_on_a_fused_model_agrees_with_lora_on_the_exact_one() -> None:
     # As above: an ulp or two of bfloat16 in each of the nine fused modules.
     torch.testing.assert_close(losses[1], losses[0], rtol=9 * 2 * torch.finfo(torch.bfloat16).eps, atol=0.0)
     assert 0.0 < relative_error(grads[1], grads[0]) <= GRADIENT_BOUND
+
+
+def error_of_change(change: Callable[[nn.Module], object]) -> float:
+    """Return the error of the gradients of an MLP whose up projection changes between forward and backward."""
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, mlp_bias=True)
+    model = nn.Sequential(LlamaRMSNorm(64), LlamaMLP(config)).train()
+    x = normal(8, 16, 64).requires_grad_()
+    found = []
+    for each in (copy.deepcopy(model), pyactcomp.compress(model, min_bytes=0)):
+        owned = {"down": each[1].down_proj.weight, "gate": each[1].gate_proj.weight, "norm": each[0].weight}
+        loss = each(x * 1).square().sum()
+        change(each[1])
+        found.append(dict(zip(owned, torch.autograd.grad(loss, owned.values()), strict=True)))
+    return relative_error(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mlp: setattr(mlp.up_proj, "bias", None),
+        lambda mlp: mlp.up_proj.bias.data.add_(3),
+        lambda mlp: setattr(mlp.up_proj, "weight", nn.Parameter(torch.randn(128, 64))),
+    ],
+    ids=["no bias", "bias", "weight"],
+)
+def test_an_up_projection_that_changes_after_the_forward_is_made_again_as_it_was(
+    change: Callable[[nn.Module], object],
+) -> None:
+    assert 0 < error_of_change(change) <= GRADIENT_BOUND
+
+
+def test_a_gated_mlp_behind_a_reshaped_norm_under_autocast() -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = LlamaRMSNorm(64)
+            self.mlp = LlamaMLP(transformers.LlamaConfig(hidden_size=64, intermediate_size=128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(self.norm(x).view(-1, 64)).float().square().sum()
+
+    torch.manual_seed(0)
+    model = Expert().train()
+    exact = copy.deepcopy(model)
+    pyactcomp.compress(model, min_bytes=0)
+    for each in (model, exact):
+        with torch.autocast("cpu", torch.bfloat16):
+            each(normal(2, 8, 64).requires_grad_() * 1).backward()
+    assert (
+        0
+        < relative_error(
+            {n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in exact.named_parameters()}
+        )
+        <= GRADIENT_BOUND
+    )

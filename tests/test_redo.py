@@ -207,6 +207,42 @@ def test_casts_of_a_layer_norm_that_was_written_to_are_kept(block: Block) -> Non
     assert not {policy.REDONE, policy.SAME_CAST} & {t.kept for t in pyactcomp.report(block).tensors}
 
 
+class Halves(nn.Module):
+    """Two projections of the two halves of one cast of a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.projections = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x * 2)
+        parts = y.to(torch.bfloat16).chunk(2, -1)
+        out = sum(p(part.contiguous()) for p, part in zip(self.projections, parts, strict=True))
+        out = out + sum(part @ p.weight.to(part.dtype).t() for p, part in zip(self.projections, parts, strict=True))
+        return out.float().square().sum()
+
+
+def test_parts_of_one_cast_are_not_taken_for_each_other() -> None:
+    torch.manual_seed(0)
+    model = Halves()
+    exact = step(model)
+    pyactcomp.compress(model, **LOSSLESS)
+    assert_same(step(model), exact)
+
+
+@pytest.mark.parametrize("patched", ["forward", "hook"])
+def test_a_layer_norm_that_others_changed_is_not_made_again(block: Block, patched: str) -> None:
+    if patched == "forward":
+        block.norm.forward = lambda x: F.layer_norm(x, (32,), block.norm.weight, block.norm.bias, 0.01)
+    else:
+        block.norm.register_forward_hook(lambda module, args, output: F.layer_norm(args[0], (32,), eps=0.01))
+    exact = step(block, autocast=False)
+    pyactcomp.compress(block, **LOSSLESS)
+    assert_same(step(block, autocast=False), exact)
+    assert policy.REDONE not in reasons_in_projections(block)
+
+
 def test_eight_bits_compute_again_from_what_is_packed() -> None:
     x, w = leaf(64, 64), leaf(64, 64, seed=1)
     with pyactcomp.compressed(min_bytes=0) as c:

@@ -369,3 +369,14 @@ def test_fused_modules_and_those_left_alone_are_named() -> None:
     # What the fused norm keeps stands for its input: a byte and a sixteenth an element.
     norm = next(line for line in report.modules if line.name == "1")
     assert (norm.unique_bytes, norm.stored_bytes) == (ROWS * 257 * 4, packed(ROWS * 256) + ROWS * 4)
+
+
+def test_a_forward_that_fails_is_not_reported() -> None:
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 128)))
+    tail, model[2] = model[2], nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="shapes"):
+        step(model)
+    model[2] = tail
+    assert "nothing was recorded yet" in pyactcomp.report(model).note
+    step(model)
+    assert [t.module for t in pyactcomp.report(model).tensors if t.kept != policy.PARAMETER] == ["0", "1", "2"]

@@ -327,3 +327,12 @@ def test_wrong_options_raise_and_leave_no_hook(options: dict[str, Any], error: t
 def test_an_implementation_that_cannot_run_here_raises() -> None:
     with pytest.raises(ImplementationUnavailableError, match="impl='cuda' cannot be used for cpu"):
         pyactcomp.verify(perceptron(), batch(), square, impl="cuda")
+
+
+def test_verifying_a_part_of_a_fused_model_leaves_it_fused() -> None:
+    from pyactcomp.fusions import fused_modules
+
+    model = pyactcomp.compress(nn.Sequential(perceptron(), nn.Linear(64, 64), nn.GELU()), min_bytes=0)
+    before = fused_modules(model)
+    pyactcomp.verify(model[0], batch(), square)
+    assert fused_modules(model) == before != []

@@ -56,7 +56,8 @@ class _BatchNorm(torch.autograd.Function):
         if how.fuses(x):
             from . import _fused_convolutional as fused
 
-            if fused.batch_norm_serves(x, how):
+            # The kernels write the running statistics where they lie.
+            if fused.batch_norm_serves(x, how) and all(t is None or t.is_contiguous() for t in running):
                 return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
         normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
         out = normal.to(x.dtype)
@@ -214,7 +215,7 @@ def batch_norm(
     if x.dim() < 2:
         raise ValueError(f"batch_norm expects x of [N, C, ...], got {tuple(x.shape)}")
     channels = x.shape[1:2]
-    if x.numel() <= channels.numel():
+    if x.numel() == channels.numel():
         raise ValueError(f"batch_norm expects more than one element a channel, got {tuple(x.shape)}")
     named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
     for name, t in named:

@@ -122,6 +122,7 @@ def residual_add(
         )
     sample = len(x) // len(scale) if scale is not None else 1
     x, branch = x.contiguous(), branch.contiguous()
+    rows, scale = (None if t is None else t.contiguous() for t in (rows, scale))
     if not recorded(x, branch):
         return _add(x, branch, scale, rows, sample, torch.result_type(x, branch))
     fused = how.fuses(x) and branch.dtype in (torch.float32, torch.bfloat16, torch.float16)

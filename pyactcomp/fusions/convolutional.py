@@ -6,6 +6,7 @@ import itertools
 import sys
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
@@ -86,7 +87,10 @@ class ResidualBlock(Fused):
         out = convolution(out)
         shortcut: Tensor = x if self.downsample is None else self.downsample(x)
         last: Options = {**how, "seed": how["seed"] ^ len(layers)}
-        return _normalise(norm, out, last, relu=True, residual=shortcut.to(out.dtype))
+        if shortcut.dtype is not out.dtype or shortcut.shape != out.shape:
+            # Promoted or broadcast by the sum, as in the block's own forward.
+            return torch.relu(_normalise(norm, out, last, relu=False) + shortcut)
+        return _normalise(norm, out, last, relu=True, residual=shortcut)
 
 
 def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:

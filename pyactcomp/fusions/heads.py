@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from ..codec import Impl
+from ..errors import PyactcompError
 from ..functional._linear_cross_entropy import linear_cross_entropy
 from .base import fusing
 from .fusion import Fused, form_of, original_of
@@ -36,36 +37,89 @@ _BETWEEN = (
 )
 
 
+class _Standing(torch.autograd.Function):
+    """Ties the empty tensor that stands for logits to what they depend on, so that no use of it goes unnoticed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise PyactcompError(
+            "a function that Python cannot look into, such as an autograd function, took logits that fuse_head=True "
+            "leaves uncomputed; compress this model with fuse_head=False"
+        )
+
+
+class _Projection:
+    """A Linear's product, computed at most once; from then on its logits are ordinary tensors."""
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, impl: Impl) -> None:
+        self.rows, self.weight, self.bias, self.impl = rows, weight, bias, impl
+        device = rows.device.type
+        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.is_cast = False
+        self._logits: Tensor | None = None
+        self._wide: Tensor | None = None
+
+    @property
+    def computed(self) -> bool:
+        return self._logits is not None
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """The state of autocast that the Linear ran in."""
+        enabled, dtype = self._autocast
+        return torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        enabled, dtype = self._autocast
+        return dtype if enabled and self.rows.dtype is not torch.float64 else self.rows.dtype
+
+    def compute(self, wide: bool) -> Tensor:
+        """Return the logits, or their float32 cast, which is a tensor of its own from now on, as in eager code."""
+        if self._logits is None:
+            with self.autocast:
+                self._logits = F.linear(self.rows, self.weight, self.bias)
+            if self.is_cast:
+                self._wide = self._logits.float()
+        result = self._wide if wide else self._logits
+        assert result is not None
+        return result
+
+
 class Logits(Tensor):
     """Logits that are not computed until something needs them.
 
     It holds no elements itself, so that code which does not ask Python finds an empty tensor, never a wrong one.
     """
 
+    projection: _Projection
     rows: Tensor
     """The input of the projection, of the shape of the logits but for the last dimension."""
-    weight: Tensor
-    bias: Tensor | None
     wide: bool
     """Whether logits are to be cast to float32."""
-    impl: Impl
 
     @staticmethod
-    def of(rows: Tensor, weight: Tensor, bias: Tensor | None, impl: Impl, wide: bool = False) -> Logits:
-        """Return the logits of a Linear."""
-        logits = torch.empty(0).as_subclass(Logits)
-        logits.rows, logits.weight, logits.bias, logits.impl, logits.wide = rows, weight, bias, impl, wide
+    def of(projection: _Projection, rows: Tensor, wide: bool = False) -> Logits:
+        """Return the logits of a projection for rows of another shape."""
+        standing: Tensor = _Standing.apply(rows, projection.weight)  # type: ignore[no-untyped-call]
+        logits = standing.as_subclass(Logits)
+        logits.projection, logits.rows, logits.wide = projection, rows, wide
+        projection.is_cast |= wide
         return logits
 
     @property
     def full_shape(self) -> torch.Size:
         """Their shape."""
-        return torch.Size((*self.rows.shape[:-1], self.weight.shape[0]))
+        return torch.Size((*self.rows.shape[:-1], self.projection.weight.shape[0]))
 
     def computed(self) -> Tensor:
-        """Compute them."""
-        logits = F.linear(self.rows, self.weight, self.bias)
-        return logits.float() if self.wide else logits
+        """Compute them, once: what is written to them is there when the loss asks."""
+        return self.projection.compute(self.wide).view(self.full_shape)
 
     @classmethod
     def __torch_function__(
@@ -76,7 +130,8 @@ class Logits(Tensor):
         uncomputed = _UNCOMPUTED.get(func)
         result = NotImplemented
         if uncomputed is not None and args and isinstance(args[0], Logits):
-            result = uncomputed(*args, **kwargs)
+            if not args[0].projection.computed or func in _ABOUT:
+                result = uncomputed(*args, **kwargs)
         if result is not NotImplemented:
             return result
         return func(*_computed(args), **_computed(kwargs))
@@ -95,7 +150,7 @@ def _wide(logits: Logits, memory_format: Any = None) -> Any:
     # Wider logits would lose digits by the cast that the loss then does not have.
     if logits.rows.dtype is torch.float64 or memory_format is not None:
         return NotImplemented
-    return Logits.of(logits.rows, logits.weight, logits.bias, logits.impl, wide=True)
+    return Logits.of(logits.projection, logits.rows, wide=True)
 
 
 def _same(logits: Logits, memory_format: Any = torch.contiguous_format) -> Any:
@@ -104,10 +159,10 @@ def _same(logits: Logits, memory_format: Any = torch.contiguous_format) -> Any:
 
 def _view(logits: Logits, *shape: Any) -> Any:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    if len(sizes) < 2 or sizes[-1] != logits.weight.shape[0]:
+    if len(sizes) < 2 or sizes[-1] != logits.projection.weight.shape[0]:
         return NotImplemented
     rows = logits.rows.reshape(*sizes[:-1], logits.rows.shape[-1])
-    return Logits.of(rows, logits.weight, logits.bias, logits.impl, logits.wide)
+    return Logits.of(logits.projection, rows, logits.wide)
 
 
 def _size(logits: Logits, dim: int | None = None) -> Any:
@@ -134,15 +189,20 @@ def _cross_entropy(
         or label_smoothing
     ):
         return NotImplemented
-    return linear_cross_entropy(
-        logits.rows,
-        logits.weight,
-        target,
-        logits.bias,
-        ignore_index=ignore_index,
-        reduction=cast(Any, reduction),
-        impl=logits.impl,
-    )
+    of = logits.projection
+    with of.autocast:
+        loss = linear_cross_entropy(
+            logits.rows,
+            of.weight,
+            target,
+            of.bias,
+            ignore_index=ignore_index,
+            reduction=cast(Any, reduction),
+            impl=of.impl,
+        )
+    # Outside autocast torch's loss has the dtype of the logits.
+    under_autocast = torch.is_autocast_enabled(loss.device.type)
+    return loss if logits.wide or under_autocast else loss.to(of.dtype)
 
 
 _UNCOMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -154,14 +214,24 @@ _UNCOMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.dim: lambda logits: logits.rows.dim(),
     Tensor.shape.__get__: lambda logits: logits.full_shape,  # type: ignore[attr-defined]
     Tensor.device.__get__: lambda logits: logits.rows.device,
+    Tensor.is_cuda.__get__: lambda logits: logits.rows.is_cuda,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__: lambda logits: torch.float32 if logits.wide else logits.projection.dtype,  # type: ignore[attr-defined]
     F.cross_entropy: _cross_entropy,
 }
+# What is asked about logits, and has the same answer once they are computed.
+_ABOUT = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "device", "is_cuda", "dtype")),
+    }
+)
 
 
 @contextmanager
 def _projecting_later(head: nn.Linear, impl: Impl) -> Iterator[None]:
     # On the instance, so that it is as it was the moment the model is done.
-    head.__dict__["forward"] = lambda input: Logits.of(input, head.weight, head.bias, impl)
+    head.__dict__["forward"] = lambda input: Logits.of(_Projection(input, head.weight, head.bias, impl), input)
     try:
         yield
     finally:

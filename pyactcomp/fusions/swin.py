@@ -19,7 +19,8 @@ from ..functional._layer_norm import layer_norm
 from ..functional._residual_add import residual_add
 from ..functional._window_attention import window_attention
 from .base import Options
-from .fusion import Fused, Fusion, form_of, options, original_of
+from .fusion import Fused, Fusion, form_of, options
+from .untouched import plain
 
 # Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
 _MOST_TOKENS = 64
@@ -35,15 +36,19 @@ class WindowAttention(Fused):
     proj_drop: Callable[[Tensor], Tensor]
     qkv: Callable[[Tensor], Tensor]
     scale: float
+    softmax: nn.Softmax
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows of ``x`` [windows, tokens, channels]."""
         how = options(self, x)
-        if how is None or self.attn_drop.p or x.shape[1] > _MOST_TOKENS:
+        if how is None or not self._bypassable() or x.shape[1] > _MOST_TOKENS:
             return cast(Tensor, super().forward(x, mask))
         (bias,) = self._get_rel_pos_bias()
         x = window_attention(self.qkv(x), self.num_heads, bias, mask, scale=self.scale, **how)
         return self.proj_drop(self.proj(x))
+
+    def _bypassable(self) -> bool:
+        return plain(self.attn_drop, nn.Dropout) and not self.attn_drop.p and plain(self.softmax, nn.Softmax)
 
 
 class Block(Fused):
@@ -82,13 +87,13 @@ class Block(Fused):
         """Return whether ``x`` needs no padding and the children are those of the standard configuration."""
         return (
             not any(size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
-            and all(original_of(type(norm)) is nn.LayerNorm for norm in (self.norm1, self.norm2))
+            and all(plain(norm, nn.LayerNorm) for norm in (self.norm1, self.norm2))
             and all(_is_drop_path(drop) for drop in (self.drop_path1, self.drop_path2))
         )
 
 
 def _is_drop_path(module: Module) -> bool:
-    return type(module) in (nn.Identity, sys.modules["timm.layers.drop"].DropPath)
+    return plain(module, nn.Identity, sys.modules["timm.layers.drop"].DropPath)
 
 
 def _normalise(norm: nn.LayerNorm, x: Tensor, how: Options, order: Tensor | None) -> Tensor:

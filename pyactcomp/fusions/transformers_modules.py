@@ -94,8 +94,10 @@ class GatedMLP(Fused):
             x = _cast_once(self, x)
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if how["bits"] is not None else None
-        return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), up_again=up_again, **how)))
+        return cast(Tensor, self.down_proj(silu_mul(gate, up, up_again=up_again, **how)))
 
 
 def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
@@ -109,14 +111,16 @@ def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
     if x_again is None or not plain(linear, nn.Linear) or type(weight) is not nn.Parameter or under_checkpoint():
         return None
     version, device = weight._version, x.device.type
+    # As autograd holds them: replaced on the module, these are still what the forward used. A bias may be written to.
+    held = weight.detach()
+    bias = linear._parameters.get("bias")
+    shift = None if bias is None else bias.detach().clone()
 
     def compute() -> Tensor:
-        weight, bias = linear._parameters["weight"], linear._parameters["bias"]
-        assert weight is not None
-        check_version(weight, version)
+        check_version(held, version)
         with torch.autocast(device, enabled=False):
             again = x_again()
-            return F.linear(again, weight.to(again.dtype), None if bias is None else bias.to(again.dtype))
+            return F.linear(again, held.to(again.dtype), None if shift is None else shift.to(again.dtype))
 
     return compute
 

@@ -93,6 +93,9 @@ class Launcher:
                 self._launch(programs, tensors, scalars)
 
     def _launch(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
+        if any([tensor.get_device() != self._index for tensor in tensors]):
+            devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+            raise ValueError(f"expected all tensors on cuda:{self._index}, got some on {devices}")
         grid = (programs, 1, 1)
         pointers = [tensor.data_ptr() for tensor in tensors]
         signature = tuple([(tensor.dtype, p % 16 == 0) for tensor, p in zip(tensors, pointers, strict=True)])
