@@ -263,13 +263,12 @@ def compress(model: Module, **options: Any) -> Module:
     config = Config(**options)
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
-    if any(True for _ in _fusings(model)):
-        raise PyactcompError("this module is part of a copy of a compressed model; decompress that first")
     for root in _roots:
         if any(module is model for module in root.modules()):
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
     exact = _exact_modules(model, config)
     _check_implementation(model, config)
+    unfuse(model)  # what a compressed model that is gone, or a copy of one, left in this module
     fuse(model, config, _skipped_modules(model, config))
     session = Session(config)
     # First in and last out: whatever other hooks of the module do runs inside.

@@ -209,6 +209,21 @@ def test_a_compressed_model_that_is_gone_refuses_nothing() -> None:
     del outer
     pyactcomp.compress(inner)
     assert hook_counts(inner)[0] == (1, 1)
+    assert_steps_exactly_like_a_plain_model(inner)
+    pyactcomp.decompress(inner)
+    assert_nothing_installed(inner)
+    assert [type(module) for module in inner.modules()] == [type(module) for module in perceptron().modules()]
+
+
+def test_a_module_of_a_copy_takes_the_options_it_is_compressed_with() -> None:
+    """No list of compressed models has the copy, and the fused modules in it have the original's options."""
+    model = copy.deepcopy(pyactcomp.compress(nn.Sequential(perceptron(), nn.ReLU())))
+    inner = pyactcomp.compress(model[0], fuse=False)
+    assert pyactcomp.report(inner).fused == ()
+    assert type(inner[1]) is nn.GELU
+    assert_steps_exactly_like_a_plain_model(model)
+    pyactcomp.decompress(model)
+    assert_nothing_installed(model)
 
 
 def test_decompressing_what_is_not_compressed_is_refused() -> None:
