@@ -61,6 +61,11 @@ class CachingAllocator final : public Allocator {
   int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
   void check_invariants() override;
 
+  /// Takes over a segment with its blocks as a recording found them: those not free are allocated. The device's next
+  /// segment must lie there. Throws OutOfMemory, and std::invalid_argument for what cannot be or overlaps; the
+  /// allocator is of no use then.
+  void adopt(const SegmentInfo& info);
+
  private:
   using Lock = std::unique_lock<std::mutex>;
   struct Scope {
@@ -94,7 +99,7 @@ class CachingAllocator final : public Allocator {
   Heap heap_;
   StreamOrder order_;
   std::unique_ptr<Supply> malloc_;  ///< also of private pools that bring their own segments
-  std::unique_ptr<Supply> vmm_;     ///< nullptr under malloc growth
+  std::unique_ptr<Supply> vmm_;     ///< of the growth by virtual memory; nullptr under malloc growth
   std::vector<std::pair<PoolId, std::function<bool(Stream)>>> captures_;
   std::vector<Block*> deferred_;   ///< freed during a capture, when no event may be recorded
   std::vector<Block*> unordered_;  ///< deferred, on streams that are gone: theirs until the device was waited for

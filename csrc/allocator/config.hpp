@@ -12,8 +12,9 @@
 namespace pac::alloc {
 
 enum class Growth : std::uint8_t {
-  kVmm,     ///< physical handles mapped into reserved addresses: free pieces can be moved together
-  kMalloc,  ///< one cudaMalloc a segment, with the native allocator's decisions
+  kVmm,         ///< physical handles mapped into reserved addresses: free pieces can be moved together
+  kMalloc,      ///< one cudaMalloc a segment, with the native allocator's decisions
+  kExpandable,  ///< the native allocator's expandable segments, modelled for replays: no setting names it
 };
 
 constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();

@@ -38,6 +38,7 @@ CachingAllocator::CachingAllocator(std::shared_ptr<Device> device, const Config&
       order_(*device_),
       malloc_(make_malloc_supply(heap_, *device_, order_)) {
   if (heap_.config.growth == Growth::kVmm) vmm_ = make_vmm_supply(heap_, *device_, order_);
+  if (heap_.config.growth == Growth::kExpandable) vmm_ = make_expandable_supply(heap_, *device_, order_);
 }
 
 CachingAllocator::~CachingAllocator() {
@@ -128,7 +129,7 @@ Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
     if (Block* block = attempt(request, Effort::kNormal)) return block;
     if (capturing()) return nullptr;  // begun by another thread meanwhile, and nothing is collected until it ends
   }
-  if (!vmm_) return nullptr;
+  if (heap_.config.growth != Growth::kVmm) return nullptr;
   if (Block* block = attempt(request, Effort::kScavenge)) return block;
   // The stream with the most free memory first.
   std::map<Stream, Bytes> free_by_stream;
@@ -338,6 +339,41 @@ Bytes CachingAllocator::largest_available() {
     for (const Block* block : pool.free) largest = std::max(largest, block->size);
   });
   return largest;
+}
+
+// ---- continuing where another left off ----
+
+void CachingAllocator::adopt(const SegmentInfo& info) {
+  const Lock lock(mutex_);
+  PAC_CHECK(heap_.config.growth == Growth::kMalloc && !info.expandable,
+            "only segments of malloc growth can be adopted");
+  PAC_CHECK(info.size > 0 && info.size % kMinBlockSize == 0, "a segment has a multiple of 512 bytes, got ", info.size);
+  const auto address = device_->acquire(info.size);
+  if (!address) throw OutOfMemory("the device has no memory for a segment of " + format_bytes(info.size));
+  if (*address != info.address) {
+    device_->release(*address, info.size);
+    PAC_CHECK(false, "the segment at ", info.address, " of ", info.size, " bytes overlaps another");
+  }
+  PoolGroup& group = info.pool.is_default() ? heap_.default_group() : heap_.private_group(info.pool);
+  Pool& pool = info.kind == PoolKind::kSmall ? group.small : group.large;
+  Segment& segment = heap_.add_segment(info.address, info.size, info.stream, pool, false, info.context);
+  heap_.count_reserved(segment, info.size, 1);
+  Block* last = nullptr;
+  for (const BlockInfo& each : info.blocks) {
+    if (each.state == BlockState::kFree) continue;
+    const Bytes offset = each.address - info.address;
+    PAC_CHECK(
+        each.address >= info.address && each.size > 0 && each.size <= info.size && offset <= info.size - each.size,
+        "the block at ", each.address, " of ", each.size, " bytes does not lie in its segment");
+    PAC_CHECK(offset % kMinBlockSize == 0 && each.size % kMinBlockSize == 0 && each.requested <= each.size,
+              "a block begins and ends at multiples of 512 bytes and holds what was requested; the one at ",
+              each.address, " has ", each.size, " bytes for ", each.requested);
+    Block* const there = heap_.block_at(segment, each.address, last);
+    PAC_CHECK(there && there->state == Block::State::kFree && there->end() - each.address >= each.size, "the block at ",
+              each.address, " overlaps another");
+    const Request request{each.requested, each.size, info.stream, &pool, &each.context};
+    last = heap_.allocate(heap_.carve(segment, each.address, each.size, there), request);
+  }
 }
 
 // ---- settings ----

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <optional>
+#include <set>
 #include <string>
 
 #include "allocator/types.hpp"
@@ -55,6 +56,9 @@ class Device {
   // called for a stream that is being captured into a graph.
   virtual Event record(Stream stream) = 0;
   virtual bool completed(Event event) = 0;
+  /// The streams of which events may have completed since this was asked last, by the one allocator that asks; nullopt
+  /// where the device cannot tell, so that each has to be asked for.
+  virtual std::optional<std::set<Stream>> advanced() { return std::nullopt; }
   virtual void wait(Event event) = 0;
   virtual void recycle(Event event) = 0;
   /// Waits for everything the device was given, on any stream. Not called while a stream is being captured.

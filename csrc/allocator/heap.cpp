@@ -35,11 +35,32 @@ Pool& Heap::pool_of(PoolGroup& group, Bytes size) const {
   return apart && size >= config.max_split_size ? group.oversize : group.large;
 }
 
+namespace {
+
+/// What a free block could grow to where it stands.
+Bytes room(const Block& block) {
+  const bool grows = block.next && block.next->state == Block::State::kUnmapped;
+  return block.size + (grows ? block.next->size : 0);
+}
+
+/// The native allocator's best fit in expandable segments: a block counts with the unmapped addresses behind it, so the
+/// last one is kept for requests that fit nowhere else.
+FreeSet::iterator least_room(const Pool& pool, FreeSet::iterator found) {
+  for (auto next = std::next(found); next != pool.free.end(); ++next) {
+    if ((*next)->stream() != (*found)->stream() || room(**next) >= room(**found)) break;
+    found = next;
+  }
+  return found;
+}
+
+}  // namespace
+
 Block* Heap::find_fit(const Request& request) {
   Pool& pool = *request.pool;
   ++pool.fit_calls;
-  const auto found = pool.free.lower_bound(FitKey{request.stream, request.size, 0});
+  auto found = pool.free.lower_bound(FitKey{request.stream, request.size, 0});
   if (found == pool.free.end() || (*found)->stream() != request.stream) return nullptr;
+  if (config.growth == Growth::kExpandable) found = least_room(pool, found);
   Block* block = *found;
   // In an expandable segment a large free block is many that were merged: splitting it pins nothing.
   if (request.size < config.max_split_size && block->size >= config.max_split_size && !block->segment->expandable) {
@@ -147,8 +168,8 @@ void Heap::release(Block* block, const Context& context) {
   bytes >= 0 ? stats.inactive_split_bytes.increase(kind, bytes) : stats.inactive_split_bytes.decrease(kind, -bytes);
 }
 
-Block* Heap::carve(Segment& segment, Address address, Bytes size) {
-  Block* block = block_at(segment, address);
+Block* Heap::carve(Segment& segment, Address address, Bytes size, Block* from) {
+  Block* block = block_at(segment, address, from);
   if (!block || block->state != Block::State::kFree || block->end() < address + size) {
     throw std::logic_error("the memory to take back is not free");
   }
@@ -296,8 +317,8 @@ Block* Heap::isolate(Block* block, Address address, Bytes size, Block::State sta
   return block;
 }
 
-Block* Heap::block_at(Segment& segment, Address address) {
-  for (Block* block = segment.first; block; block = block->next) {
+Block* Heap::block_at(Segment& segment, Address address, Block* from) {
+  for (Block* block = from ? from : segment.first; block; block = block->next) {
     if (address < block->end()) return address >= block->address ? block : nullptr;
   }
   return nullptr;

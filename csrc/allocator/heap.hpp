@@ -61,7 +61,7 @@ class Heap {
   void request_free(Block* block, const Context& context);
   void release(Block* block, const Context& context);
   /// Takes exactly [address, address + size) out of a free block. Throws std::logic_error where it is not free.
-  Block* carve(Segment& segment, Address address, Bytes size);
+  Block* carve(Segment& segment, Address address, Bytes size, Block* from = nullptr);
 
   /// A segment with one block over all of it: kFree under malloc growth, kUnmapped for a range of addresses.
   Segment& add_segment(Address address, Bytes size, Stream stream, Pool& pool, bool expandable, const Context& context);
@@ -79,7 +79,7 @@ class Heap {
   Block* split(Block* block, Bytes size);
   /// Cuts [address, address + size) out of a block that is in no set, and gives it a state.
   Block* isolate(Block* block, Address address, Bytes size, Block::State state);
-  Block* block_at(Segment& segment, Address address);
+  Block* block_at(Segment& segment, Address address, Block* from = nullptr);
 
   Block* find_live(Address address) const { return live_.find(address); }
   const AddressTable<Block>& live() const { return live_; }

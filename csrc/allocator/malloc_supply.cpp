@@ -32,6 +32,17 @@ Bytes Supply::at_least_initial(const Request& request, Bytes size) {
   return std::max(size, round_up(heap_.config.initial_pool_size, kRoundLarge));
 }
 
+void Supply::release_ranges() {
+  for (Segment& segment : heap_.segments()) {
+    if (!segment.expandable) continue;
+    for (const auto& [address, mapping] : segment.mappings) {
+      device_.unmap(address, mapping.size);
+      device_.destroy(mapping.handle, mapping.size);
+    }
+    device_.unreserve(segment.address, segment.size);
+  }
+}
+
 namespace {
 
 thread_local int source_calls = 0;

@@ -11,11 +11,12 @@
 namespace pac::alloc {
 namespace {
 
-// Acquired segments lie where cudaMalloc's do on Linux; reserved addresses below them.
+// Acquired segments lie where cudaMalloc's do on Linux; reserved addresses above them, with room for a range in each of
+// two pools of some thousand graphs. All are below 2^53, up to which JSON has integers that all readers agree on.
 constexpr Address kAcquiredBegin = 0x7f0000000000;
-constexpr Bytes kAcquiredSize = Bytes{1} << 62;
-constexpr Address kVirtualBegin = 0x100000000000;
-constexpr Bytes kVirtualSize = Bytes{1} << 46;
+constexpr Address kVirtualBegin = Address{1} << 50;
+constexpr Bytes kVirtualSize = Bytes{1} << 51;
+constexpr Bytes kLargestCapacity = Bytes{1} << 62;
 
 /// Host time of one call, by the size of its handle or segment.
 struct Cost {
@@ -76,14 +77,38 @@ void require(bool condition, const char* call, const Parts&... parts) {
 std::optional<Address> AddressSpace::take(Bytes size) {
   if (size > end_ - begin_) return std::nullopt;
   const Bytes rounded = round_up(size, 2_MiB);
-  Address candidate = begin_;
-  for (const auto& [address, taken] : taken_) {
-    if (address - candidate >= rounded) break;
-    candidate = address + round_up(taken, 2_MiB);
+  Address candidate = full_to_;
+  bool no_hole = true;
+  auto at = taken_.lower_bound(full_to_);
+  if (at != taken_.begin()) --at;  // which may reach beyond
+  for (; at != taken_.end(); ++at) {
+    const auto& [address, taken] = *at;
+    if (address >= candidate && address - candidate >= rounded) break;
+    no_hole = no_hole && address <= candidate;
+    candidate = std::max(candidate, round_up(address + round_up(taken, 2_MiB), 2_MiB));
+    if (no_hole) full_to_ = candidate;
   }
-  if (end_ - candidate < rounded) return std::nullopt;
+  if (end_ < candidate || end_ - candidate < rounded) return std::nullopt;
   taken_.emplace(candidate, size);
   return candidate;
+}
+
+bool AddressSpace::take_at(Address address, Bytes size) {
+  const Bytes rounded = round_up(size, 2_MiB);
+  if (address % 512 != 0 || rounded > UINT64_MAX - address) return false;
+  const auto after = taken_.lower_bound(address);
+  if (after != taken_.end() && after->first - address < rounded) return false;
+  if (after != taken_.begin()) {
+    const auto& [before, taken] = *std::prev(after);
+    if (address - before < round_up(taken, 2_MiB)) return false;
+  }
+  taken_.emplace_hint(after, address, size);
+  return true;
+}
+
+void AddressSpace::give_back(Address address) {
+  taken_.erase(address);
+  if (address < full_to_) full_to_ = std::max(begin_, round_down(address, 2_MiB));
 }
 
 bool AddressSpace::holds(Address address, Bytes size) const {
@@ -103,9 +128,9 @@ SimulatedDevice::SimulatedDevice(Bytes capacity, bool virtual_memory, bool async
       virtual_memory_(virtual_memory),
       asynchronous_(asynchronous),
       failures_{{"acquire", {}}, {"create", {}}, {"map", {}}, {"reserve", {}}},
-      acquired_(kAcquiredBegin, kAcquiredSize),
+      acquired_(kAcquiredBegin, kVirtualBegin - kAcquiredBegin),
       virtual_(kVirtualBegin, kVirtualSize) {
-  PAC_CHECK(capacity > 0 && capacity <= kAcquiredSize, "capacity is 1 to 2**62 bytes, got ", capacity);
+  PAC_CHECK(capacity > 0 && capacity <= kLargestCapacity, "capacity is 1 to 2**62 bytes, got ", capacity);
 }
 
 Device::Memory SimulatedDevice::memory() {
@@ -115,7 +140,12 @@ Device::Memory SimulatedDevice::memory() {
 
 double SimulatedDevice::driver_seconds() const {
   const std::lock_guard lock(mutex_);
-  return driver_us_ * 1e-6;
+  return (memory_us_ + events_us_) * 1e-6;
+}
+
+double SimulatedDevice::memory_seconds() const {
+  const std::lock_guard lock(mutex_);
+  return memory_us_ * 1e-6;
 }
 
 std::optional<Address> SimulatedDevice::acquire(Bytes size) {
@@ -123,11 +153,12 @@ std::optional<Address> SimulatedDevice::acquire(Bytes size) {
   require(size > 0, "acquire", "of 0 bytes");
   ++calls_.acquire;
   if (fails("acquire") || size > capacity_ - reserved_) return std::nullopt;
-  const std::optional<Address> address = acquired_.take(size);
+  std::optional<Address> address = suggested_.load(std::memory_order_relaxed);
+  if (*address == 0 || !acquired_.take_at(*address, size)) address = acquired_.take(size);
   if (!address) return std::nullopt;
   mapped_.emplace(*address, Mapping{size, next_handle_++});
   reserved_ += size;
-  driver_us_ += cost(kAcquire, size);
+  memory_us_ += cost(kAcquire, size);
   succeeded("acquire");
   return address;
 }
@@ -140,7 +171,7 @@ void SimulatedDevice::release(Address address, Bytes size) {
   mapped_.erase(address);
   acquired_.give_back(address);
   reserved_ -= size;
-  driver_us_ += cost(kRelease, size);
+  memory_us_ += cost(kRelease, size);
   finish_all();
 }
 
@@ -174,7 +205,7 @@ std::optional<Handle> SimulatedDevice::create(Bytes size) {
   const Handle handle = next_handle_++;
   handles_.emplace(handle, Physical{size, 0});
   reserved_ += size;
-  driver_us_ += cost(kCreate, size);
+  memory_us_ += cost(kCreate, size);
   succeeded("create");
   return handle;
 }
@@ -189,7 +220,7 @@ void SimulatedDevice::destroy(Handle handle, Bytes size) {
   ++calls_.destroy;
   handles_.erase(found);
   reserved_ -= size;
-  driver_us_ += cost(kDestroy, size);
+  memory_us_ += cost(kDestroy, size);
 }
 
 void SimulatedDevice::map(Address address, Bytes size, Handle handle) {
@@ -208,7 +239,7 @@ void SimulatedDevice::map(Address address, Bytes size, Handle handle) {
   if (fails("map")) throw DeviceError("simulated device: map: fails, as it was asked to");
   mapped_.emplace(address, Mapping{size, handle});
   ++found->second.mappings;
-  driver_us_ += cost(kMap, size);
+  memory_us_ += cost(kMap, size);
   succeeded("map");
 }
 
@@ -221,13 +252,13 @@ void SimulatedDevice::unmap(Address address, Bytes size) {
   ++calls_.unmap;
   --handles_.at(found->second.handle).mappings;
   mapped_.erase(found);
-  driver_us_ += cost(kUnmap, size);
+  memory_us_ += cost(kUnmap, size);
 }
 
 Event SimulatedDevice::record(Stream stream) {
   const std::lock_guard lock(mutex_);
   ++calls_.record;
-  driver_us_ += kRecordUs;
+  events_us_ += kRecordUs;
   const Event event = next_event_++;
   events_.emplace(event, stream);
   pending_[stream].insert(event);
@@ -239,8 +270,13 @@ bool SimulatedDevice::completed(Event event) {
   const std::lock_guard lock(mutex_);
   const Stream stream = stream_of("completed", event);
   ++calls_.query;
-  driver_us_ += kQueryUs;
+  events_us_ += kQueryUs;
   return pending_[stream].count(event) == 0;
+}
+
+std::optional<std::set<Stream>> SimulatedDevice::advanced() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(advanced_, {});
 }
 
 void SimulatedDevice::wait(Event event) {
@@ -344,9 +380,13 @@ void SimulatedDevice::finish(Stream stream, Event last) {
   std::set<Event>& pending = pending_[stream];
   pending.erase(pending.begin(), pending.upper_bound(last));
   done_[stream] = std::max(done_[stream], last);
+  advanced_.insert(stream);
 }
 
 void SimulatedDevice::finish_all() {
+  for (const auto& [stream, pending] : pending_) {
+    if (!pending.empty()) advanced_.insert(stream);
+  }
   pending_.clear();
   all_done_ = next_event_++;
 }

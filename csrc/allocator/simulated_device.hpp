@@ -5,6 +5,7 @@
 // destroying a mapped handle, unmapping or releasing what was never mapped or acquired. Such a call changes nothing.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -20,10 +21,12 @@ namespace pac::alloc {
 /// Part of an address space: disjoint ranges, each at the lowest hole that fits.
 class AddressSpace {
  public:
-  AddressSpace(Address begin, Bytes size) : begin_(begin), end_(begin + size) {}
+  AddressSpace(Address begin, Bytes size) : begin_(begin), end_(begin + size), full_to_(begin) {}
 
   std::optional<Address> take(Bytes size);
-  void give_back(Address address) { taken_.erase(address); }
+  /// Whether nothing lay in this range, which is then taken. It may be any, also outside of the space.
+  bool take_at(Address address, Bytes size);
+  void give_back(Address address);
   /// Whether exactly this range was taken.
   bool holds(Address address, Bytes size) const;
   /// Whether the range lies within one that was taken.
@@ -32,6 +35,7 @@ class AddressSpace {
  private:
   Address begin_;
   Address end_;
+  Address full_to_;  ///< below lies no hole, so that the search can begin here
   std::map<Address, Bytes> taken_;
 };
 
@@ -69,9 +73,15 @@ class SimulatedDevice final : public Device {
   void unmap(Address address, Bytes size) override;
   Event record(Stream stream) override;
   bool completed(Event event) override;
+  std::optional<std::set<Stream>> advanced() override;
   void wait(Event event) override;
   void recycle(Event event) override;
   void synchronize() override;
+
+  /// Host time in the calls that handle memory alone.
+  double memory_seconds() const;
+  /// Where acquired segments lie from now on, as long as nothing is there: a recording knows. 0: where they fit.
+  void suggest(Address address) { suggested_.store(address, std::memory_order_relaxed); }
 
   /// Lets the oldest `count` events of a stream complete, or all of them.
   void complete(Stream stream, std::uint64_t count = UINT64_MAX);
@@ -122,7 +132,9 @@ class SimulatedDevice final : public Device {
 
   mutable std::mutex mutex_;  // waiting is done without the core's lock, and tests complete events from other threads
   Bytes reserved_ = 0;
-  double driver_us_ = 0.0;
+  double memory_us_ = 0.0;
+  double events_us_ = 0.0;
+  std::atomic<Address> suggested_ = 0;
   Calls calls_;
   std::map<std::string, Failure> failures_;
 
@@ -135,7 +147,8 @@ class SimulatedDevice final : public Device {
   std::unordered_map<Event, Stream> events_;
   std::map<Stream, std::set<Event>> pending_;  // numbers ascend, so the oldest is the first
   std::map<Stream, Event> done_;               // the youngest completed event
-  Event all_done_ = 0;                         // the youngest point at which every stream had finished
+  std::set<Stream> advanced_;
+  Event all_done_ = 0;  // the youngest point at which every stream had finished
   Event next_event_ = 1;
 };
 

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "allocator/block.hpp"
 #include "allocator/device.hpp"
@@ -22,15 +24,13 @@ class StreamOrder {
   /// Calls `done` with each pending block whose last event has completed.
   template <class Done>
   void poll_pending(Done done) {
-    for (auto at = pending_.begin(); at != pending_.end();) {
-      std::deque<Pending>& queue = at->second;
-      while (!queue.empty() && device_.completed(queue.front().event)) {
-        Block* block = queue.front().block;
-        recycle(queue.front().event);
-        queue.pop_front();
-        if (--block->events == 0) done(block);
-      }
-      at = queue.empty() ? pending_.erase(at) : std::next(at);
+    const std::optional<std::set<Stream>> advanced = device_.advanced();
+    if (!advanced) {
+      for (auto at = pending_.begin(); at != pending_.end();) at = poll_stream(at, done);
+      return;
+    }
+    for (const Stream stream : *advanced) {
+      if (const auto at = pending_.find(stream); at != pending_.end()) poll_stream(at, done);
     }
   }
 
@@ -77,13 +77,27 @@ class StreamOrder {
     std::deque<Fence> open;
     Serial passed = 0;
   };
+  using Queues = std::map<Stream, std::deque<Pending>>;
   struct Held {
     int waiters = 0;
     bool dropped = false;
   };
 
+  /// Returns the queue after this one.
+  template <class Done>
+  Queues::iterator poll_stream(Queues::iterator at, Done& done) {
+    std::deque<Pending>& queue = at->second;
+    while (!queue.empty() && device_.completed(queue.front().event)) {
+      Block* block = queue.front().block;
+      recycle(queue.front().event);
+      queue.pop_front();
+      if (--block->events == 0) done(block);
+    }
+    return queue.empty() ? pending_.erase(at) : std::next(at);
+  }
+
   Device& device_;
-  std::map<Stream, std::deque<Pending>> pending_;
+  Queues pending_;
   std::map<Stream, Fences> fences_;
   std::map<Event, Held> held_;
   std::uint64_t order_ = 0;

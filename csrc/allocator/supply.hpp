@@ -1,4 +1,4 @@
-// How a heap gets memory from the device and gives it back: the two strategies behind one interface.
+// How a heap gets memory from the device and gives it back: the strategies behind one interface.
 #pragma once
 
 #include <memory>
@@ -40,6 +40,8 @@ class Supply {
   Bytes garbage_threshold() const;
   /// The configured initial size at least, where the default large pool grows for the first time.
   Bytes at_least_initial(const Request& request, Bytes size);
+  /// Gives back all ranges of addresses and what is mapped there, used or not.
+  void release_ranges();
 
   Heap& heap_;
   Device& device_;
@@ -52,5 +54,6 @@ class Supply {
 
 std::unique_ptr<Supply> make_malloc_supply(Heap& heap, Device& device, StreamOrder& order);
 std::unique_ptr<Supply> make_vmm_supply(Heap& heap, Device& device, StreamOrder& order);
+std::unique_ptr<Supply> make_expandable_supply(Heap& heap, Device& device, StreamOrder& order);
 
 }  // namespace pac::alloc

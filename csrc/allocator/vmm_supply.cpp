@@ -385,14 +385,7 @@ void VmmSupply::release_everything() {
     for (const auto& [block, mapping] : batch.pieces) device_.unmap(block->address, mapping.size);
     device_.recycle(batch.event);
   }
-  for (Segment& segment : heap_.segments()) {
-    if (!segment.expandable) continue;
-    for (const auto& [address, mapping] : segment.mappings) {
-      device_.unmap(address, mapping.size);
-      device_.destroy(mapping.handle, mapping.size);
-    }
-    device_.unreserve(segment.address, segment.size);
-  }
+  release_ranges();
 }
 
 }  // namespace
