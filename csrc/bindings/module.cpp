@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "bindings/allocator.hpp"
+#include "bindings/recording.hpp"
+#include "bindings/replay.hpp"
 #include "codec/cpu.hpp"
 #include "common/check.hpp"
 
@@ -139,4 +141,6 @@ PYBIND11_MODULE(_core, module) {
   module.attr("cuda_built") = false;
 #endif
   pac::bindings::bind_allocator(module);
+  pac::bindings::bind_recording(module);
+  pac::bindings::bind_replay(module);
 }

@@ -6,6 +6,8 @@ Importing it touches no GPU; :func:`enable` puts it in the place of torch's own 
 from .._core import AllocatorConfig, CachingAllocator, SimulatedDevice
 from .attach import enable, is_enabled, library_path
 from .observe import PressureHandle, Scope, on_pressure, scope, stats
+from .replay import replay
+from .snapshot import read_snapshot
 
 __all__ = [
     "AllocatorConfig",
@@ -17,6 +19,8 @@ __all__ = [
     "is_enabled",
     "library_path",
     "on_pressure",
+    "read_snapshot",
+    "replay",
     "scope",
     "stats",
 ]

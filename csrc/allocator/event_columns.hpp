@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "allocator/types.hpp"
+
+namespace pac::alloc {
+
+/// A recording's events, in order, one array a field; whoever reads them keeps them alive.
+struct EventColumns {
+  std::size_t count = 0;
+  const std::uint8_t* action = nullptr;  ///< an Action
+  const Address* address = nullptr;
+  const Bytes* size = nullptr;  ///< requested
+  const Stream* stream = nullptr;
+  const std::uint32_t* pool = nullptr;  ///< an index among the pools
+};
+
+}  // namespace pac::alloc

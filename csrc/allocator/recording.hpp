@@ -1,0 +1,67 @@
+// A memory snapshot of PyTorch as columns and tables, from the plain data of its file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator/plain_data.hpp"
+
+namespace pac::alloc {
+
+/// A device's events in order, one entry an event in every column.
+struct RecordedEvents {
+  std::vector<std::uint8_t> action;
+  std::vector<std::int64_t> address;  ///< of an oom event the device's free bytes
+  std::vector<std::int64_t> size;
+  std::vector<std::int64_t> stream;
+  std::vector<std::int64_t> time_us;
+  std::vector<std::int32_t> pool;
+  std::vector<std::int32_t> stack;
+  bool has_pools = false;
+  std::map<std::string, std::size_t> unknown;  ///< how many there are of each action that is not known
+  std::size_t with_metadata = 0;
+  std::size_t backwards = 0;        ///< how many are earlier than the one before
+  std::size_t first_backwards = 0;  ///< the first of them
+};
+
+struct RecordedBlock {
+  std::int64_t address = 0, size = 0, requested = 0;
+  bool active = false, pending = false;
+  std::int32_t stack = 0;
+};
+
+struct RecordedSegment {
+  std::int64_t device = 0, address = 0, size = 0, stream = 0;
+  std::int32_t pool = 0;
+  bool small = false, expandable = false;
+  std::int32_t stack = 0;
+  std::vector<RecordedBlock> blocks;
+};
+
+struct RecordedFrame {
+  Value filename;
+  std::int64_t line = 0;
+  Value name;
+
+  friend bool operator==(const RecordedFrame& a, const RecordedFrame& b) {
+    return a.filename == b.filename && a.line == b.line && a.name == b.name;
+  }
+};
+
+struct Recording {
+  std::vector<RecordedEvents> events;  ///< of each device
+  std::vector<RecordedSegment> segments;
+  std::vector<RecordedFrame> frames;
+  std::vector<std::vector<std::int32_t>> stacks;             ///< stack 0 is empty
+  std::vector<std::pair<std::int64_t, std::int64_t>> pools;  ///< pool 0 is (0, 0)
+};
+
+/// Throws std::invalid_argument, which names the place, for what is no snapshot. `actions`: the names known, in the
+/// order of their numbers; any other has the number after them.
+Recording read_recording(const PlainData& data, const std::vector<std::string>& actions);
+
+}  // namespace pac::alloc

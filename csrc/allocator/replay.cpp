@@ -1,0 +1,266 @@
+#include "allocator/replay.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.hpp"
+
+namespace pac::alloc {
+
+namespace {
+
+// Blocks that other streams still used when they were freed wait for streams of their own, so that each can complete
+// when the recording says; no real stream has such a number.
+constexpr Stream kFirstOwnStream = Stream{1} << 63;
+
+// The host runs ahead of a stream by as many launches as its queue holds, 1024; an allocation seldom goes without one.
+constexpr std::size_t kEventsAhead = 1024;
+
+constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of what cudaMalloc gives for a segment
+
+Action action_of(std::uint8_t value) { return static_cast<Action>(value); }
+
+/// A block of the large pool has more than 1 MiB, so less than that behind one in use is that one's own.
+SegmentInfo with_slack(SegmentInfo segment) {
+  if (segment.kind == PoolKind::kSmall) return segment;
+  for (std::size_t i = 0; i < segment.blocks.size(); ++i) {
+    BlockInfo& block = segment.blocks[i];
+    const bool last = i + 1 == segment.blocks.size();
+    const Address end = last ? segment.address + segment.size : segment.blocks[i + 1].address;
+    const Address own = block.address + block.size;
+    if (own < end && end - own <= kSmallSize) block.size = end - block.address;
+  }
+  return segment;
+}
+
+}  // namespace
+
+Replay::Replay(const EventColumns& events, std::vector<PoolId> pools, std::vector<std::uint64_t> emptied,
+               const Config& config, Bytes capacity, const std::vector<SegmentInfo>& existing, std::size_t points)
+    : events_(events),
+      pools_(std::move(pools)),
+      emptied_(std::move(emptied)),
+      device_(std::make_shared<SimulatedDevice>(capacity)),
+      core_(device_, config),
+      places_segments_(config.growth == Growth::kMalloc),
+      stretch_(std::max<std::size_t>(1, events.count / std::max<std::size_t>(1, points))),
+      next_stream_(kFirstOwnStream) {
+  PAC_CHECK(!pools_.empty() && pools_[0].is_default(), "the first pool is the default one, (0, 0)");
+  const auto last = static_cast<std::uint8_t>(Action::kFreeCompleted);
+  has_completions_ = std::find(events.action, events.action + events.count, last) != events.action + events.count;
+  for (std::size_t i = 1; i < pools_.size(); ++i) core_.create_or_incref_pool(pools_[i], nullptr);
+  try {
+    place(existing);
+  } catch (const OutOfMemory&) {
+    out_of_memory_at_ = 0;
+  }
+  end_stretch();
+}
+
+void Replay::place(const std::vector<SegmentInfo>& existing) {
+  const auto is_adopted = [this](const SegmentInfo& each) { return places_segments_ && !each.expandable; };
+  // Those that have a place first, so that nothing else takes it.
+  for (const SegmentInfo& segment : existing) {
+    if (!is_adopted(segment)) continue;
+    device_->suggest(segment.address);
+    core_.adopt(with_slack(segment));
+  }
+  device_->suggest(0);
+  std::vector<Address> fillers;
+  for (const SegmentInfo& segment : existing) {
+    const auto pool = std::find(pools_.begin(), pools_.end(), segment.pool) - pools_.begin();
+    const bool adopted = is_adopted(segment);
+    streams_.insert(segment.stream);
+    Address end = segment.address;
+    for (const BlockInfo& block : segment.blocks) {
+      if (block.state == BlockState::kFree) continue;
+      PAC_CHECK(!live_.find(block.address), "two blocks lie at ", block.address);
+      use_pool(static_cast<std::uint32_t>(pool));
+      if (!adopted && block.address > end) fill(segment, block.address - end, fillers);
+      end = block.address + block.size;
+      add_live(block.address,
+               adopted ? block.address : core_.allocate(std::max<Bytes>(1, block.requested), segment.stream, {}));
+      if (block.state == BlockState::kPending) free_later(*live_.find(block.address));
+    }
+    use_pool(static_cast<std::uint32_t>(pool));
+    if (!adopted && segment.address + segment.size > end) fill(segment, segment.address + segment.size - end, fillers);
+  }
+  for (const Address filler : fillers) core_.free(filler, {});
+  core_.reset_peak_stats();  // fillers were never in use
+}
+
+void Replay::fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers) {
+  if (places_segments_ || !segment.expandable) return;
+  const bool small = segment.kind == PoolKind::kSmall;
+  // Less than this would be taken from the other pool.
+  const Bytes least = small ? 1 : kSmallSize + 1;
+  const Bytes page = small ? kSmallBuffer : core_.config().large_segment_size;
+  // What was only kept for later must not be what memory runs out of.
+  while (size >= least && round_up(size, page) <= device_->memory().free) {
+    const Bytes piece = small ? std::min(size, kSmallSize) : size;
+    try {
+      fillers.push_back(core_.allocate(piece, segment.stream, {}));
+    } catch (const OutOfMemory&) {  // of a share of the device's memory
+      return;
+    }
+    size -= piece;
+  }
+}
+
+bool Replay::advance(std::size_t count) {
+  const std::size_t end = std::min(events_.count, position_ + std::min(count, events_.count));
+  while (position_ < end && !out_of_memory_at_) {
+    replay(position_);
+    ++position_;
+    if (position_ % kEventsAhead == 0) let_streams_run();
+    if (position_ % stretch_ == 0 || position_ == events_.count) end_stretch();
+  }
+  return position_ < events_.count && !out_of_memory_at_;
+}
+
+void Replay::replay(std::size_t row) {
+  switch (action_of(events_.action[row])) {
+    case Action::kAlloc:
+      allocate(row);
+      break;
+    case Action::kFreeRequested:
+      request_free(row);
+      break;
+    case Action::kFreeCompleted:
+      complete_free(row);
+      break;
+    case Action::kSegmentFree:
+    case Action::kSegmentUnmap:
+      give_back(row);
+      break;
+    default:
+      break;  // what the recorded allocator made of it
+  }
+}
+
+void Replay::allocate(std::size_t row) {
+  const Address recorded = events_.address[row];
+  const Stream stream = events_.stream[row];
+  if (Live* lost = live_.find(recorded)) {
+    ++counts_.lost_frees;
+    forget(recorded, *lost);
+  }
+  if (stream != last_stream_) {
+    streams_.insert(stream);
+    last_stream_ = stream;
+  }
+  PAC_CHECK(events_.pool[row] < pools_.size(), "event ", row, " is of pool ", events_.pool[row], " of ", pools_.size());
+  use_pool(events_.pool[row]);
+  // A segment that the recorded allocator needed too lies where this allocation does: ties fall as they did.
+  if (places_segments_) device_->suggest(recorded % kSegmentAlignment == 0 ? recorded : 0);
+  try {
+    if (const Address ours = core_.allocate(events_.size[row], stream, {})) add_live(recorded, ours);
+    ++counts_.allocations;
+  } catch (const OutOfMemory&) {
+    out_of_memory_at_ = row;
+    end_stretch();
+  }
+}
+
+void Replay::request_free(std::size_t row) {
+  Live* live = live_.find(events_.address[row]);
+  if (!has_completions_) {
+    live ? forget(events_.address[row], *live) : void(++counts_.unknown_frees);
+    return;
+  }
+  // What no other stream uses is free at once, and the next event says so.
+  const std::size_t next = row + 1;
+  const bool at_once = next < events_.count && events_.address[next] == events_.address[row] &&
+                       action_of(events_.action[next]) == Action::kFreeCompleted;
+  if (live && !at_once && live->waits_for == 0) free_later(*live);
+}
+
+void Replay::complete_free(std::size_t row) {
+  Live* live = live_.find(events_.address[row]);
+  live ? forget(events_.address[row], *live) : void(++counts_.unknown_frees);
+}
+
+void Replay::give_back(std::size_t row) {
+  // Only what no graph or MemPool holds any more is given back.
+  PAC_CHECK(events_.pool[row] < pools_.size(), "event ", row, " is of pool ", events_.pool[row], " of ", pools_.size());
+  if (events_.pool[row] != 0) {
+    use_pool(0);
+    const PoolId pool = pools_[events_.pool[row]];
+    while (core_.pool_use_count(pool) > 0) core_.release_pool(pool);
+  }
+  if (next_emptied_ == emptied_.size() || emptied_[next_emptied_] != row) return;
+  ++next_emptied_;
+  ++counts_.cache_emptied;
+  use_pool(0);
+  core_.empty_cache({});
+}
+
+void Replay::add_live(Address recorded, Address ours) {
+  if (spare_.empty()) spare_.push_back(&entries_.emplace_back());
+  Live* live = spare_.back();
+  spare_.pop_back();
+  *live = {ours, 0};
+  live_.insert(recorded, live);
+}
+
+void Replay::forget(Address recorded, Live& live) {
+  if (live.waits_for != 0) {
+    complete(live);
+  } else {
+    core_.free(live.ours, {});
+  }
+  live_.erase(recorded);
+  spare_.push_back(&live);
+}
+
+void Replay::free_later(Live& live) {
+  use_pool(0);  // while a stream is captured, the core would put the event off
+  if (spare_streams_.empty()) spare_streams_.push_back(next_stream_++);
+  live.waits_for = spare_streams_.back();
+  spare_streams_.pop_back();
+  core_.record_stream(live.ours, live.waits_for);
+  core_.free(live.ours, {});
+}
+
+void Replay::complete(Live& live) {
+  use_pool(0);  // so that the next allocation looks for what has completed
+  device_->complete(live.waits_for);
+  spare_streams_.push_back(live.waits_for);
+}
+
+void Replay::use_pool(std::uint32_t pool) {
+  if (pool == open_pool_) return;
+  if (open_pool_ != 0) core_.end_allocate_to_pool(pools_[open_pool_]);
+  open_pool_ = 0;
+  if (pool != 0) core_.begin_allocate_to_pool(pools_[pool], [](Stream) { return true; });
+  open_pool_ = pool;
+}
+
+void Replay::let_streams_run() {
+  for (const Stream stream : streams_) device_->complete(stream);
+}
+
+void Replay::end_stretch() {
+  const Stats now = core_.stats();
+  const TimelinePoint point{position_, static_cast<Bytes>(now.allocated_bytes.all().peak),
+                            static_cast<Bytes>(now.active_bytes.all().peak),
+                            static_cast<Bytes>(now.reserved_bytes.all().peak)};
+  timeline_.push_back(point);
+  peaks_.allocated = std::max(peaks_.allocated, now.allocated_bytes.all().peak);
+  peaks_.active = std::max(peaks_.active, now.active_bytes.all().peak);
+  peaks_.requested = std::max(peaks_.requested, now.requested_bytes.all().peak);
+  peaks_.reserved = std::max(peaks_.reserved, now.reserved_bytes.all().peak);
+  core_.reset_peak_stats();
+}
+
+Stats Replay::stats() {
+  Stats stats = core_.stats();
+  const auto raise = [](StatArray& array, std::int64_t peak) { array.all().peak = std::max(array.all().peak, peak); };
+  raise(stats.allocated_bytes, peaks_.allocated);
+  raise(stats.active_bytes, peaks_.active);
+  raise(stats.requested_bytes, peaks_.requested);
+  raise(stats.reserved_bytes, peaks_.reserved);
+  return stats;
+}
+
+}  // namespace pac::alloc

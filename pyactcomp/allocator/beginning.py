@@ -1,0 +1,149 @@
+"""What lived before a recording's first event, from its events and the segments at its end.
+
+A block that is freed without having been allocated lived before; so did one that is there at the end and was not
+allocated. A segment that is there at the end lived before unless an event made it, and one that an event gave back did
+unless an event had made it: the events are undone from the last to the first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .._core import check_overlaps, open_lifetimes
+from .mapped_segments import MappedSegments
+from .recording import (
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    SMALL_SEGMENT,
+    Beginning,
+    Events,
+    LiveBlock,
+    Segment,
+)
+
+ROUNDING = 512  # bytes; what every block is a multiple of
+
+
+def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple[Beginning, list[str]]:
+    """Return what lived before the first event, and notes on what is unusual.
+
+    Parameters
+    ----------
+    events : Events
+        A device's events.
+    end : sequence of Segment
+        Its segments after the last event, by address.
+    device : int
+        For the messages.
+
+    Raises
+    ------
+    ValueError
+        If the events cannot be those of an allocator: a block freed twice, or allocated over another.
+    """
+    firsts, left = open_lifetimes(events, device)
+    freed = _freed(events, firsts)
+    survivors = _survivors(end, left)
+    for address in freed.keys() & left.keys() & survivors.keys():
+        freed[address] = survivors.pop(address)
+    existing = [(block.address, block.size, False) for block in freed.values()]
+    existing += [(block.address, block.size, True) for block in survivors.values()]
+    contradicted = set(check_overlaps(events, existing, device))
+    outside, lost = _missing(left, end)
+    blocks = {**freed, **{at: block for at, block in survivors.items() if at not in contradicted}}
+    segments = _segments_before(events, end)
+    notes = []
+    if blocks:
+        notes.append(
+            f"blocks that existed before the recording began: {len(blocks):,}, of "
+            f"{sum(block.size for block in blocks.values()):,} bytes; freed in it: {len(freed):,}"
+        )
+    if outside:
+        notes.append(
+            f"blocks that live after the last event and lie in none of the file's segments: {len(outside):,}, the "
+            f"first at {outside[0]:#x}; blocks from before the recording that it does not free cannot be known"
+        )
+    different = len(contradicted) + len(lost)
+    if different:
+        first = min([*contradicted, *lost])
+        notes.append(
+            f"the segments differ from what the events lead to, first at {first:#x} ({different:,} blocks in all): "
+            "they were taken a little later than the last event, and the events are believed"
+        )
+    beginning = Beginning(tuple(blocks[address] for address in sorted(blocks)), segments, not outside)
+    return beginning, [f"device {device}: {note}" for note in notes]
+
+
+def _freed(events: Events, firsts: dict[int, int]) -> dict[int, LiveBlock]:
+    """Return the blocks whose first event is a free, of which ``firsts`` has the index."""
+    # Where there are no requests in the recording, a completed free does not say that the block was pending.
+    has_requests = FREE_REQUESTED in events.action
+    return {
+        address: LiveBlock(
+            address,
+            -(-max(events.size[index], 1) // ROUNDING) * ROUNDING,
+            events.size[index],
+            events.stream[index],
+            events.pool[index],
+            has_requests and events.action[index] == FREE_COMPLETED,
+            0,
+        )
+        for address, index in firsts.items()
+    }
+
+
+def _survivors(end: Sequence[Segment], left: dict[int, int]) -> dict[int, LiveBlock]:
+    """Return the blocks at the end that no event allocated."""
+    return {
+        block.address: LiveBlock(
+            block.address,
+            block.size,
+            block.requested,
+            segment.stream,
+            segment.pool,
+            block.pending and block.address not in left,
+            block.stack,
+        )
+        for segment in end
+        for block in segment.blocks
+        if block.active and left.get(block.address, -1) == -1
+    }
+
+
+def _missing(left: dict[int, int], end: Sequence[Segment]) -> tuple[list[int], list[int]]:
+    """Return those of the blocks live at the end that no segment there holds, and those that one holds as free."""
+    starts = [segment.address for segment in end]
+    active = {block.address for segment in end for block in segment.blocks if block.active}
+    outside: list[int] = []
+    lost: list[int] = []
+    for address in left.keys() - active:
+        at = bisect_right(starts, address) - 1
+        within = at >= 0 and address < end[at].address + end[at].size
+        (lost if within else outside).append(address)
+    return sorted(outside), sorted(lost)
+
+
+def _segments_before(events: Events, end: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Undo the events of segments, last first."""
+    fixed = {segment.address: replace(segment, blocks=()) for segment in end if not segment.expandable}
+    mapped = MappedSegments(replace(segment, blocks=()) for segment in end if segment.expandable)
+    of_segments = [index for index, action in enumerate(events.action) if SEGMENT_ALLOC <= action <= SEGMENT_UNMAP]
+    for index in reversed(of_segments):
+        action = events.action[index]
+        address, size = events.address[index], events.size[index]
+        stream, pool = events.stream[index], events.pool[index]
+        if action == SEGMENT_ALLOC:
+            fixed.pop(address, None)
+        elif action == SEGMENT_FREE:
+            fixed.setdefault(address, Segment(address, size, stream, pool, size == SMALL_SEGMENT, False))
+        elif action == SEGMENT_MAP:
+            mapped.cut(address, address + size)
+        else:
+            mapped.join(Segment(address, size, stream, pool, None, True))
+    return tuple(sorted([*fixed.values(), *mapped], key=lambda segment: segment.address))
