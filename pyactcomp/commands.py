@@ -1,4 +1,4 @@
-"""The commands: ``demo``, ``doctor``, ``run``, ``build-allocator``. Needs the ``cli`` extra."""
+"""The commands: ``demo``, ``doctor``, ``run``, ``build-allocator``, and what others define. Needs the ``cli`` extra."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from . import explain_command, replay_commands
 from ._version import __version__
 from .errors import PyactcompError
 
@@ -241,6 +242,11 @@ def build_allocator() -> None:
     except PyactcompError as error:
         _fail(error)
     _console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+
+
+app.command()(replay_commands.replay)
+app.command()(replay_commands.tune)
+app.command()(explain_command.explain)
 
 
 def _fail(error: PyactcompError) -> NoReturn:

@@ -24,7 +24,10 @@ ALLOWED = {
     "__init__": CALLS | {"ops", "functional", "allocator"},
     "__main__": {"cli"},
     "cli": {"commands"},
-    "commands": {"_version", "allocator", "demo", "demo_plot", "doctor", "errors"},
+    "commands": {"_version", "allocator", "demo", "demo_plot", "doctor", "errors"}
+    | {"replay_commands", "explain_command"},
+    "replay_commands": {"allocator"},
+    "explain_command": {"allocator", "replay_commands"},
     "doctor": {"_version", "allocator", "codec", "reference", "torch_private"},
     "demo_plot": {"demo"},
     "demo": {"compress", "demo_memory", "demo_model", "demo_text"},

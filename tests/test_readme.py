@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -30,9 +31,14 @@ SNIPPETS = _snippets(README)
         for number, snippet in enumerate(_snippets(page))
     ],
 )
-def test_snippet_runs(snippet: str) -> None:
+def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
+    # As in a checkout, but what a snippet writes goes elsewhere.
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     # Torch's allocator can be replaced once in a process.
-    done = subprocess.run([sys.executable, "-c", snippet], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -5,9 +5,11 @@ Importing it touches no GPU; :func:`enable` puts it in the place of torch's own 
 
 from .._core import AllocatorConfig, CachingAllocator, SimulatedDevice
 from .attach import enable, is_enabled, library_path
+from .explain import explain
 from .observe import PressureHandle, Scope, on_pressure, scope, stats
 from .replay import replay
 from .snapshot import read_snapshot
+from .tune import tune
 
 __all__ = [
     "AllocatorConfig",
@@ -16,6 +18,7 @@ __all__ = [
     "Scope",
     "SimulatedDevice",
     "enable",
+    "explain",
     "is_enabled",
     "library_path",
     "on_pressure",
@@ -23,4 +26,5 @@ __all__ = [
     "replay",
     "scope",
     "stats",
+    "tune",
 ]

@@ -1,0 +1,310 @@
+"""Where the memory of a recording was at one of its moments, and which allocator would have had room for it."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from .._core import SimulatedDevice
+from .call_stacks import fold_stacks, shortened
+from .candidates import FAMILIES
+from .explanation import Crossing, Explanation, Fit, Group, Pin
+from .failed_request import with_failed_request
+from .lifetimes import Lifetimes, find_lifetimes
+from .recording import ACTIONS, OOM, DeviceTrace, Events, Frame, Segment, Snapshot
+from .replay import replay
+from .segments import blocks_inside, free_blocks, segments_after
+from .snapshot import read_snapshot
+from .steps import Steps, find_steps
+
+
+def explain(
+    recording: Snapshot | str | os.PathLike[str],
+    at: str | int | None = None,
+    *,
+    device: int | None = None,
+    capacity: int | str | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> Explanation:
+    """Say where the memory was at one moment of a recording.
+
+    Parameters
+    ----------
+    recording : Snapshot or path
+        As ``read_snapshot`` gives it, or the file.
+    at : str or int, optional
+        "peak": after the first event after which the most bytes are alive. "oom": at the last out-of-memory event. A
+        number: after that event. None: "oom" where there is one, else "peak".
+    device : int, optional
+        Index of the device; may be left out where the recording is of one alone.
+    capacity : int or str, optional
+        What the allocator could have had at an out-of-memory event: bytes or a text like "24GiB". None: what it held
+        and what the device had free, which is too much where a memory fraction was set.
+    progress : callable, optional
+        Called with what is done next, in words.
+
+    Raises
+    ------
+    OSError, ValueError
+        As ``read_snapshot`` does.
+    ValueError
+        For a moment or a device that was not recorded, and for a capacity where no memory ran out.
+
+    Examples
+    --------
+    >>> import json, tempfile
+    >>> event = {"action": "alloc", "addr": 4096, "size": 600, "stream": 0, "time_us": 7, "frames": []}
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+    ...     json.dump({"segments": [], "device_traces": [[event]]}, file)
+    ...     file.flush()
+    ...     explanation = explain(file.name, at="peak")
+    >>> explanation.event, explanation.live_bytes, explanation.by_stack[0].label
+    (0, 1024, 'no call stack')
+    """
+
+    def say(what: str) -> None:
+        if progress is not None:
+            progress(what)
+
+    if not isinstance(recording, Snapshot):
+        say("reading the snapshot")
+        recording = read_snapshot(recording)
+    trace = recording.trace(device)
+    room = None if capacity is None else SimulatedDevice(capacity).capacity
+    events = trace.events
+    say("pairing allocations with frees")
+    lifetimes = find_lifetimes(trace)
+    peak = lifetimes.peak()
+    failures = tuple(index for index, action in enumerate(events.action) if action == OOM)
+    event = _moment(at, peak, failures, len(events), trace.index)
+    failed = event in failures
+    if capacity is not None and not failed:
+        raise ValueError(
+            f"a capacity is for the moment of an out-of-memory event, and event {event} of device {trace.index} is none"
+        )
+    say("finding the steps")
+    steps = find_steps(trace, lifetimes, recording.annotations)
+
+    live = list(lifetimes.alive_after(event))
+    held = sum(lifetimes.size[number] for number in live)
+    asked = sum(lifetimes.requested[number] for number in live)
+    segments = segments_after(trace, event)
+    gaps = free_blocks(segments or (), lifetimes, live)
+    reserved = None if segments is None else sum(segment.size for segment in segments)
+    largest = max(gaps, default=0)
+    stacks = _Stacks(recording)
+    pins = _pins(segments or (), lifetimes, live, stacks)
+    if failed and room is None and reserved is not None:
+        room = reserved + events.address[event]
+    own = f"device {trace.index}:"
+    general = [note for note in recording.notes if not note.startswith("device ") or note.startswith(own)]
+    notes = [*general, *_notes(recording, trace, failures, event, segments, live, lifetimes)]
+    return Explanation(
+        device=trace.index,
+        event=event,
+        action="nothing" if event < 0 else (*ACTIONS, "unknown")[events.action[event]],
+        seconds=_seconds(events.time_us, event),
+        peak_event=peak,
+        peak_bytes=sum(lifetimes.size[number] for number in lifetimes.alive_after(peak)),
+        oom_events=failures,
+        live_bytes=held,
+        live_blocks=len(live),
+        awaiting_bytes=sum(lifetimes.size[number] for number in live if lifetimes.asked_free[number] <= event),
+        internal=(held - asked) / held if held else 0.0,
+        reserved_bytes=reserved,
+        free_bytes=None if segments is None else sum(gaps),
+        largest_free=None if segments is None else largest,
+        external=None if segments is None else (1 - largest / sum(gaps) if gaps else 0.0),
+        request_bytes=events.size[event] if failed else None,
+        capacity=room,
+        by_stack=_by_stack(lifetimes, live, stacks),
+        by_size=_grouped(lifetimes, live, lambda number: size_class(lifetimes.size[number])),
+        by_age=_grouped(lifetimes, live, lambda number: _age(lifetimes.begin[number], event, steps)),
+        pins=pins,
+        pinned_bytes=sum(pin.free_bytes for pin in pins),
+        crossing=_crossing(lifetimes, live, event, steps, stacks),
+        steps=steps,
+        fits=_fits(recording, trace, event, room, say) if failed and room is not None else (),
+        notes=tuple(notes),
+    )
+
+
+def size_class(size: int) -> tuple[int, str]:
+    """Return the power of two that a size reaches, to sort by, and the range in words."""
+    power = max(size, 1).bit_length() - 1
+    return power, f"{_binary(power)} to {_binary(power + 1)}"
+
+
+def _binary(power: int) -> str:
+    unit = min(power // 10, 4)
+    return f"{1 << (power - 10 * unit)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+class _Stacks:
+    """A recording's call stacks as the user's own lines, in words."""
+
+    def __init__(self, recording: Snapshot) -> None:
+        self.folded = fold_stacks(recording)
+
+    def label(self, stack: int) -> str:
+        return stack_label(self.folded[stack])
+
+    def lines(self, stack: int) -> tuple[str, ...]:
+        return tuple(f"{frame.filename}:{frame.line} {frame.name}" for frame in self.folded[stack])
+
+
+def stack_label(frames: Sequence[Frame]) -> str:
+    """Return a folded call stack in a line, innermost first."""
+    return " < ".join(map(shortened, frames)) or "no call stack"
+
+
+def _moment(at: str | int | None, peak: int, failures: Sequence[int], count: int, device: int) -> int:
+    if at is None:
+        return failures[-1] if failures else peak
+    if at == "peak":
+        return peak
+    if at == "oom":
+        if not failures:
+            raise ValueError(
+                f"device {device} has no out-of-memory event in {count} events: explain its peak, or write the "
+                "snapshot where the error is caught"
+            )
+        return failures[-1]
+    if isinstance(at, str) or isinstance(at, bool):
+        raise ValueError(f"at is peak, oom or an event's number, got {at!r}")
+    if not count:
+        raise ValueError(f"device {device} has no events, only what was there at the end: leave at out, got {at}")
+    if not 0 <= at < count:
+        raise ValueError(f"device {device} has events 0 to {count - 1}, got {at}")
+    return at
+
+
+def _seconds(times: array[int], event: int) -> float | None:
+    return (times[event] - times[0]) / 1e6 if event >= 0 and times[0] != times[-1] else None
+
+
+def _pins(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int], stacks: _Stacks) -> tuple[Pin, ...]:
+    pins = []
+    for segment, inside in blocks_inside(segments, lifetimes, live):
+        held = sum(lifetimes.size[number] for number in inside)
+        if segment.expandable or not inside or held >= segment.size:
+            continue
+        largest = max(inside, key=lifetimes.size.__getitem__)
+        calls = lifetimes.stack[largest]
+        pins.append(
+            Pin(
+                segment.address,
+                segment.size,
+                segment.size - held,
+                held,
+                len(inside),
+                lifetimes.size[largest],
+                stack_label(stacks.folded[calls][:1]),
+                stacks.lines(calls),
+                lifetimes.begin[largest],
+            )
+        )
+    return tuple(sorted(pins, key=lambda pin: (-pin.free_bytes, pin.address)))
+
+
+def _by_stack(lifetimes: Lifetimes, live: Iterable[int], stacks: _Stacks) -> tuple[Group, ...]:
+    found: dict[tuple[str, ...], Group] = {}
+    for number in live:
+        calls = lifetimes.stack[number]
+        lines = stacks.lines(calls)
+        group = found.get(lines) or Group(stacks.label(calls), 0, 0, lines)
+        found[lines] = replace(group, blocks=group.blocks + 1, bytes=group.bytes + lifetimes.size[number])
+    return tuple(sorted(found.values(), key=lambda group: -group.bytes))
+
+
+def _grouped(lifetimes: Lifetimes, live: Iterable[int], key: Callable[[int], tuple[int, str]]) -> tuple[Group, ...]:
+    found: dict[tuple[int, str], list[int]] = {}
+    for number in live:
+        found.setdefault(key(number), []).append(lifetimes.size[number])
+    return tuple(Group(label, len(sizes), sum(sizes)) for (_, label), sizes in sorted(found.items()))
+
+
+def _age(begin: int, event: int, steps: Steps) -> tuple[int, str]:
+    """Return a rank, to sort by, and an age in words: in steps where they are known, else in events."""
+    if begin < 0:
+        return 102, "before the recording"
+    if not steps.starts:
+        power = len(str(event - begin))
+        return power, f"{10 ** (power - 1) if power > 1 else 0:,} to {10**power - 1:,} events"
+    if steps.of(begin) == 0:
+        return 101, "before the first step"
+    age = steps.of(event) - steps.of(begin)
+    if age < 2:
+        return age, "one step" if age else "this step"
+    power = len(str(age))
+    return 1 + power, f"{max(2, 10 ** (power - 1)):,} to {10**power - 1:,} steps"
+
+
+def _crossing(
+    lifetimes: Lifetimes, live: Iterable[int], event: int, steps: Steps, stacks: _Stacks
+) -> tuple[Crossing, ...]:
+    now = steps.of(event)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number in live:
+        if 1 <= steps.of(lifetimes.begin[number]) < now:
+            found.setdefault(stacks.lines(lifetimes.stack[number]), []).append(number)
+    groups = []
+    for lines, numbers in found.items():
+        births = {steps.of(lifetimes.begin[number]) for number in numbers}
+        label = stacks.label(lifetimes.stack[numbers[0]])
+        held = sum(lifetimes.size[number] for number in numbers)
+        groups.append(Crossing(label, lines, len(numbers), held, min(births), len(births)))
+    return tuple(sorted(groups, key=lambda group: -group.bytes))
+
+
+def _notes(
+    recording: Snapshot,
+    trace: DeviceTrace,
+    failures: Sequence[int],
+    event: int,
+    segments: Sequence[Segment] | None,
+    live: Sequence[int],
+    lifetimes: Lifetimes,
+) -> list[str]:
+    notes = []
+    if not len(trace.events):
+        notes.append("no events: record with torch.cuda.memory._record_memory_history() to have more than the end")
+    if len(failures) > 1:
+        notes.append(f"{len(failures)} out-of-memory events: {', '.join(f'{index:,}' for index in failures[:10])}")
+    if not failures:
+        notes.append("no out-of-memory event is in the recording")
+    if segments is None:
+        notes.append("the recording has no segments: what was reserved is not known; replay says what would be")
+    elif any(segment.expandable for segment in segments):
+        notes.append("expandable segments give back pages: no block pins one")
+    if live and not any(lifetimes.stack[number] for number in live):
+        notes.append("recorded without call stacks: torch.cuda.memory._record_memory_history(context='all') has them")
+    return notes
+
+
+def _fits(
+    recording: Snapshot, trace: DeviceTrace, event: int, capacity: int, say: Callable[[str], None]
+) -> tuple[Fit, ...]:
+    until = replace(trace, events=_until(trace.events, event + 1))
+    asked, _ = with_failed_request(replace(recording, devices=(until,)))
+    fits = []
+    for config in FAMILIES:
+        say(f"replaying under {config}")
+        result = replay(asked, config, capacity)
+        fits.append(Fit(config, result.oom_at, result.peak_reserved))
+    return tuple(fits)
+
+
+def _until(events: Events, end: int) -> Events:
+    return Events(
+        events.action[:end],
+        events.address[:end],
+        events.size[:end],
+        events.stream[:end],
+        events.time_us[:end],
+        events.pool[:end],
+        events.stack[:end],
+        events.has_pools,
+    )

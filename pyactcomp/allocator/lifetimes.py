@@ -1,0 +1,95 @@
+"""What a recording says of each allocation: from which event to which it lived, its size and its call stack."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .beginning import ROUNDING
+from .recording import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """A device's allocations, those from before the recording first; every column has one entry an allocation.
+
+    An allocation lives from event ``begin`` to before event ``end``; what is freed only after the recording has the
+    number of events there.
+    """
+
+    events: int
+    begin: array[int]  #: -1: before the recording
+    asked_free: array[int]  #: the event that freed it, where ``end`` is a later one: other streams still use it
+    end: array[int]
+    address: array[int]
+    size: array[int]  #: bytes of the block; where it is gone at the end of the recording, the least that holds it
+    requested: array[int]  #: bytes
+    stack: array[int]
+
+    def changes(self) -> array[int]:
+        """Return the bytes that each event adds to those alive."""
+        change = array("q", bytes(8 * self.events))
+        for begin, end, size in zip(self.begin, self.end, self.size, strict=True):
+            if begin >= 0:
+                change[begin] += size
+            if end < self.events:
+                change[end] -= size
+        return change
+
+    def before(self) -> int:
+        """Return the bytes alive before the first event."""
+        return sum(size for begin, size in zip(self.begin, self.size, strict=True) if begin < 0)
+
+    def peak(self) -> int:
+        """Return the first event after which the most bytes are alive; -1 where that is before all of them."""
+        alive = list(accumulate(self.changes(), initial=self.before()))
+        return alive.index(max(alive)) - 1
+
+    def alive_after(self, event: int) -> Iterator[int]:
+        """Yield the allocations that are alive after an event."""
+        for number, (begin, end) in enumerate(zip(self.begin, self.end, strict=True)):
+            if begin <= event < end:
+                yield number
+
+
+def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
+    """Pair a device's allocations with their frees.
+
+    Parameters
+    ----------
+    trace : DeviceTrace
+        As ``read_snapshot`` gives it: it holds no free of what never was.
+    """
+    events = trace.events
+    count = len(events)
+    begin, asked, end = array("q"), array("q"), array("q")
+    address, size, requested, stack = array("q"), array("q"), array("q"), array("i")
+    live: dict[int, int] = {}
+    columns = (begin, asked, end, address, size, requested, stack)
+    for block in trace.beginning.blocks:
+        live[block.address] = len(begin)
+        values = (-1, -1 if block.pending else count, count, block.address, block.size, block.requested, block.stack)
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+    rows = zip(events.action, events.address, events.size, events.stack, strict=True)
+    for index, (action, at, asked_bytes, calls) in enumerate(rows):
+        if action == ALLOC:
+            live[at] = len(begin)
+            begin.append(index)
+            asked.append(count)
+            end.append(count)
+            address.append(at)
+            size.append(-(-max(asked_bytes, 1) // ROUNDING) * ROUNDING)
+            requested.append(asked_bytes)
+            stack.append(calls)
+        elif action == FREE_REQUESTED:
+            asked[live[at]] = index
+        elif action == FREE_COMPLETED:
+            end[live.pop(at)] = index
+    for segment in trace.segments:
+        for held in segment.blocks:
+            if held.active and (still := live.get(held.address)) is not None:
+                size[still] = held.size
+    return Lifetimes(count, begin, asked, end, address, size, requested, stack)

@@ -1,0 +1,294 @@
+"""The memory of a recording over its events, in as many columns as a picture has; and the picture."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .call_stacks import fold_stacks, shortened
+from .explain import size_class
+from .lifetimes import Lifetimes, find_lifetimes
+from .recording import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, DeviceTrace, Frame, Snapshot
+from .segments import has_segments
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: As many as the picture has pixels across, about: more would not be seen.
+COLUMNS = 1600
+#: More colours cannot be told apart.
+GROUPS = 7
+
+_INK, _MUTED, _GRID = "#222222", "#6b7280", "#e5e7eb"
+_OOM = "#d1495b"
+_COLOURS = ("#2e6f95", "#7fb2d1", "#5f8d4e", "#a9c29a", "#b08900", "#e3c567", "#8d3b72")
+_OTHER = "#cbd0d6"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A device's live and reserved bytes, each column the most of a stretch of events.
+
+    Attributes
+    ----------
+    ends
+        Of each column, the event its stretch ends before; the first begins at event 0.
+    labels
+        The groups that live bytes are divided into: the call stack that has most at the peak first, or the largest
+        blocks; the last may be "other".
+    live
+        For each group its bytes in each column, all at the event of the column after which the most is alive.
+    live_at
+        These events.
+    reserved
+        The most that was reserved in each column; None where the recording has no segments.
+    peak
+        The first event after which the most is alive of all, and how much.
+    oom
+        The out-of-memory events, what each asked for, and what was alive.
+    seconds
+        From the first event to each column's end; None where the recording has no times.
+    by
+        What the groups are: "call stack" or, where none was recorded, "block size".
+    """
+
+    device: int
+    ends: tuple[int, ...]
+    labels: tuple[str, ...]
+    live: tuple[tuple[int, ...], ...]
+    live_at: tuple[int, ...]
+    reserved: tuple[int, ...] | None
+    peak: tuple[int, int]
+    oom: tuple[tuple[int, int, int], ...]
+    seconds: tuple[float, ...] | None
+    by: str
+
+
+def timeline(recording: Snapshot, *, device: int | None = None, columns: int = COLUMNS) -> Timeline:
+    """Return what a picture of a device's memory shows; no peak is lost to the number of columns.
+
+    Parameters
+    ----------
+    recording : Snapshot
+    device : int, optional
+        Its index; may be left out where the recording is of one alone.
+    columns : int
+        How many columns, at most; a recording of fewer events has one each.
+
+    Raises
+    ------
+    ValueError
+        For a device that was not recorded, for a recording without events, and for fewer than one column.
+    """
+    if columns < 1:
+        raise ValueError(f"columns is at least 1, got {columns}")
+    trace = recording.trace(device)
+    events = trace.events
+    count = len(events)
+    if not count:
+        raise ValueError(f"device {trace.index} has no events to draw: record with _record_memory_history()")
+    columns = min(columns, count)
+    ends = tuple(count * (column + 1) // columns for column in range(columns))
+    lifetimes = find_lifetimes(trace)
+    alive = list(accumulate(lifetimes.changes(), initial=lifetimes.before()))[1:]
+    stretches = list(pairwise((0, *ends)))
+    live_at = tuple(alive.index(max(alive[begin:end]), begin) for begin, end in stretches)
+    peak = alive.index(max(alive))
+    by, names = _names(recording, lifetimes, peak)
+    labels, group_of = _largest(names, lifetimes, peak)
+    reserved = reserved_after(trace)
+    times = events.time_us
+    return Timeline(
+        trace.index,
+        ends,
+        labels,
+        _divided(lifetimes, group_of, len(labels), live_at),
+        live_at,
+        None if reserved is None else tuple(max(reserved[begin:end]) for begin, end in stretches),
+        (peak, alive[peak]),
+        tuple((index, events.size[index], alive[index]) for index, action in enumerate(events.action) if action == OOM),
+        tuple((times[end - 1] - times[0]) / 1e6 for end in ends) if times[0] < times[-1] else None,
+        by,
+    )
+
+
+def reserved_after(trace: DeviceTrace) -> array[int] | None:
+    """Return the bytes reserved after each event; None where the recording has no segments."""
+    if not has_segments(trace):
+        return None
+    sign = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
+    total = sum(segment.size for segment in trace.beginning.segments)
+    result = array("q")
+    for action, size in zip(trace.events.action, trace.events.size, strict=True):
+        total += sign.get(action, 0) * size
+        result.append(total)
+    return result
+
+
+def _names(recording: Snapshot, lifetimes: Lifetimes, peak: int) -> tuple[str, list[tuple[int, str]]]:
+    """Return what allocations are grouped by, and each one's group: a rank, and its name."""
+    folded = fold_stacks(recording)
+    if not any(folded[lifetimes.stack[number]] for number in lifetimes.alive_after(peak)):
+        return "block size", [size_class(size) for size in lifetimes.size]
+    labels = _labels(folded)
+    return "call stack", [(0, labels[folded[stack]]) for stack in lifetimes.stack]
+
+
+def _labels(stacks: Sequence[tuple[Frame, ...]]) -> dict[tuple[Frame, ...], str]:
+    """Return short names: the innermost line, with those around it only where they tell two stacks apart."""
+    names: dict[tuple[Frame, ...], str] = {}
+    sharing: dict[str, set[tuple[Frame, ...]]] = {}
+    for stack in stacks:
+        sharing.setdefault(shortened(stack[0]) if stack else "no call stack", set()).add(stack)
+    for short, members in sharing.items():
+        for stack in members:
+            names[stack] = short if len(members) == 1 else "\n  < ".join(map(shortened, stack[:2]))
+    return names
+
+
+def _largest(names: Sequence[tuple[int, str]], lifetimes: Lifetimes, peak: int) -> tuple[tuple[str, ...], list[int]]:
+    """Return the labels of the groups with the most bytes at the peak, and the group of each allocation."""
+    held = dict.fromkeys(names, 0)
+    for number in lifetimes.alive_after(peak):
+        held[names[number]] += lifetimes.size[number]
+    most = sorted(held, key=lambda name: -held[name])[:GROUPS]
+    # What has a rank lies by it, the highest at the bottom.
+    most.sort(key=lambda name: -name[0])
+    labels = tuple(label for _, label in most) + (("other",) if len(held) > GROUPS else ())
+    place = {name: number for number, name in enumerate(most)}
+    return labels, [place.get(name, GROUPS) for name in names]
+
+
+def _divided(
+    lifetimes: Lifetimes, group_of: Sequence[int], groups: int, moments: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return each group's live bytes after each of some events, which are in order."""
+    change = [[0] * (len(moments) + 1) for _ in range(groups)]
+    rows = zip(lifetimes.begin, lifetimes.end, lifetimes.size, group_of, strict=True)
+    for begin, end, size, group in rows:
+        # Alive from the first moment that is not before its begin, to the last that is before its end.
+        change[group][bisect_right(moments, begin - 1)] += size
+        change[group][bisect_right(moments, end - 1)] -= size
+    return tuple(tuple(accumulate(row[:-1])) for row in change)
+
+
+def draw(data: Timeline, path: Path, title: str) -> None:
+    """Write a timeline to ``path`` as PNG, whatever it ends in; no display is needed.
+
+    Parameters
+    ----------
+    data : Timeline
+    path : Path
+        Its folder must exist.
+    title : str
+        What was recorded.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is not installed.
+    OSError
+        If the file cannot be written.
+    """
+    # The object interface alone: pyplot would keep global state and look for a display.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(12, 5.2), layout="constrained", dpi=160)
+    axes = figure.subplots()
+    most = max(data.peak[1], *(data.reserved or (0,)), *(alive + asked for _, asked, alive in data.oom))
+    scale, unit = _unit(most)
+    # Each column is a step of its own: nothing is interpolated between two.
+    edges = [0, *data.ends]
+    colours = [*_COLOURS[: len(data.labels)], _OTHER][: len(data.labels)]
+    bottom = [0.0] * (len(edges))
+    for row, label, colour in zip(data.live, data.labels, colours, strict=True):
+        top = [low + value / scale for low, value in zip(bottom, (*row, row[-1]), strict=True)]
+        axes.fill_between(edges, bottom, top, step="post", color=colour, linewidth=0, label=_plain(label))
+        bottom = top
+    if data.reserved is not None:
+        held = [value / scale for value in (*data.reserved, data.reserved[-1])]
+        axes.step(edges, held, where="post", color=_INK, linewidth=1.5, label="reserved")
+    axes.set_xlim(0, data.ends[-1] * (1.02 if data.oom else 1))
+    axes.set_ylim(0, 1.14 * most / scale)
+    _mark(axes, data, scale, unit, most)
+    axes.set_ylabel(unit)
+    axes.set_xlabel("event")
+    axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(axis="y", color=_GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_MUTED)
+    axes.tick_params(colors=_MUTED)
+    axes.xaxis.label.set_color(_MUTED)
+    axes.yaxis.label.set_color(_MUTED)
+    span = f", {data.seconds[-1]:.3g} s" if data.seconds else ""
+    heading = _plain(f"{title}: live memory by {data.by}{span}")
+    axes.set_title(heading, loc="left", color=_INK, fontsize=11, weight="bold")
+    # Top down as the areas lie.
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="outside right upper",
+        frameon=False,
+        labelcolor=_INK,
+        fontsize=9,
+        labelspacing=0.7,
+    )
+    figure.savefig(path, format="png")
+
+
+def _plain(text: str) -> str:
+    """Return a text of the recording as matplotlib shows it whole: not hidden in the legend, and no mathematics."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def _unit(size: int) -> tuple[float, str]:
+    """Return the largest unit that a size reaches: its bytes, and its name."""
+    units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+    return next(((scale, name) for scale, name in units if size >= scale), (1.0, "B"))
+
+
+def _mark(axes: Axes, data: Timeline, scale: float, unit: str, most: int) -> None:
+    """Mark the peak of what is alive, and where memory ran out."""
+    event, held = data.peak
+    left = event > 0.6 * data.ends[-1]
+    axes.plot(event, held / scale, marker="o", color=_INK, markersize=5, clip_on=False, zorder=4)
+    axes.annotate(
+        f"peak {held / scale:.2f} {unit}",
+        (event, held / scale),
+        (-8 if left else 8, 6),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        color=_INK,
+        fontsize=9,
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
+    )
+    for at, asked, alive in data.oom:
+        axes.axvline(at, color=_OOM, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+        # Where the request would have been: below what was reserved, it was not for want of memory.
+        axes.bar(
+            at, asked / scale, 0.012 * data.ends[-1], alive / scale, align="edge", color=_OOM, linewidth=0, zorder=3
+        )
+    if data.oom:
+        at, asked, _ = data.oom[-1]
+        left = at > 0.6 * data.ends[-1]
+        request, name = _unit(asked)
+        axes.annotate(
+            f"out of memory, asking for {asked / request:.2f} {name}",
+            (at, 1.09 * most / scale),
+            (-6 if left else 6, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            color=_OOM,
+            fontsize=9,
+            weight="bold",
+        )

@@ -1,0 +1,226 @@
+"""The command ``explain``: where the memory of a snapshot was. Needs the ``cli`` extra."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from .replay_commands import capacity_bytes, fail, read, size_text
+
+if TYPE_CHECKING:
+    from .allocator.explanation import Explanation
+    from .allocator.recording import Snapshot
+
+_console = Console(markup=False, highlight=False)
+VIEWER = "https://pytorch.org/memory_viz"
+
+
+def explain(
+    snapshot: Annotated[Path, typer.Argument(help="File of torch.cuda.memory._dump_snapshot.", metavar="SNAPSHOT")],
+    at: Annotated[
+        str | None,
+        typer.Option(help="peak, oom or an event's number; oom where memory ran out, else peak.", show_default=False),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Lines of each table.")] = 10,
+    plot: Annotated[Path | None, typer.Option(help="Draw the memory over the events to this file, a PNG.")] = None,
+    device: Annotated[int | None, typer.Option(help="Index of the device; all of them if left out.")] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(help='As in "24GiB", where a memory fraction was set: what the process could have had.'),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Say where the memory was at the peak or where it ran out, by call stack, size and age."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "the picture is drawn with matplotlib; run: pip install 'pyactcomp[bench]'", param_hint="--plot"
+        )
+    if plot is not None and plot.is_dir():
+        fail(f"{plot}: is a folder; --plot takes the file to write")
+    from .allocator.candidates import FAMILIES
+    from .allocator.explain import explain as explain_one
+
+    limit = None if capacity is None else capacity_bytes(capacity)
+    # Python itself refuses to read numbers of thousands of digits.
+    moment = int(at) if at is not None and re.fullmatch(r"-?[0-9]{1,18}", at) else at
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=20), console=Console(stderr=True), transient=True
+    )
+    with progress:
+        task = progress.add_task("reading the snapshot", total=None)
+        recording = read(snapshot)
+        if not recording.devices:
+            fail(f"{snapshot}: the snapshot holds neither events nor segments: there is nothing to explain")
+        chosen, others = _chosen(recording, device, out_of_memory=at == "oom" or limit is not None)
+        progress.update(task, total=len(chosen) * (2 + len(FAMILIES)) + (plot is not None))
+        found = []
+        for index in chosen:
+            try:
+                explanation = explain_one(
+                    recording,
+                    moment,
+                    device=index,
+                    capacity=limit,
+                    progress=lambda what: progress.update(task, advance=1, description=what),
+                )
+            except ValueError as error:
+                given = [name for name, value in (("--at", at), ("--capacity", capacity)) if value is not None]
+                if not given:
+                    fail(f"{snapshot}: {error}")
+                which = "; choose one with --device" if len(chosen) > 1 and isinstance(moment, int) else ""
+                raise typer.BadParameter(f"{error}{which}", param_hint=given) from error
+            found.append(explanation)
+        pictures = []
+        if plot is not None:
+            progress.update(task, advance=1, description="drawing")
+            pictures = _draw(recording, chosen, plot, snapshot.name)
+    if as_json:
+        typer.echo(json.dumps({"explanations": [asdict(explanation) for explanation in found]}, indent=2))
+        return
+    general = [note for note in found[0].notes if all(note in explanation.notes for explanation in found)]
+    for explanation in found:
+        _print(explanation, top, snapshot)
+        _print_notes(note for note in explanation.notes if note not in general)
+    _print_notes(general)
+    if others:
+        _print_notes([f"memory did not run out on device {', '.join(map(str, others))}: left out"])
+    for path in pictures:
+        _console.print(f"picture: {path}", soft_wrap=True)
+    _console.print(f"to look at it block by block: drop {snapshot.name} on {VIEWER}", soft_wrap=True)
+
+
+def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tuple[list[int], list[int]]:
+    """Return the devices to explain, and those left out since memory did not run out there, which is asked about."""
+    from .allocator.recording import OOM
+
+    indices = [trace.index for trace in recording.devices]
+    if device is not None:
+        if device not in indices:
+            raise typer.BadParameter(f"recorded are {indices}, got {device}", param_hint="--device")
+        return [device], []
+    ran_out = [trace.index for trace in recording.devices if OOM in trace.events.action]
+    # Where it ran out on none, the explanation of any says so.
+    if not out_of_memory or not ran_out:
+        return indices, []
+    return ran_out, [index for index in indices if index not in ran_out]
+
+
+def _draw(recording: Snapshot, devices: Sequence[int], plot: Path, name: str) -> list[Path]:
+    """Draw each device that has events, each to a file of its own, and return the files."""
+    from .allocator.timeline import draw, timeline
+
+    drawn = [index for index in devices if len(recording.trace(index).events)]
+    if not drawn:
+        fail(f"{name}: there are no events to draw: record with torch.cuda.memory._record_memory_history()")
+    paths = []
+    for index in drawn:
+        path = plot if len(devices) == 1 else plot.with_stem(f"{plot.stem}-{index}")
+        try:
+            draw(timeline(recording, device=index), path, f"{name}, device {index}")
+        except OSError as error:
+            fail(f"{path}: {error.strerror or error}")
+        paths.append(path)
+    return paths
+
+
+def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
+    e = explanation
+    when = f", {e.seconds:.3g} s after the first" if e.seconds is not None else ""
+    moment = f"after event {e.event:,} ({e.action})" if e.event >= 0 else "before the first event"
+    _console.print(f"device {e.device}, {moment}{when}", style="bold")
+    grid = Table.grid(padding=(0, 2))
+    if e.request_bytes is not None:
+        grid.add_row("asked for", size_text(e.request_bytes))
+    waiting = f", {size_text(e.awaiting_bytes)} of it freed and still used" if e.awaiting_bytes else ""
+    grid.add_row("live", f"{size_text(e.live_bytes)} in {e.live_blocks:,} block{'s' * (e.live_blocks != 1)}{waiting}")
+    if e.reserved_bytes is not None:
+        grid.add_row("reserved", size_text(e.reserved_bytes))
+        grid.add_row(
+            "free in it", f"{size_text(e.free_bytes or 0)}, the largest block {size_text(e.largest_free or 0)}"
+        )
+    external = f"external {100 * e.external:.1f} %, " if e.external is not None else ""
+    grid.add_row("fragmentation", f"{external}internal {100 * e.internal:.2f} %")
+    if e.event != e.peak_event:
+        peak = f"after event {e.peak_event:,}" if e.peak_event >= 0 else "before the first event"
+        grid.add_row("peak", f"{size_text(e.peak_bytes)} live {peak}")
+    found = f"{len(e.steps.starts):,}, found by {e.steps.found_by}" if e.steps.starts else e.steps.found_by
+    grid.add_row("steps", found)
+    _console.print(grid)
+
+    stacks = e.by_stack if any(group.stack for group in e.by_stack) else ()
+    for what, groups in (("by call stack", stacks), ("by size", e.by_size), ("by age", e.by_age)):
+        shown = sorted(sorted(groups, key=lambda group: -group.bytes)[:top], key=groups.index)
+        rows = [(group.label, f"{group.blocks:,}", size_text(group.bytes)) for group in shown]
+        _table(what, ("", "blocks", "live"), rows, len(groups))
+    _table(
+        "kept from earlier steps",
+        ("", "blocks", "live", "oldest", "steps"),
+        [
+            (group.label, f"{group.blocks:,}", size_text(group.bytes), f"step {group.oldest:,}", f"{group.steps:,}")
+            for group in e.crossing[:top]
+        ],
+        len(e.crossing),
+    )
+    _table(
+        f"segments that live blocks pin: {size_text(e.pinned_bytes)} free in them",
+        ("largest block in it", "", "since event", "blocks", "live", "free"),
+        [
+            (
+                pin.label,
+                size_text(pin.largest),
+                f"{pin.since:,}" if pin.since >= 0 else "before",
+                f"{pin.blocks:,}",
+                size_text(pin.live_bytes),
+                size_text(pin.free_bytes),
+            )
+            for pin in e.pins[:top]
+        ],
+        len(e.pins),
+    )
+    if e.fits and e.capacity is not None:
+        rows = [
+            (
+                fit.config,
+                "fits" if fit.oom_at is None else f"out of memory at event {fit.oom_at:,}",
+                size_text(fit.peak_reserved),
+            )
+            for fit in e.fits
+        ]
+        _table(f"the same requests with {size_text(e.capacity)}", ("allocator", "", "reserved"), rows, len(rows))
+        shift, unit = next((shift, unit) for shift, unit in _UNITS if e.capacity % (1 << shift) == 0)
+        search = f"pyactcomp tune {shlex.quote(str(snapshot))} --capacity {e.capacity >> shift}{unit}"
+        _console.print(f"to search all settings: {search}", soft_wrap=True)
+
+
+_UNITS = ((30, "GiB"), (20, "MiB"), (0, ""))
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        _console.print(f"note: {note}", soft_wrap=True)
+
+
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int) -> None:
+    rows = list(rows)
+    if not rows:
+        return
+    left = f" ({len(rows)} of {total:,})" if len(rows) < total else ""
+    table = Table(title=title + left, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    _console.print(table)

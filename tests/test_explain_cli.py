@@ -1,0 +1,201 @@
+"""The command ``explain``, and the page that shows it and the commands after it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allocator_cases import MIB
+from explain_cases import LAYER, alloc, failure, free, out_of_memory
+from snapshot_cases import BASE, block, content, segment, write
+
+for _name in ("typer", "rich", "humanize"):
+    pytest.importorskip(_name)
+
+from click.testing import Result  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from pyactcomp import explain_command, replay_commands  # noqa: E402
+from pyactcomp.commands import app  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: object) -> Result:
+    # Wide enough that no table is folded.
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["explain", *map(str, arguments)])
+
+
+def said(ran: Result) -> str:
+    """Return an error without its box."""
+    return " ".join(ran.output.replace("│", " ").split())
+
+
+def devices(tmp_path: Path, *traces: list[dict[str, Any]], **others: Any) -> Path:
+    return write(tmp_path, content(**others) | {"device_traces": list(traces)})
+
+
+def test_command_prints_all_devices_as_json(tmp_path: Path) -> None:
+    path = devices(tmp_path, [alloc(0, MIB, LAYER)], [alloc(0, 2 * MIB)])
+    ran = run(path, "--json", "--at", "0")
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)["explanations"]
+    assert [(one["device"], one["live_bytes"]) for one in found] == [(0, MIB), (1, 2 * MIB)]
+    assert found[0]["by_stack"][0]["stack"] == ["/home/me/model.py:12 forward"]
+
+
+def test_command_says_what_was_asked_for_and_who_would_fit(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out_of_memory(tmp_path)  # writes the snapshot
+    picture = tmp_path / "timeline.png"
+    ran = run(tmp_path / "snapshot.pickle", "--plot", picture)
+    assert ran.exit_code == 0, ran.output
+    for part in ("70.00 MiB", "out of memory at event 10", "fits", "--capacity 220MiB", "memory_viz", "picture:"):
+        assert part in ran.stdout
+    assert picture.read_bytes()[:8] == PNG
+
+
+@pytest.mark.parametrize(
+    ("capacity", "text"), [(2 << 30, "2GiB"), (2050 * MIB, "2050MiB"), (3 * MIB + 1, f"{3 * MIB + 1}")]
+)
+def test_command_names_the_search_with_a_capacity_as_people_write_it(tmp_path: Path, capacity: int, text: str) -> None:
+    path = write(tmp_path, content([alloc(0, MIB), failure(9 << 30, 7)])).rename(tmp_path / "out of memory.pickle")
+    ran = run(path, "--capacity", capacity)
+    assert f"pyactcomp tune '{path}' --capacity {text}" in [line.split(": ")[-1] for line in ran.stdout.splitlines()]
+
+
+def test_command_counts_blocks_and_events_in_words_that_fit(tmp_path: Path) -> None:
+    passing = [entry for _ in range(400) for entry in (alloc(8 * MIB, MIB), *free(8 * MIB, MIB))]
+    ran = run(write(tmp_path, content([alloc(0, MIB), *passing])), "--at", 1200)
+    assert "device 0, after event 1,200 (free_completed)" in ran.stdout
+    assert "1.00 MiB in 1 block\n" in re.sub(" +\n", "\n", ran.stdout)
+    assert "in 2 blocks" in run(tmp_path / "snapshot.pickle").stdout
+
+
+def test_command_explains_what_was_there_before_the_first_event(tmp_path: Path) -> None:
+    end = [segment(BASE, block(BASE, MIB), block(BASE + MIB, 19 * MIB, "inactive"))]
+    ran = run(write(tmp_path, content([], end)))
+    assert ran.exit_code == 0, ran.output
+    assert "device 0, before the first event" in ran.stdout
+    assert re.search(r"no call stack +1\.00 MiB +before ", ran.stdout)
+
+
+def test_command_prints_a_note_where_it_belongs_and_once(tmp_path: Path) -> None:
+    ran = run(devices(tmp_path, free(0, MIB), [*free(MIB, 2 * MIB), failure(MIB, 7)]))
+    lines = ran.stdout.splitlines()
+    place = {text: [at for at, line in enumerate(lines) if text in line] for text in ("existed", "2 devices: 0, 1")}
+    second = next(at for at, line in enumerate(lines) if line.startswith("device 1,"))
+    assert [at < second for at in place["existed"]] == [True, False]
+    assert [at > place["existed"][1] for at in place["2 devices: 0, 1"]] == [True]
+
+
+def test_command_leaves_out_devices_that_never_ran_out_of_memory_where_that_is_asked_about(tmp_path: Path) -> None:
+    path = devices(tmp_path, [alloc(0, MIB)], [alloc(0, 2 * MIB), failure(30 * MIB, 7)], [alloc(0, MIB)])
+    for asked in (("--at", "oom"), ("--capacity", "20MiB")):
+        ran = run(path, *asked)
+        assert ran.exit_code == 0, ran.output
+        assert [line for line in ran.stdout.splitlines() if line.startswith("device ")] == [
+            "device 1, after event 1 (oom)"
+        ]
+        assert "memory did not run out on device 0, 2: left out" in ran.stdout
+    ran = run(path, "--at", "1")
+    assert ran.exit_code == 2
+    assert "'--at': device 0 has events 0 to 0, got 1; choose one with --device" in said(ran)
+
+
+def test_command_names_what_the_picture_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    ran = run(write(tmp_path, content([alloc(0, MIB)])), "--plot", tmp_path / "timeline.png")
+    assert ran.exit_code == 2
+    assert "pip install 'pyactcomp[bench]'" in said(ran)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--at", "oom"), "'--at': device 0 has no out-of-memory event"),
+        (("--at", "³"), "'--at': at is peak, oom or an event's number, got '³'"),
+        (("--at=--5",), "'--at': at is peak, oom or an event's number, got '--5'"),
+        (("--at=-5",), "'--at': device 0 has events 0 to 0, got -5"),
+        (("--at", "9" * 5000), "'--at': at is peak, oom or an event's number"),
+        (("--device", "3"), "--device: recorded are [0], got 3"),
+        (("--capacity", "potato"), "--capacity: capacity: expected a size"),
+        (("--capacity", "1GiB"), "'--capacity': a capacity is for the moment of an out-of-memory event"),
+    ],
+)
+def test_command_refuses_arguments_by_their_name(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    ran = run(write(tmp_path, content([alloc(0, MIB)])), *arguments)
+    assert ran.exit_code == 2
+    assert f"Invalid value for {words}" in said(ran)
+
+
+@pytest.mark.parametrize("what", ["missing", "a folder", "no snapshot", "nothing recorded"])
+def test_command_fails_with_one_line_for_a_file_it_cannot_explain(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "file"
+    if what == "a folder":
+        path.mkdir()
+    elif what == "no snapshot":
+        path.write_bytes(b"junk")
+    elif what == "nothing recorded":
+        write(tmp_path, content()).rename(path)
+    picture = tmp_path / "timeline.png"
+    for arguments in ((), ("--plot", picture)):
+        ran = run(path, *arguments)
+        assert ran.exit_code == 1
+        assert re.fullmatch(rf"Error: [^\n]*{path.name}: [^\n]+", ran.output.strip())
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize("place", ["folder", "folder/none/timeline.png"])
+def test_command_fails_with_one_line_where_it_cannot_write_the_picture(tmp_path: Path, place: str) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder").mkdir()
+    for traces in ([alloc(0, MIB)],), ([alloc(0, MIB)], [alloc(0, MIB)]):
+        ran = run(devices(tmp_path, *traces), "--plot", tmp_path / place)
+        assert ran.exit_code == 1
+        assert re.fullmatch(rf"Error: {tmp_path}/folder[^ ]*: [^\n]+", ran.output.strip())
+    assert {file.name for file in tmp_path.rglob("*")} == {"folder", "snapshot.pickle"}
+
+
+def test_command_writes_the_picture_to_the_path_given_and_of_several_devices_beside_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = write(tmp_path, content([alloc(0, MIB)]))
+    for name in ("timeline", "timeline.pdf"):
+        ran = run(path, "--plot", tmp_path / name)
+        assert f"picture: {tmp_path / name}\n" in ran.stdout
+        assert (tmp_path / name).read_bytes()[:8] == PNG
+    two = run(devices(tmp_path, [alloc(0, MIB)], [alloc(0, MIB)]), "--plot", tmp_path / "each.png")
+    assert two.exit_code == 0, two.output
+    assert {file.name for file in tmp_path.glob("each*")} == {"each-0.png", "each-1.png"}
+
+
+def test_command_draws_nothing_of_a_recording_without_events(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "timeline.png"
+    ran = run(write(tmp_path, content([], [segment(BASE, block(BASE, MIB))])), "--plot", picture)
+    assert (ran.exit_code, picture.exists()) == (1, False)
+    assert "there are no events to draw" in said(ran)
+
+
+def test_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    page = (ROOT / "docs" / "replay.md").read_text()
+    writes = next(snippet for snippet in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "npz" in snippet)
+    shown = re.findall(r"^```console\n\$ pyactcomp (.*?)\n(.*?)^```", page, re.M | re.S)
+    assert [line.split()[0] for line, _ in shown] == ["explain", "replay", "tune"]
+    # The page is for a checkout; what it writes goes elsewhere.
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    for module in (explain_command, replay_commands):
+        monkeypatch.setattr(module._console, "width", 100)
+    exec(compile(writes, "docs/replay.md", "exec"), {})
+    for line, expected in shown:
+        ran = CliRunner().invoke(app, line.split())
+        assert ran.exit_code == 0, ran.output
+        assert [row.rstrip() for row in ran.stdout.rstrip().splitlines()] == expected.rstrip().splitlines()
