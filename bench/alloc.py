@@ -1,7 +1,7 @@
 """Suite `alloc`: what an allocation costs, what dynamic-shape trainings reserve, what recorded traces would reserve.
 
-Parts: ``pair`` (from Python), ``threads`` (native threads), ``training`` (whole runs) and ``traces`` (replayed on the
-simulated device, which needs no GPU).
+Parts: ``pair`` (from Python), ``threads`` (native threads), ``prediction`` (recorded runs replayed, beside real ones),
+``training`` (whole runs) and ``traces`` (replayed on the simulated device, which needs no GPU).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from . import alloc_traces
+from . import alloc_prediction, alloc_traces
 from .alloc_methods import METHODS, NATIVE, TRAINING
 from .alloc_worker import Job, start
 from .alloc_workloads import WORKLOADS
@@ -21,7 +21,8 @@ ROUNDS = 5
 
 def selectable() -> list[str]:
     """Return what ``--only`` may name."""
-    return ["pair", "threads", *WORKLOADS, *map(alloc_traces.workload_of, sorted(alloc_traces.FOLDER.glob("*.npz")))]
+    traces = map(alloc_traces.workload_of, sorted(alloc_traces.FOLDER.glob("*.npz")))
+    return ["pair", "threads", *WORKLOADS, *traces, *map(alloc_prediction.workload_of, WORKLOADS)]
 
 
 def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> None:
@@ -32,6 +33,8 @@ def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> 
     calls = tuple(part for part in ("pair", "threads") if part in parts and options.selects(part))
     if calls:
         measure(options, store, calls, methods or tuple(METHODS))
+    if "prediction" in parts:
+        alloc_prediction.run(options, store, methods)
     if "training" in parts:
         for workload in filter(options.selects, WORKLOADS):
             measure(options, store, (workload,), methods or TRAINING)

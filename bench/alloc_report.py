@@ -8,6 +8,7 @@ from typing import Any
 
 from .alloc_methods import METHODS, NATIVE, OURS
 from .alloc_pairs import THREADS
+from .alloc_prediction import workload_of
 from .alloc_traces import GROWTH
 from .alloc_workloads import WORKLOADS
 from .rows import Row, quantile, select
@@ -161,6 +162,44 @@ def training_table(rows: Iterable[Row]) -> str:
     return section(table(header, lines), note, described, conditions(measured), _failed(everything, WORKLOADS))
 
 
+BARS = {NATIVE: 0.0, OURS: 0.005}
+"""The largest error of a prediction that was aimed at, as a share of what the real run reserved."""
+
+
+def prediction_table(rows: Iterable[Row]) -> str:
+    """Return the table of what replays of recorded runs predict, beside what real runs reserved."""
+    everything = list(rows)
+    known = list(map(workload_of, WORKLOADS))
+    found = rounds(everything, known, {})
+    if not found:
+        return ""
+    lines = []
+    previous = None
+    for (method, workload, *_), own in found.items():
+        worst = max(own, key=lambda row: abs(row["error"]))
+        error = f"{100 * worst['error']:+.3f}" if worst["error"] else "exact"
+        lines.append([
+            f"`{workload.removeprefix('prediction/')}`" if workload != previous else "",
+            method,
+            _cell(worst["predicted_reserved_bytes"], ".3f", GIB),
+            _cell(worst["peak_reserved_bytes"], ".3f", GIB),
+            f"**{error}**" if abs(worst["error"]) > BARS.get(method, math.inf) else error,
+            f"{worst['events']:,}",
+            _cell(_median(own, "replay_s"), ".3f"),
+        ])  # fmt: skip
+        previous = workload
+    header = ("workload", "method", "predicted GiB", "real GiB", "error %", "events", "replay s")
+    counts = sorted({len(own) for own in found.values()})
+    note = (
+        f"Peak reserved. {' or '.join(map(str, counts))} rounds, of which the one with the largest error is shown; in "
+        "each a process under native recorded itself, and the replay of that recording predicts what processes of "
+        f"their own then really reserved, native's own row included. Bold: beyond {BARS[OURS]:.1%} for "
+        f"{OURS}, or not exact for {NATIVE}."
+    )
+    measured = [row for own in found.values() for row in own]
+    return section(table(header, lines), note, conditions(measured), _failed(everything, known))
+
+
 def trace_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the latest replay of each trace under each growth."""
     replayed = [row for row in select(rows, scale="full") if row["workload"].startswith("trace/")]
@@ -236,4 +275,5 @@ TABLES = {
     "alloc-pair": ("alloc", pair_table),
     "alloc-training": ("alloc", training_table),
     "alloc-traces": ("alloc", traces_table),
+    "alloc-prediction": ("alloc", prediction_table),
 }

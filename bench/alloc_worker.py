@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from .rows import FINAL, ROOT, Row, Store, failure, select
 
 LONGEST_S = 90.0
@@ -30,6 +32,8 @@ class Job:
     path: str
     origin: Row
     tiny: bool
+    snapshot: str | None = None
+    """Where the process leaves a recording of all its allocations."""
 
     def identity(self, workload: str) -> Row:
         """Return the fields that say what a row is about."""
@@ -83,6 +87,13 @@ def rows(job: Job, workload: str) -> Iterator[Row]:
         yield alloc_training.measure(workload, job.method, "cuda", job.tiny, reference_loss)
 
 
+def record() -> None:
+    """Record every allocation of torch's allocator from the first on: there is none before CUDA is initialised."""
+    torch.cuda.init()
+    # No call stacks, which take most of a recording's time; by default it holds any number of events.
+    torch.cuda.memory._record_memory_history("all", context=None)
+
+
 def work(job: Job) -> None:
     """Attach the allocator and measure, writing each row as soon as it is there."""
     from .alloc_methods import METHODS, use
@@ -90,11 +101,15 @@ def work(job: Job) -> None:
     store = job.store()
     workload = job.workloads[0]
     try:
+        if job.snapshot is not None:
+            record()
         use(METHODS[job.method])
         for workload in job.workloads:
             for row in rows(job, workload):
                 store.append({**job.identity(workload), "status": "ok", **row})
                 tell(job, workload, row)
+        if job.snapshot is not None:
+            torch.cuda.memory._dump_snapshot(job.snapshot)
     except Exception as problem:  # whatever an allocator does wrong is its row, not the end of the bench
         row = failure(problem)
         store.append({**job.identity(workload), **row})
