@@ -32,7 +32,7 @@ def snapshot_of(columns: dict[str, array[int]], times: int = 1) -> Snapshot:
     repeated = {name: column * times for name, column in columns.items()}
     events = Events(**repeated, **zeros, stack=array("i", bytes(4 * count)), has_pools=True)
     beginning = Beginning((), (), True)
-    trace = DeviceTrace(0, events, (), beginning, find_releases(events, beginning, (), ((),), False))
+    trace = DeviceTrace(0, events, (), beginning, find_releases(events, beginning, (), ((),), Settings()))
     return Snapshot((trace,), (), ((),), ((0, 0),), Settings(), (), ())
 
 

@@ -28,7 +28,8 @@ def program(allocate: Callable[[int], Any]) -> None:
 def _run(capacity: str) -> None:
     import torch
 
-    share = int(capacity) / torch.cuda.get_device_properties(0).total_memory
+    # The share is rounded down to bytes; segments are multiples of 2 MiB, so one more changes nothing else.
+    share = (int(capacity) + MIB) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     program(lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
 

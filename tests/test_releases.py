@@ -15,7 +15,7 @@ from replay_cases import as_snapshot, events
 from snapshot_cases import BASE, FRAME, content, event, read
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.allocator.recording import FREE_REQUESTED, Beginning, Snapshot
+from pyactcomp.allocator.recording import FREE_REQUESTED, Beginning, Settings, Snapshot
 from pyactcomp.allocator.releases import find_releases
 from pyactcomp.allocator.replay import replay
 from pyactcomp.allocator.snapshot import read_snapshot
@@ -50,8 +50,9 @@ def emptying(seed: int) -> CachingAllocator:
 
 
 def with_stacks(allocator: CachingAllocator, folder: Path, name: str) -> Snapshot:
-    """Return a recording in which what gave memory back was called by a function of that name."""
+    """Return a recording, as PyTorch's, in which what gave memory back was called by a function of that name."""
     recorded = allocator.snapshot()
+    recorded["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = ""
     for entry in recorded["device_traces"][0]:
         if entry["action"] == "segment_free":
             entry["frames"] = [{"filename": "memory.py", "line": 1, "name": name}, FRAME]
@@ -94,7 +95,7 @@ def test_call_stacks_of_allocations_alone_tell_nothing(tmp_path: Path) -> None:
     frees = [action == FREE_REQUESTED for action in events.action]
     silent = array("i", [0 if free else stack for free, stack in zip(frees, events.stack, strict=True)])
     beginning = Beginning((), (), True)
-    found = find_releases(changed(events, stack=silent), beginning, snapshot.frames, snapshot.stacks, False)
+    found = find_releases(changed(events, stack=silent), beginning, snapshot.frames, snapshot.stacks, Settings())
     assert (len(found.emptied), found.for_requests, found.unclear) == (3, 0, 2)
 
 
@@ -185,3 +186,73 @@ def test_private_pools_that_are_gone_give_back_their_memory(tmp_path: Path) -> N
         allocator.free(allocator.allocate(3 * MIB))
     result = replay(with_stacks(allocator, tmp_path, "empty_cache"), "native", "3GiB")
     assert (result.peak_reserved, result.oom_at) == (peak(allocator), None)
+
+
+def lives(address: int, size: int, **others: Any) -> list[dict[str, Any]]:
+    """Return the events of a block with a segment of its own, freed and kept."""
+    actions = ("segment_alloc", "alloc", "free_requested", "free_completed")
+    return [event(action, address, size, **others) for action in actions]
+
+
+@pytest.mark.parametrize("frames", [[], [FRAME]])
+def test_a_mempool_that_goes_leaves_the_rest_of_the_cache(frames: list[Any], tmp_path: Path) -> None:
+    rows = [*lives(BASE, 100 * MIB), *lives(BASE + GIB, 50 * MIB, segment_pool_id=(0, 1))]
+    rows += [event("segment_free", BASE + GIB, 50 * MIB, segment_pool_id=(0, 1)), event("alloc", BASE, 30 * MIB)]
+    rows += [event(action, BASE + 2 * GIB, 96 * MIB) for action in ("segment_alloc", "alloc")]
+    result = replay(read(tmp_path, content([{**row, "frames": frames} for row in rows])), "native")
+    # The second request fits in what was kept; 100 and 96 MiB are there at the end.
+    assert (result.peak_reserved, result.driver_calls, result.cache_emptied) == (196 * MIB, 4, 1)
+
+
+@pytest.mark.parametrize("growth", ["malloc", "vmm"])
+def test_stacks_of_our_own_recordings_are_those_of_allocations(growth: str, tmp_path: Path) -> None:
+    allocator = core(growth)
+    allocator.free(allocator.allocate(100 * MIB))
+    allocator.empty_cache()
+    allocator.allocate(120 * MIB)
+    recorded = allocator.snapshot()
+    for entry in recorded["device_traces"][0]:
+        entry["frames"] = [FRAME]
+    result = replay(read(tmp_path, recorded, "json"), "native")
+    assert (result.peak_reserved, result.cache_emptied, result.pressure_releases) == (120 * MIB, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["train_without_empty_cache", "empty_cached_batches"])
+def test_only_the_function_itself_empties_the_cache(name: str, tmp_path: Path) -> None:
+    assert len(with_stacks(growing(), tmp_path, name).devices[0].releases.emptied) == 1
+    for own in ("empty_cache", "torch.cuda.memory.empty_cache", "c10::cuda::CUDACachingAllocator::emptyCache(int)"):
+        assert len(with_stacks(growing(), tmp_path, own).devices[0].releases.emptied) == 3
+
+
+def test_a_small_segment_is_no_limit_to_what_a_large_request_takes(tmp_path: Path) -> None:
+    """Where 5 MiB do not fit, up to 20 MiB may have been free: what was emptied before may have had room."""
+    rows = [*lives(BASE, 100 * MIB)[:2], *lives(BASE + GIB, 78 * MIB), event("segment_free", BASE + GIB, 78 * MIB)]
+    rows += [*lives(BASE + 2 * GIB, 20 * MIB)[:2], *lives(BASE + 3 * GIB, 70 * MIB)[:2]]
+    rows += [{"action": "oom", "device_free": 10 * MIB, "size": 5 * MIB, "stream": 0, "time_us": 10, "frames": []}]
+    result = replay(read(tmp_path, content(rows)), "native")
+    assert (result.peak_reserved, result.cache_emptied, result.unclear_releases) == (190 * MIB, 1, 1)
+
+
+def test_others_may_have_taken_memory_before_it_ran_out(tmp_path: Path) -> None:
+    rows = [*lives(BASE, 100 * MIB), event("segment_free", BASE, 100 * MIB), *lives(BASE + GIB, 40 * MIB)[:2]]
+    rows += [*lives(BASE + 2 * GIB, 150 * MIB), event("segment_free", BASE + 2 * GIB, 150 * MIB)]
+    rows += [{"action": "oom", "device_free": 20 * MIB, "size": 30 * MIB, "stream": 0, "time_us": 10, "frames": []}]
+    result = replay(read(tmp_path, content(rows)), "native")
+    assert (result.peak_reserved, result.cache_emptied, result.pressure_releases) == (190 * MIB, 1, 1)
+
+
+def test_blocks_that_come_back_while_a_request_waits_do_not_part_what_it_gave_back(tmp_path: Path) -> None:
+    rows = [*lives(BASE, 100 * MIB), *lives(BASE + GIB, 50 * MIB)[:3], event("segment_free", BASE, 100 * MIB)]
+    rows += [event("free_completed", BASE + GIB, 50 * MIB), event("segment_free", BASE + GIB, 50 * MIB)]
+    rows += lives(BASE + 3 * GIB, 150 * MIB)[:2]
+    snapshot = read(tmp_path, content([{**row, "frames": [FRAME]} for row in rows]))
+    assert (len(snapshot.devices[0].releases.emptied), snapshot.devices[0].releases.for_requests) == (0, 2)
+
+
+def test_pages_mapped_in_two_pieces_count_together(tmp_path: Path) -> None:
+    rows = [event(action, BASE, 200 * MIB) for action in ("segment_map", "alloc", "free_requested", "free_completed")]
+    rows += [event("alloc", BASE, 40 * MIB), event("segment_unmap", BASE + 40 * MIB, 160 * MIB)]
+    rows += [event("segment_map", BASE + 40 * MIB, 20 * MIB), event("segment_map", BASE + 60 * MIB, 200 * MIB)]
+    rows += [event("alloc", BASE + 40 * MIB, 220 * MIB)]
+    # 200 and 220 MiB were never there together.
+    assert read(tmp_path, content(rows)).devices[0].releases.unclear == 1

@@ -50,6 +50,58 @@ def test_pages_that_were_mapped_and_free_are_there(config: str, page: int, tmp_p
     assert (tight.oom_at, tight.retries) == (None, 0)
 
 
+def expanding(*blocks: dict[str, object], begin: int = BASE, **others: object) -> dict[str, object]:
+    return segment(begin, *blocks, is_expandable=True, **others)
+
+
+@pytest.mark.parametrize("config", ["expandable", "pyactcomp"])
+@pytest.mark.parametrize("capacity", [62, 82, 102])
+def test_pages_that_were_only_kept_give_way_to_what_lives(config: str, capacity: int, tmp_path: Path) -> None:
+    kept = expanding(block(BASE, 60 * MIB, "inactive"), block(BASE + 60 * MIB, 20 * MIB))
+    live = expanding(block(BASE + GIB, 40 * MIB), begin=BASE + GIB)
+    rows = [event("alloc", BASE + 2 * GIB, 512), *freed(BASE + 2 * GIB, 512)]
+    result = replay(read(tmp_path, content(rows, [kept, live])), config, capacity * MIB)
+    assert (result.oom_at, result.peak_reserved) == (None, 62 * MIB)
+
+
+@pytest.mark.parametrize("config", ["expandable", "pyactcomp"])
+def test_pages_that_were_kept_are_as_many_under_any_rounding(config: str, tmp_path: Path) -> None:
+    parts = [block(BASE, 260 * MIB, "inactive"), block(BASE + 260 * MIB, 20 * MIB)]
+    snapshot = read(tmp_path, content([event("alloc", BASE, 512)], [expanding(*parts)]))
+    plain = replay(snapshot, config).peak_reserved
+    # The live block alone is rounded: to 32 MiB, which takes another page.
+    assert replay(snapshot, f"{config}[roundup_power2_divisions:2]").peak_reserved <= plain + 20 * MIB
+
+
+@pytest.mark.parametrize("config", ["expandable", "pyactcomp"])
+def test_pages_that_a_share_of_the_memory_has_no_room_for_are_left_out(config: str, tmp_path: Path) -> None:
+    parts = [block(BASE, 20 * MIB), block(BASE + 20 * MIB, 260 * MIB, "inactive")]
+    snapshot = read(tmp_path, content([event("alloc", BASE + 20 * MIB, 512)], [expanding(*parts)]))
+    result = replay(snapshot, f"{config}[per_process_memory_fraction:0.5]", 300 * MIB)
+    assert (result.oom_at, result.retries, result.peak_reserved) == (None, 0, 22 * MIB)
+
+
+@pytest.mark.parametrize("config", ["expandable", "pyactcomp"])
+def test_pages_of_the_small_pool_are_told_by_their_size(config: str, tmp_path: Path) -> None:
+    """All of a segment's pages are gone at the end: nothing else says which pool they were of."""
+    rows = [*freed(BASE, KIB), event("segment_unmap", BASE, 10 * MIB)]
+    assert replay(read(tmp_path, content(rows)), config).peak_reserved == 10 * MIB
+
+
+def test_a_file_that_claims_endless_small_pages_takes_no_time(tmp_path: Path) -> None:
+    parts = [block(BASE, 512), block(BASE + 512, 256 * GIB - 512, "inactive")]
+    snapshot = read(tmp_path, content([], [expanding(*parts, segment_type="small")]))
+    begin = time.process_time()
+    assert replay(snapshot, "pyactcomp").peak_reserved <= 5 * GIB
+    assert time.process_time() - begin < 2.0  # 10 ms and more for each GiB, growing with the square
+
+
+def test_more_pools_than_there_are_addresses_for_are_named(tmp_path: Path) -> None:
+    rows = [event("alloc", BASE + index * GIB, 2 * MIB, segment_pool_id=(0, index + 1)) for index in range(12)]
+    with pytest.raises(ValueError, match=r"'expandable' cannot replay this: .*no hole"):
+        replay(read(tmp_path, content(rows)), "expandable", "1048576GiB")
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_many_private_pools_have_room_for_their_addresses(config: str, tmp_path: Path) -> None:
     allocator = CachingAllocator(SimulatedDevice(64 * GIB), AllocatorConfig(growth="malloc"))

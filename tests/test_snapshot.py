@@ -318,6 +318,25 @@ def test_many_live_blocks_in_any_order_take_no_quadratic_time(tmp_path: Path) ->
     assert seconds[1] < 8 * seconds[0]  # 4 times where linear, 16 where quadratic
 
 
+def test_frames_chosen_to_collide_take_no_quadratic_time(tmp_path: Path) -> None:
+    """Pairs of names whose numbers have the same bits between them, which a plain mixture of the two would not tell."""
+    seconds = {}
+    names = [f"name {index}" for index in range(1 << 15)]
+    for kind in ("chosen", "other"):
+        last = len(names) - 1
+        pairs = [index ^ last if kind == "chosen" else (7 * index + 3) & last for index in range(len(names))]
+        frames = [{"filename": names[index], "line": 1, "name": names[other]} for index, other in enumerate(pairs)]
+        path = write(tmp_path, {"names": names, **content([event("alloc", BASE, 512, frames=frames)])})
+        tries = []
+        for _ in range(3):
+            started = time.process_time()
+            read_snapshot(path)
+            tries.append(time.process_time() - started)
+        seconds[kind] = min(tries)
+    # All in one bucket, 32,768 frames take 15 times as long as reading them.
+    assert seconds["chosen"] < 4 * seconds["other"]
+
+
 def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         read_snapshot(tmp_path / "nothing")

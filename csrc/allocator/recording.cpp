@@ -55,7 +55,7 @@ struct StackHash {
 
 struct FrameHash {
   std::size_t operator()(const RecordedFrame& frame) const {
-    const std::uint64_t names = salted_hash(frame.filename.index(), frame.name.index());
+    const std::uint64_t names = salted_hash(salted_hash(0, frame.filename.index()), frame.name.index());
     return static_cast<std::size_t>(salted_hash(names, static_cast<std::uint64_t>(frame.line)));
   }
 };

@@ -16,9 +16,14 @@ constexpr Stream kFirstOwnStream = Stream{1} << 63;
 // The host runs ahead of a stream by as many launches as its queue holds, 1024; an allocation seldom goes without one.
 constexpr std::size_t kEventsAhead = 1024;
 
+// Far more than requests up to 1 MiB ever leave free; a file that claims more would take long to fill.
+constexpr Bytes kMostSmall = Bytes{4} << 30;
+
 constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of what cudaMalloc gives for a segment
 
 Action action_of(std::uint8_t value) { return static_cast<Action>(value); }
+
+bool is_given_back(Action action) { return action == Action::kSegmentFree || action == Action::kSegmentUnmap; }
 
 /// A block of the large pool has more than 1 MiB, so less than that behind one in use is that one's own.
 SegmentInfo with_slack(SegmentInfo segment) {
@@ -78,33 +83,55 @@ void Replay::place(const std::vector<SegmentInfo>& existing) {
       use_pool(static_cast<std::uint32_t>(pool));
       if (!adopted && block.address > end) fill(segment, block.address - end, fillers);
       end = block.address + block.size;
-      add_live(block.address,
-               adopted ? block.address : core_.allocate(std::max<Bytes>(1, block.requested), segment.stream, {}));
+      add_live(block.address, adopted ? block.address : take(segment, block, fillers));
       if (block.state == BlockState::kPending) free_later(*live_.find(block.address));
     }
     use_pool(static_cast<std::uint32_t>(pool));
     if (!adopted && segment.address + segment.size > end) fill(segment, segment.address + segment.size - end, fillers);
   }
   for (const Address filler : fillers) core_.free(filler, {});
-  core_.reset_peak_stats();  // fillers were never in use
+  // Fillers were never in use, and retries for them are none of the program's.
+  core_.reset_peak_stats();
+  core_.reset_accumulated_stats();
+}
+
+Address Replay::take(const SegmentInfo& segment, const BlockInfo& block, std::vector<Address>& fillers) {
+  const Bytes size = std::max<Bytes>(1, block.requested);
+  try {
+    return core_.allocate(size, segment.stream, {});
+  } catch (const OutOfMemory&) {
+    if (fillers.empty()) throw;
+  }
+  // What was only kept for later is not what memory runs out of.
+  for (const Address filler : std::exchange(fillers, {})) core_.free(filler, {});
+  const std::uint32_t pool = open_pool_;
+  use_pool(0);
+  core_.empty_cache({});
+  use_pool(pool);
+  return core_.allocate(size, segment.stream, {});
 }
 
 void Replay::fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers) {
   if (places_segments_ || !segment.expandable) return;
   const bool small = segment.kind == PoolKind::kSmall;
+  if (small) size = std::min(size, kMostSmall);
+  const Config config = core_.config();
+  Config exact = config;  // what is mapped is filled, not what a request of as much would get
+  exact.roundup_power2_divisions = {};
+  core_.configure(exact);
   // Less than this would be taken from the other pool.
   const Bytes least = small ? 1 : kSmallSize + 1;
   const Bytes page = small ? kSmallBuffer : core_.config().large_segment_size;
-  // What was only kept for later must not be what memory runs out of.
   while (size >= least && round_up(size, page) <= device_->memory().free) {
     const Bytes piece = small ? std::min(size, kSmallSize) : size;
     try {
       fillers.push_back(core_.allocate(piece, segment.stream, {}));
     } catch (const OutOfMemory&) {  // of a share of the device's memory
-      return;
+      break;
     }
     size -= piece;
   }
+  core_.configure(config);
 }
 
 bool Replay::advance(std::size_t count) {
@@ -192,7 +219,16 @@ void Replay::give_back(std::size_t row) {
   ++next_emptied_;
   ++counts_.cache_emptied;
   use_pool(0);
-  core_.empty_cache({});
+  core_.empty_cache(only_pool(row));
+}
+
+PoolId Replay::only_pool(std::size_t row) const {
+  const std::uint32_t pool = events_.pool[row];
+  for (std::size_t at = row; is_given_back(action_of(events_.action[at])); --at) {
+    if (events_.pool[at] != pool) return pools_[0];
+    if (at == 0) break;
+  }
+  return pools_[pool];
 }
 
 void Replay::add_live(Address recorded, Address ours) {

@@ -70,6 +70,9 @@ class Replay {
   void place(const std::vector<SegmentInfo>& existing);
   /// Takes what was mapped and free between blocks of a segment that expands, so that it is there once it is freed.
   void fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers);
+  Address take(const SegmentInfo& segment, const BlockInfo& block, std::vector<Address>& fillers);
+  /// The private pool that the row of events up to this one gave back, alone: a MemPool that goes empties only its own.
+  PoolId only_pool(std::size_t row) const;
   void replay(std::size_t row);
   void allocate(std::size_t row);
   void request_free(std::size_t row);

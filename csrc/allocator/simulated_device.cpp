@@ -15,7 +15,7 @@ namespace {
 // two pools of some thousand graphs. All are below 2^53, up to which JSON has integers that all readers agree on.
 constexpr Address kAcquiredBegin = 0x7f0000000000;
 constexpr Address kVirtualBegin = Address{1} << 50;
-constexpr Bytes kVirtualSize = Bytes{1} << 51;
+constexpr Bytes kVirtualSize = (Bytes{1} << 53) - kVirtualBegin;
 constexpr Bytes kLargestCapacity = Bytes{1} << 62;
 
 /// Host time of one call, by the size of its handle or segment.

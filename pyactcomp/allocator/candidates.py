@@ -130,8 +130,7 @@ def recorded_candidate(settings: Settings) -> tuple[Candidate, tuple[str, ...]]:
     if settings.garbage_collection_threshold:
         given["garbage_collection_threshold"] = str(settings.garbage_collection_threshold)
     family = "expandable" if settings.expandable_segments else "native"
-    # This package's allocator says that its segments expand, and not by PyTorch's key; it leaves out growth:vmm.
-    if "growth" in given or (settings.expandable_segments and "expandable_segments" not in settings.conf):
+    if settings.of_pyactcomp:
         family = "pyactcomp"
     elif family == "expandable":
         given = {key: value for key, value in given.items() if key not in _NOT_OF_EXPANDABLE}

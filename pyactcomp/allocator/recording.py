@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,15 @@ class Settings:
     expandable_segments: bool = False
     roundup_power2_divisions: Mapping[int, int] | None = None  #: MiB, from which on -> divisions
     overflowed: bool | None = None  #: whether the recording dropped its oldest events; None: the version does not say
+
+    @property
+    def of_pyactcomp(self) -> bool:
+        """Whether they are this package's allocator's.
+
+        It says that its segments expand, and not by PyTorch's key; of its own keys it leaves out ``growth:vmm``.
+        """
+        own_growth = re.search(r"(^|,)\s*growth\s*:", self.conf) is not None
+        return own_growth or (self.expandable_segments and "expandable_segments" not in self.conf)
 
 
 @dataclass(frozen=True)

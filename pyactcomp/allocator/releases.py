@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 from .recording import (
+    FREE_COMPLETED,
     FREE_REQUESTED,
     OOM,
     SEGMENT_ALLOC,
@@ -24,11 +25,11 @@ from .recording import (
     Events,
     Frame,
     Releases,
+    Settings,
 )
 
+_LARGE_SEGMENT = 20 << 20  # bytes: what PyTorch takes for a request above 1 MiB, at least
 _SIGN = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
-# torch.cuda.empty_cache, and what it calls.
-_EMPTYING = ("empty_cache", "emptyCache")
 
 
 def find_releases(
@@ -36,39 +37,51 @@ def find_releases(
     beginning: Beginning,
     frames: Sequence[Frame],
     stacks: Sequence[Sequence[int]],
-    collects_garbage: bool,
+    settings: Settings,
 ) -> Releases:
     """Return when and why memory was given back.
 
     Parameters
     ----------
-    events, beginning, frames, stacks
-        A device's, of a recording.
-    collects_garbage
-        Whether the allocator gave memory back before there was none left.
+    events, beginning
+        A device's.
+    frames, stacks, settings
+        The recording's.
     """
-    emptying_frames = {number for number, frame in enumerate(frames) if any(name in frame.name for name in _EMPTYING)}
+    emptying_frames = {number for number, frame in enumerate(frames) if _empties(frame.name)}
     emptying = {number for number, stack in enumerate(stacks) if not emptying_frames.isdisjoint(stack)}
-    # Otherwise the stack of memory given back is that of its allocation.
-    tells = any(stack for action, stack in zip(events.action, events.stack, strict=True) if action == FREE_REQUESTED)
+    # Otherwise the stack of memory given back is that of its allocation, as it always is with this package's allocator.
+    rows = zip(events.action, events.stack, strict=True)
+    tells = not settings.of_pyactcomp and any(stack for action, stack in rows if action == FREE_REQUESTED)
+    collects_garbage = settings.garbage_collection_threshold > 0
     reserved = _reserved_before(events, beginning)
     most = max(reserved.values())
-    limit = _limit(events, reserved)
+    # Where others use the device too, it may have had more before memory ran out.
+    limit = max(most, _limit(events, reserved))
     emptied, for_requests, unclear = array("Q"), 0, 0
     for first, end in _runs(events):
         # Pages that were mapped elsewhere first have moved.
         if first and events.action[first - 1] == SEGMENT_MAP:
             continue
-        follows = events.action[end] if end < len(events) else None
-        grows = follows in (SEGMENT_ALLOC, SEGMENT_MAP)
-        is_told = not emptying.isdisjoint(events.stack[first:end])
-        wanted = reserved[first] + events.size[end] if grows else 0
+        after = end
+        # Blocks that other streams used come back while a request waits for memory.
+        while after < len(events) and events.action[after] == FREE_COMPLETED:
+            after += 1
+        follows = events.action[after] if after < len(events) else None
+        grows = follows in (SEGMENT_ALLOC, SEGMENT_MAP, SEGMENT_FREE, SEGMENT_UNMAP)
+        # A MemPool that goes gives back its own memory alone, whatever calls it.
+        of_pool = events.pool[first] != 0 and len({*events.pool[first:end]}) == 1
+        is_told = of_pool or not emptying.isdisjoint(events.stack[first:end])
+        wanted = reserved[first]
+        while after < len(events) and events.action[after] in (SEGMENT_ALLOC, SEGMENT_MAP):
+            wanted += events.size[after]
+            after += 1
         if not is_told and (follows == OOM or (grows and (tells or collects_garbage or wanted > limit))):
             for_requests += 1
             continue
         emptied.append(end - 1)
         # The device had as much at another time: then the request had room.
-        unclear += not is_told and wanted > most
+        unclear += not is_told and grows and wanted > most
     return Releases(emptied, for_requests, unclear)
 
 
@@ -89,12 +102,20 @@ def _limit(events: Events, reserved: Mapping[int, int]) -> float:
     ran_out = (index for index, action in enumerate(events.action) if action == OOM)
     # The address of such an event is what was free.
     return min(
-        (
-            reserved[index] + min(events.address[index], -(-events.size[index] // SMALL_SEGMENT) * SMALL_SEGMENT - 1)
-            for index in ran_out
-        ),
+        (reserved[index] + min(events.address[index], _segment_for(events.size[index]) - 1) for index in ran_out),
         default=math.inf,
     )
+
+
+def _segment_for(size: int) -> int:
+    """Return the bytes of the segment that PyTorch takes for a request, at most."""
+    least = SMALL_SEGMENT if size <= SMALL_SEGMENT // 2 else _LARGE_SEGMENT
+    return max(least, -(-size // SMALL_SEGMENT) * SMALL_SEGMENT)
+
+
+def _empties(name: str) -> bool:
+    """Say whether a function is torch.cuda.empty_cache, or what that calls."""
+    return name.rpartition(".")[2] == "empty_cache" or "emptyCache" in name
 
 
 def _runs(events: Events) -> Iterator[tuple[int, int]]:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._core import AllocatorConfig, Replay
-from .recording import SMALL_SEGMENT, Snapshot
+from ..errors import PyactcompError
+from .recording import SMALL_SEGMENT, Segment, Snapshot
 
 #: Bytes, more than any GPU has: where no capacity is given.
 BOUNDLESS = 512 << 30
 
 # 10 ms: progress is smooth, Ctrl-C answers at once, and the calls cost nothing.
 _EVENTS_AT_ONCE = 100_000
+
+_LARGE_PAGE = 20 << 20
 
 _FORM = re.compile(r"(native|expandable|pyactcomp)(?:\[(.*)\])?", re.DOTALL)
 
@@ -173,8 +176,8 @@ def replay(
     ------
     ValueError
         For a device that was not recorded, a configuration that ``parse_configuration`` refuses, one that takes a share
-        of a capacity that is not given, and what cannot have existed before the recording: blocks or segments that
-        overlap.
+        of a capacity that is not given, what cannot have existed before the recording (blocks or segments that
+        overlap), and more pools or memory than there are addresses for.
 
     Examples
     --------
@@ -193,37 +196,40 @@ def replay(
         raise ValueError(f"'{config}' takes a share of the device's memory: give its capacity")
     trace = snapshot.trace(device)
     events = trace.events
-    native = Replay(
-        action=events.action,
-        address=events.address,
-        size=events.size,
-        stream=events.stream,
-        pool=events.pool,
-        pools=snapshot.pools,
-        emptied=trace.releases.emptied,
-        segments=[
-            (
-                segment.address,
-                segment.size,
-                segment.stream,
-                segment.pool,
-                segment.size <= SMALL_SEGMENT if segment.small is None else segment.small,
-                segment.expandable,
-            )
-            for segment in trace.beginning.segments
-        ],
-        blocks=[
-            (block.address, block.size, block.requested, block.stream, block.pool, block.pending)
-            for block in trace.beginning.blocks
-        ],
-        config=settings,
-        expandable=expandable,
-        capacity=BOUNDLESS if capacity is None else capacity,
-        points=points,
-    )
-    while native.advance(_EVENTS_AT_ONCE):
-        if progress is not None:
-            progress(native.position)
+    try:
+        native = Replay(
+            action=events.action,
+            address=events.address,
+            size=events.size,
+            stream=events.stream,
+            pool=events.pool,
+            pools=snapshot.pools,
+            emptied=trace.releases.emptied,
+            segments=[
+                (
+                    segment.address,
+                    segment.size,
+                    segment.stream,
+                    segment.pool,
+                    _is_small(segment),
+                    segment.expandable,
+                )
+                for segment in trace.beginning.segments
+            ],
+            blocks=[
+                (block.address, block.size, block.requested, block.stream, block.pool, block.pending)
+                for block in trace.beginning.blocks
+            ],
+            config=settings,
+            expandable=expandable,
+            capacity=BOUNDLESS if capacity is None else capacity,
+            points=points,
+        )
+        while native.advance(_EVENTS_AT_ONCE):
+            if progress is not None:
+                progress(native.position)
+    except PyactcompError as error:
+        raise ValueError(f"'{config}' cannot replay this: {error}") from error
     if progress is not None:
         progress(native.position)
     result = native.result()
@@ -236,3 +242,11 @@ def replay(
         unclear_releases=trace.releases.unclear,
         **result,
     )
+
+
+def _is_small(segment: Segment) -> bool:
+    """Say whether a segment serves requests up to 1 MiB; of one that is gone at the end its size has to tell."""
+    if segment.small is not None:
+        return segment.small
+    # Pages for larger requests have 20 MiB, unless that was changed.
+    return segment.size % _LARGE_PAGE != 0 if segment.expandable else segment.size <= SMALL_SEGMENT

@@ -101,7 +101,7 @@ def _snapshot(data: PlainData) -> Snapshot:
             events = events.with_pools(end)
         beginning, unclear = find_beginning(events, end, index)
         notes += unusual + unclear
-        releases = find_releases(events, beginning, frames, found["stacks"], settings.garbage_collection_threshold > 0)
+        releases = find_releases(events, beginning, frames, found["stacks"], settings)
         devices.append(DeviceTrace(index, events, end, beginning, releases))
     if len(devices) > 1:
         notes.append(f"{len(devices)} devices: {', '.join(str(device.index) for device in devices)}")

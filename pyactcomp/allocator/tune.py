@@ -107,10 +107,11 @@ def tune(
     notes = (*snapshot.notes, *failed, *unknown)
     search = _Search(snapshot, limit, recorded, started, time_limit, progress)
     search.run()
-    if not search.any_fits and search.stopped != "interrupted":
-        notes = (*notes, "no setting tried fits in the capacity: they are compared without one")
+    if not search.any_fits and not search.interrupted:
         search.limit = BOUNDLESS
         search.run()
+        if not search.interrupted:
+            notes = (*notes, "no setting tried fits in the capacity: they are compared without one")
     return search.result(notes)
 
 
@@ -143,6 +144,10 @@ class _Search:
     def any_fits(self) -> bool:
         return any(trial.fits for trial in self.trials.values())
 
+    @property
+    def interrupted(self) -> bool:
+        return self.stopped == "interrupted"
+
     def run(self) -> None:
         """Try settings until none improves, the time is over, or Ctrl-C."""
         try:
@@ -172,7 +177,7 @@ class _Search:
         best = self.simplest(filter(None, (pytorch, ours))) or self.recorded
         named = dict.fromkeys(filter(None, (best, self.recorded, pytorch, ours)))
         fits = self.limit == self.capacity and self.any_fits
-        if self.stopped != "interrupted":
+        if not self.interrupted:
             self.find_capacities(named)
         if not fits:
             best = min(named, key=lambda each: self.trials[each].smallest_capacity or math.inf)
