@@ -7,7 +7,6 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_cases import ORIGIN, options, small_workload
 from torch import nn
 
 import pyactcomp
@@ -24,45 +24,16 @@ from bench import (
     batch,
     codec,
     frontier,
-    frontier_plot,
     frontier_report,
     measure,
     methods,
     overhead,
-    report,
     rows,
     training,
     worker,
 )
-from bench.workloads import WORKLOADS, LanguageModelLoss, Workload
+from bench.workloads import WORKLOADS
 from pyactcomp import reference
-
-ORIGIN = {"commit": "c0ffee", "dirty": False, "sources": "s1", "device": "cpu", "command": "python -m bench frontier"}
-
-
-def options(out: Path, **fields: Any) -> rows.Options:
-    return replace(rows.Options(out, "cpu", rows.Budget(None), tiny=True), **fields)
-
-
-def small_workload() -> Workload:
-    def build(_: bool) -> nn.Module:
-        class Loss(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for layer in self.layers:
-                    x = layer(x)
-                return x.square().mean()
-
-        return Loss()
-
-    def inputs(size: int, device: str, _: bool) -> tuple[torch.Tensor, ...]:
-        return (torch.randn(512 * size, 64, device=device),)
-
-    return Workload("small", build, inputs, lambda module: list(module.layers), 2, "four linear layers")
-
 
 # Rows
 
@@ -276,167 +247,6 @@ def test_overhead_refuses_to_time_what_is_not_compressed(tmp_path: Path, monkeyp
     assert "nothing was compressed" in found[0]["reason"]
 
 
-# Training
-
-
-def test_relative_error_is_over_all_gradients_as_one_vector() -> None:
-    exact = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
-    lossy = [torch.tensor([3.0, 0.5]), torch.tensor([[4.0]])]
-    assert training.relative_error(exact, exact) == 0.0
-    assert training.relative_error(lossy, exact) == pytest.approx(0.5 / 5.0, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["vanilla", "ckpt", "ckpt2", "save_on_cpu", "lossless"])
-def test_lossless_methods_leave_the_gradients_alone(name: str) -> None:
-    exact = training.build(small_workload(), 2, "cpu", True).gradients()
-    trainer = training.build(small_workload(), 2, "cpu", True)
-    training.apply_and_compare(trainer, methods.METHODS[name])
-    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(), exact, strict=True))
-
-
-@pytest.mark.parametrize(("name", "recomputed"), [("vanilla", 0), ("ckpt", 4), ("ckpt2", 2), ("int8+ckpt", 4)])
-def test_checkpointing_recomputes_every_or_every_second_block(name: str, recomputed: int) -> None:
-    trainer = training.build(small_workload(), 2, "cpu", True)
-    forwards = []
-    for layer in trainer.module.layers:
-        layer[0].register_forward_hook(lambda *_: forwards.append(1))
-    trainer.context = methods.METHODS[name].apply(trainer.module, list(trainer.module.layers))
-    trainer.gradients()
-    assert len(forwards) == 4 + recomputed
-
-
-def test_checkpointing_does_not_hide_blocks_from_compression() -> None:
-    order = []
-
-    class Patched(nn.Linear):
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "forward":
-                order.append("checkpoint")
-            super().__setattr__(name, value)
-
-    block = Patched(4, 4)
-    methods._then_checkpoint(lambda *_: order.append("first"))(nn.Sequential(block), [block])
-    assert order == ["first", "checkpoint"]
-
-
-@pytest.mark.parametrize(("name", "budget"), [("compile", 1.0), ("compile0.5", 0.5)])
-def test_compile_covers_the_whole_module_under_its_budget(
-    name: str, budget: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._functorch import config
-
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
-    module = small_workload().build(True)
-    with config.patch(activation_memory_budget=1.0):
-        methods.METHODS[name].apply(module, [])
-        assert config.activation_memory_budget == budget
-    assert compiled == [module]
-
-
-def test_liger_patches_the_model_inside_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched: list[nn.Module] = []
-    package = SimpleNamespace(apply_liger_kernel_to_llama=lambda model: patched.append(model))
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=package))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-    model = nn.Linear(2, 2)
-    methods.METHODS["liger"].apply(LanguageModelLoss(model), [])
-    assert patched == [model]
-
-
-@pytest.mark.parametrize("name", methods.METHODS)
-def test_head_is_fused_where_the_method_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads: list[bool] = []
-    monkeypatch.setattr(pyactcomp, "compress", lambda module, fuse_head, **_: heads.append(fuse_head))
-    if methods.METHODS[name].ours:
-        for module in (LanguageModelLoss(nn.Linear(2, 2)), nn.Linear(2, 2)):
-            methods.METHODS[name].apply(module, [])
-    assert heads == {"int8": [True, False], "int8-g128": [True, False], "int8+ckpt": [True, False]}.get(
-        name, [False, False] if methods.METHODS[name].ours else []
-    )
-
-
-def test_measure_reports_the_gradient_error_of_a_lossy_method() -> None:
-    row = training.measure(small_workload(), methods.METHODS["int8"], "cpu", True, None)
-    assert 0 < row["grad_error"] <= 0.02
-    assert row["grad_error_vanilla"] == 0.0
-    assert len(row["samples_ms"]) == 2
-    assert row["codec"] in ("cpu", "reference")
-    assert row["functions"] == "torch"
-    vanilla = training.measure(small_workload(), methods.METHODS["vanilla"], "cpu", True, row["first_loss"])
-    assert vanilla["first_loss"] == row["first_loss"]
-    assert "grad_error" not in vanilla
-
-
-def test_measure_refuses_a_method_that_changes_the_forward() -> None:
-    def double_loss(module: nn.Module, _: list[nn.Module]) -> Any:
-        module.register_forward_hook(lambda m, args, loss: 2 * loss)
-        return nullcontext
-
-    exact = training.measure(small_workload(), methods.METHODS["vanilla"], "cpu", True, None)["first_loss"]
-    with pytest.raises(RuntimeError, match="first loss"):
-        training.measure(small_workload(), methods.Method("wrong", double_loss), "cpu", True, exact)
-
-
-@pytest.fixture
-def algorithms() -> Iterator[None]:
-    """Let a test ask for deterministic algorithms, and take that back."""
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_differing_counts_tensors_by_their_bits() -> None:
-    exact = [torch.tensor([0.0, float("nan")]), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 2)]
-    assert training.differing([x.clone() for x in exact], exact) == 0
-    other = [torch.tensor([-0.0, float("nan")]), exact[1], torch.ones(2, 2).t().contiguous().t()]
-    assert training.differing(other, exact) == 1
-    assert training.differing([exact[0], exact[1].float(), exact[2] + 1e-6], exact) == 2
-
-
-@pytest.mark.usefixtures("algorithms")
-def test_exactness_counts_what_a_method_changes() -> None:
-    exact = training.exactness(small_workload(), methods.METHODS["exact"], "cpu", True)
-    tensors = 2 * 4  # weight and bias of four layers
-    assert (exact["gradient_tensors"], exact["vanilla_differing"], exact["differing"]) == (tensors, 0, 0)
-    assert exact["nondeterministic"] is None
-    lossy = training.exactness(small_workload(), methods.METHODS["int8"], "cpu", True)
-    assert (lossy["vanilla_differing"], lossy["differing"] > 0) == (0, True)
-
-
-@pytest.mark.usefixtures("algorithms")
-@pytest.mark.filterwarnings("ignore:put_ does not have a deterministic implementation")
-def test_exactness_names_an_operator_that_has_no_deterministic_form() -> None:
-    def build(_: bool) -> nn.Module:
-        class Loss(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = nn.Parameter(torch.ones(4))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x[:4, 0].clone().put_(torch.arange(4), self.weight).square().sum()
-
-        return Loss()
-
-    workload = replace(small_workload(), build=build, blocks=lambda module: [])
-    row = training.exactness(workload, methods.METHODS["exact"], "cpu", True)
-    assert "put_" in row["nondeterministic"]
-    assert (row["gradient_tensors"], row["vanilla_differing"], row["differing"]) == (1, 0, 0)
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_workload_has_a_loss_and_blocks(name: str) -> None:
-    pytest.importorskip("timm" if name in ("swin_base_amp", "resnet50_tf32") else "transformers")
-    workload = WORKLOADS[name]
-    trainer = training.build(workload, 2, "cpu", True)
-    blocks = workload.blocks(trainer.module)
-    assert len(blocks) >= 2
-    forwards = []
-    for block in blocks:
-        block.register_forward_hook(lambda *_: forwards.append(1))
-    assert trainer.forward().isfinite()
-    assert len(forwards) == len(blocks)
-
-
 # Workers
 
 
@@ -596,150 +406,3 @@ def test_command_line_names_what_it_knows(wrong: list[str], capsys: pytest.Captu
         command_line.main(["frontier", "--device", "cpu", "--out", str(tmp_path), *wrong])
     assert ended.value.code == 2
     assert "vanilla" in (text := capsys.readouterr().err) or "bert_large_amp" in text
-
-
-# Report
-
-
-def step_row(method: str, ms: float, act: int, peak: int, run: str, **fields: Any) -> rows.Row:
-    origin = {**ORIGIN, "device": "NVIDIA H200", "torch": "2.11.0", "driver": "580"}
-    row = {
-        "suite": "frontier", "run": run, "workload": "bert_large_amp", "method": method, "scale": "full",
-        "status": "ok", "median_ms": ms, "act_bytes": act * 2**30, "peak_minus_base_bytes": peak * 2**30,
-        "time": "2026-01-02T03:04:05+00:00", "origin": origin,
-    }  # fmt: skip
-    return {**row, **fields}
-
-
-def write(folder: Path, suite: str, found: list[rows.Row]) -> None:
-    (folder / f"{suite}.json").write_text(json.dumps({"schema": 1, "rows": found}))
-
-
-def test_report_takes_ratios_within_one_run() -> None:
-    found = [
-        step_row("vanilla", 100.0, 20, 24, "first"),
-        step_row("int8", 110.0, 10, 12, "first"),
-        step_row("vanilla", 200.0, 20, 24, "second"),
-        step_row("ckpt", 250.0, 5, 6, "second"),
-        step_row("ckpt2", 150.0, 5, 6, "third"),
-    ]
-    latest = frontier_report.latest_rows(found)
-    assert {row["method"]: row.get("time_x") for row in latest} == {
-        "vanilla": 1.0, "int8": 1.1, "ckpt": 1.25, "ckpt2": None
-    }  # fmt: skip
-    int8 = next(row for row in latest if row["method"] == "int8")
-    assert (int8["act_x"], int8["peak_x"]) == (0.5, 0.5)
-
-
-def test_report_fills_the_blocks_and_draws(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write(tmp_path, "frontier", [
-        step_row("vanilla", 100.0, 20, 24, "r"),
-        step_row("int8", 108.0, 9, 15, "r", grad_error=0.0123, grad_error_vanilla=3e-4),
-        step_row("ckpt", 130.0, 5, 6, "r"),
-        step_row("save_on_cpu", 900.0, 0, 5, "r"),
-        {**step_row("ckpt2", 1.0, 1, 1, "r"), "status": "oom", "reason": "OutOfMemoryError: full"},
-        {**step_row("liger", 1.0, 1, 1, "r"), "status": "not applicable", "reason": "no patch"},
-    ])  # fmt: skip
-    write(tmp_path, "batch", [
-        {**step_row("int8", 1.0, 1, 1, "b"), "batch": size, "samples_per_s": 3.0 * size, "memory_gib": 24.0,
-         "status": "ok" if size < 16 else "oom"}
-        for size in (8, 12, 16)
-    ])  # fmt: skip
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- bench:frontier -->\nold\n<!-- /bench:frontier -->\nafter\n")
-    report.run(tmp_path, readme, tmp_path / "docs")
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- bench:frontier -->\n| workload | method |")
-    assert text.endswith("<!-- /bench:frontier -->\nafter\n")
-    assert "old" not in text
-    assert "| int8 | 108.0 | 1.08 | 9.00 | 0.45 | 15.00 | 0.62 | 1.23% (vanilla 3.0e-04) |" in text
-    assert "- bert_large_amp ckpt2: oom (OutOfMemoryError: full)" in text
-    assert "- bert_large_amp liger: not applicable (no patch)" in text
-    assert "| liger |" not in text
-    assert "NVIDIA H200; driver 580; torch 2.11.0; commit c0ffee; 2026-01-02" in text
-    assert "| `bert_large_amp` | int8 | 12 | 16 | 36.0 | 12 |" in report.batch_table(report.load(tmp_path, "batch"))
-    for name in ("frontier.png", "throughput_vs_batch.png"):
-        assert (tmp_path / "docs" / name).read_bytes().startswith(b"\x89PNG")
-    drawn = (tmp_path / "docs" / "frontier.svg").read_bytes()
-    assert b"<svg" in drawn
-    report.run(tmp_path, readme, tmp_path / "docs")
-    assert readme.read_text() == text
-    assert (tmp_path / "docs" / "frontier.svg").read_bytes() == drawn
-
-
-def test_report_shows_no_step_measured_on_a_cpu_or_at_tiny_size() -> None:
-    on_cpu = step_row("vanilla", 1.0, 1, 1, "r", origin=ORIGIN)
-    tiny = step_row("vanilla", 1.0, 1, 1, "r", scale="tiny")
-    assert frontier_report.steps_table([on_cpu, tiny]) == ""
-    assert frontier_report.bars_table([on_cpu, tiny]) == ""
-
-
-def test_frontier_is_what_nothing_beats_in_both() -> None:
-    points = [(1.0, 1.0), (0.3, 1.3), (0.5, 1.1), (0.3, 1.4), (0.6, 1.1), (0.1, 9.0)]
-    assert frontier_plot.frontier(points) == [(0.1, 9.0), (0.3, 1.3), (0.5, 1.1), (1.0, 1.0)]
-    for x, y in points:
-        beaten = any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
-        assert ((x, y) in frontier_plot.frontier(points)) is not beaten
-
-
-def test_plot_moves_what_is_beyond_the_axes_to_their_edge() -> None:
-    row = {"method": "save_on_cpu", "peak_x": 0.2, "time_x": 8.3}
-    slow = frontier_plot.place(row)
-    assert (slow.name, slow.marker, slow.x) == ("save_on_cpu 8.3x", "^", 0.2)
-    assert slow.y < frontier_plot.TOP
-    large = frontier_plot.place({"method": "compile", "peak_x": 1.54, "time_x": 1.06})
-    assert (large.name, large.marker, large.y) == ("compile 154%", ">", 1.06)
-    assert large.x < frontier_plot.RIGHT
-
-
-def test_bars_are_held_against_the_rows() -> None:
-    found = [
-        step_row("vanilla", 100.0, 20, 24, "r"),
-        step_row("int8", 104.0, 6, 6, "r", grad_error=0.021),
-        step_row("ckpt", 130.0, 5, 8, "r"),
-        step_row("int8+ckpt", 131.0, 2, 6, "r"),
-        {**step_row("exact", 1.0, 1, 1, "r"), "differing": 2, "vanilla_differing": 0, "nondeterministic": "put_"},
-    ]
-    table = frontier_report.bars_table(found)
-    cells = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table.splitlines() if "|" in line}
-    assert cells["lossless: gradient tensors that differ in any bit"] == "**2 > 0, missed**"
-    assert cells["lossless: act, x vanilla"] == "not measured"
-    assert cells["int8: act, x vanilla"] == "**0.300 > 0.270, missed**"
-    assert cells["int8: step, x vanilla"] == "1.040 <= 1.040, met"
-    assert cells["int8: gradient error"] == "**2.10% > 2.00%, missed**"
-    assert cells["int8+ckpt: peak - base, x ckpt (llama: x liger+ckpt)"] == "0.750 <= 0.750, met"
-    assert cells["int8+ckpt: step, x ckpt (llama: x liger+ckpt)"] == "**1.008 > 1.000, missed**"
-    assert "- bert_large_amp, with warnings only: put_" in table
-    # Where vanilla itself does not repeat, there is nothing to be equal to.
-    found[-1]["vanilla_differing"] = 3
-    assert "two vanilla runs differ in 3" in frontier_report.bars_table(found)
-
-
-def test_report_codec_table_has_a_column_for_each_size() -> None:
-    def row(method: str, size: int, phase: str, share: float, device: str) -> rows.Row:
-        return {
-            "suite": "codec", "workload": f"bf16/{size}MiB", "method": method, "phase": phase, "nbytes": size << 20,
-            "scale": "full", "status": "ok", "share_of_copy": share, "time_over_copy": 1 / share, "contended": False,
-            "bytes_moved": 4e6, "median_us": 1.0, "time": "2026-01-02", "origin": {**ORIGIN, "device": device},
-        }  # fmt: skip
-
-    found = [
-        row(method, size, phase, 1.0 if method == "copy" else size / 100, "NVIDIA H200")
-        for size in (64, 80)
-        for method in ("copy", "pyactcomp-cuda")
-        for phase in ("quantise", "dequantise")
-    ]
-    table = report.codec_table(found)
-    assert "| bf16, share of copy |  | 64MiB | 80MiB | time / copy at 64MiB |" in table
-    assert "| pyactcomp-cuda | quantise | 0.64 | 0.80 | 1.56 |" in table
-    assert "The copy moves 4.00 TB/s at 80MiB." in table
-    on_cpu = report.codec_table([{**row, "origin": ORIGIN} for row in found])
-    assert "| pyactcomp-cuda | quantise | 0.64 | 0.80 | 1.56 |" in on_cpu
-    assert "TB/s" not in on_cpu
-    assert report.codec_table([{**row, "scale": "tiny"} for row in found]) == ""
-
-
-def test_fill_leaves_a_text_without_the_block() -> None:
-    assert report.fill("no block here", "step", "table") is None
-    assert report.fill("<!-- bench:frontier -->never closed", "step", "table") is None
