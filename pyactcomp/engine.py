@@ -38,7 +38,7 @@ from .policy import (
     producer,
 )
 from .record import Recorder
-from .redo import cast_recipe, source_of
+from .redo import Recipe, cast_recipe, source_of, source_of_cast
 from .saved import Distributed, Gathered, Kept, Packs, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
 from .torch_private import (
     current_raw_stream,
@@ -55,8 +55,11 @@ _RECENTLY_RESTORED = 2
 _LARGEST_BASE = 4
 # Sizes repeat from step to step. Not in format.py: graphs call that one with symbols, which have no hash.
 _packed_nbytes = functools.lru_cache(maxsize=4096)(fmt.packed_nbytes)
+_is_dense = functools.lru_cache(maxsize=4096)(is_dense)
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 _PLAIN = (Tensor, Parameter)
+# Imported where something was compiled; a look at who calls costs more than most of what a hook does.
+_AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 
 
 class Packing:
@@ -121,6 +124,7 @@ class Frame:
         "_caller",
         "_casts_left",
         "_context",
+        "_copies",
         "_module",
         "_recent",
         "_regions",
@@ -137,6 +141,8 @@ class Frame:
         self._module = module
         self._regions: dict[tuple[int, int], ref[Region]] = {}
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
+        # Without loss most are stored as they are, and a report tells why each is.
+        self._copies = not packing.lossless or recorder is not None
         self._casts_left = 0 if packing.config.keep_weight_copies else _MOST_CASTS
         hooks = (self.pack_profiled, unpack_profiled) if profiler_enabled() else (self.pack, unpack)
         self._context: Any = torch.autograd.graph.saved_tensors_hooks(*hooks)
@@ -201,9 +207,9 @@ class Frame:
         """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
         if self.policy is None:
             self.policy = Policy(self._module, self.packing.config.min_bytes)
-        reason = self.policy.reason_to_keep(tensor, saved)
+        reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
         if reason is not None:
-            if reason is NO_GRAD and not self.packing.warned_of_compile:
+            if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
                 self.packing.warn_of_compiled_graph()
             return self._keep(tensor, reason)
         name, node = producer(saved)
@@ -217,16 +223,20 @@ class Frame:
                     self.recorder.add(tensor, RECAST)
                 return Recast(tensor, parameter, self.packing.name_of)
         if node is not None and saved is tensor:
-            redone = self._redone(tensor, node)
-            if redone is not None:
-                return redone
             if name == CAST:
-                return self._store_cast(tensor, node)
+                return self._pack_cast(tensor, node)
+            source = source_of(tensor, node)
+            if source is not None:
+                return self._redone(tensor, *source)
         return self._store(tensor, name, node)
 
-    def _store_cast(self, copy: Tensor, node: Node) -> Saved:
-        """Store what a cast made, once for all casts of one tensor to one dtype, as autocast makes for q, k and v."""
-        known = cast_recipe(copy if copy._base is None else copy._base, node)
+    def _pack_cast(self, copy: Tensor, node: Node) -> Saved:
+        """Pack what a cast made, once for all casts of one tensor to one dtype, as autocast makes for q, k and v."""
+        whole = copy if copy._base is None else copy._base
+        known = cast_recipe(whole, node)
+        source = source_of_cast(whole, node, known)
+        if source is not None:
+            return self._redone(copy, *source)
         if known is None:
             return self._store(copy, CAST, node)
         copies = known[0].copies
@@ -258,12 +268,8 @@ class Frame:
             return self._keep(tensor, unserved)
         return self._compress(tensor, kernel)
 
-    def _redone(self, tensor: Tensor, node: Node) -> Saved | None:
-        """Return what computes a tensor again, if that is known and all that it needs is stored."""
-        source = source_of(tensor, node)
-        if source is None:
-            return None
-        recipe, out, dtype = source
+    def _redone(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
+        """Return what computes a tensor again: an output in a dtype, or a view of it."""
         shared = recipe.redone(out, dtype, self._stream_of(tensor), self._recent)
         if self.recorder is not None:
             self.recorder.add(tensor, REDONE)
@@ -273,14 +279,15 @@ class Frame:
 
     def _narrow(self, tensor: Tensor, cast: Node | None) -> Saved:
         """Store a tensor without loss: in the dtype that it was cast from, if that is the narrower one."""
-        dtype = None if cast is None else source_dtype(cast)
+        # Nothing is cast exactly to less than four bytes.
+        dtype = None if cast is None or tensor.dtype.itemsize < 4 else source_dtype(cast)
         whole = tensor if tensor._base is None else tensor._base
         if (
             dtype is None
             or not is_exact_cast(dtype, tensor.dtype)
             or whole._version != 0
             or whole.grad_fn is not cast
-            or not is_dense(whole.size(), whole.stride())
+            or not _is_dense(whole.size(), whole.stride())
         ):
             return self._keep(tensor, LOSSLESS)
         region, new = self._region(whole, _narrow_kernel(dtype), whole.numel() * dtype.itemsize)
@@ -295,7 +302,7 @@ class Frame:
         return current_raw_stream(index) if index >= 0 else 0
 
     def _compress(self, tensor: Tensor, kernel: Kernel) -> Saved:
-        if tensor.is_contiguous() or is_dense(tensor.size(), tensor.stride()):
+        if tensor.is_contiguous() or _is_dense(tensor.size(), tensor.stride()):
             region, new = self._region(tensor, kernel)
             if self.recorder is not None:
                 self.recorder.add(tensor, None, region.nbytes if new else 0)
@@ -309,7 +316,7 @@ class Frame:
         source = _without_expanded(tensor, shape, stride)
         offset = 0
         gathered = False
-        if not is_dense(source.size(), source.stride()):
+        if not _is_dense(source.size(), source.stride()):
             base = tensor._base
             if base is not None and _shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
@@ -364,7 +371,7 @@ def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:
         copy.untyped_storage().nbytes() == parameter.numel() * copy.itemsize
         and parameter.device == copy.device
         and type(parameter) in _PLAIN
-        and is_dense(parameter.size(), parameter.stride())
+        and _is_dense(parameter.size(), parameter.stride())
     )
 
 
@@ -375,7 +382,7 @@ def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:
         and base.dtype is view.dtype
         and base.untyped_storage() is view.untyped_storage()
         and base.numel() <= _LARGEST_BASE * view.numel()
-        and is_dense(base.size(), base.stride())
+        and _is_dense(base.size(), base.stride())
     )
 
 

@@ -41,6 +41,7 @@ CARRIER: dict[torch.dtype, torch.dtype] = {
 """Dtypes that are packed, and the dtype they are packed from."""
 
 _STRIDED = torch.strided
+_PLAIN = (Tensor, Parameter)
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -94,8 +95,10 @@ def source(node: Any) -> tuple[Any, int]:
 
 def cast_parameter(node: Node) -> Tensor | None:
     """Return the parameter that a cast reads, or None if it reads something else."""
-    leaf = getattr(node.next_functions[0][0], "variable", None)
-    return leaf if isinstance(leaf, Parameter) else None
+    leaf: Any = node.next_functions[0][0]
+    # To ask another kind of node for its variable costs as much as the rest of this.
+    variable = leaf.variable if type(leaf).__name__ == "AccumulateGrad" else None
+    return variable if isinstance(variable, Parameter) else None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -104,15 +107,23 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the local tensors of all parameters and buffers."""
-    for child in module.modules():
-        for tensor in (*child._parameters.values(), *child._buffers.values()):
-            if tensor is not None:
-                yield local_tensor(tensor)
+    """Yield the local tensors of all parameters and buffers, every forward anew: what a model owns may change."""
+    # Module.modules() takes twice the time, for names that are not wanted.
+    left, seen = [module], {module}
+    while left:
+        child = left.pop()
+        for tensors in (child._parameters, child._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    yield tensor if type(tensor) in _PLAIN else local_tensor(tensor)
+        for inner in child._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                left.append(inner)
 
 
 class Policy:
-    """Decides for one forward, from what the model owns at its beginning.
+    """Decides for one forward, from what the model owns then.
 
     Parameters
     ----------
@@ -122,24 +133,37 @@ class Policy:
         Smaller tensors are kept.
     """
 
-    __slots__ = ("_min_bytes", "_storages", "exact")
+    __slots__ = ("_min_bytes", "_module", "_storages", "exact")
 
     def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
         # Why nothing is packed in the modules whose forward is running, innermost last.
         self.exact: list[str] = []
         self._min_bytes = min_bytes
-        # Owned storages stay alive, so their addresses are a proof.
-        self._storages: set[int] = set()
-        for tensor in owned_tensors(module) if module is not None else ():
-            if tensor.layout is _STRIDED:
-                self._storages.add(tensor.untyped_storage().data_ptr())
-        self._storages.discard(0)
+        self._module = module
+        self._storages: set[int] | None = None
 
-    def reason_to_keep(self, tensor: Tensor, saved: Tensor) -> str | None:
-        """Return why a plain tensor is not to be packed, or None; ``saved`` is the DTensor around it, or itself."""
+    def _owned(self) -> set[int]:
+        """Return the addresses of owned storages, which stay alive: their addresses are a proof."""
+        if self._storages is None:
+            tensors = owned_tensors(self._module) if self._module is not None else ()
+            self._storages = {each.untyped_storage().data_ptr() for each in tensors if each.layout is _STRIDED} - {0}
+        return self._storages
+
+    def reason_to_keep(self, tensor: Tensor, saved: Tensor, would_copy: bool = True) -> str | None:
+        """Return why a plain tensor is not to be packed, or None.
+
+        Parameters
+        ----------
+        tensor : Tensor
+        saved : Tensor
+            The DTensor around it, or itself.
+        would_copy : bool
+            Whether it would be stored as a copy. Where it is kept as it is in any case, it is of no interest, and takes
+            a look at the whole model, that its memory is a parameter's or buffer's.
+        """
         if tensor.layout is not _STRIDED:
             return f"layout {tensor.layout}"
-        if tensor.untyped_storage().data_ptr() in self._storages:
+        if would_copy and tensor.untyped_storage().data_ptr() in self._owned():
             return PARAMETER
         base = saved._base
         owner = saved if base is None else base

@@ -161,7 +161,7 @@ def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] 
     if recipe is None and out._version == 0:
         name = node.name()
         if name == CAST:
-            return _source_of_cast(out, node)
+            return source_of_cast(out, node, cast_recipe(out, node))
         build = _OPERATORS.get(name)
         # Written to nowhere since it was made, and nothing but what was made: an operator's output owns its storage.
         if build is not None and out.grad_fn is node:
@@ -186,11 +186,13 @@ def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
     return (recipe, out) if recipe.serves(out) and out.is_contiguous() else None
 
 
-def _source_of_cast(copy: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
-    known = cast_recipe(copy, node)
+def source_of_cast(
+    copy: Tensor, node: Node, known: tuple[Recipe, Tensor] | None
+) -> tuple[Recipe, Tensor, torch.dtype] | None:
+    """Return how to compute what a cast made again, as :func:`source_of` does; ``known`` is its ``cast_recipe``."""
     if known is not None:
         return (*known, copy.dtype) if known[0].casts else None
-    if copy.grad_fn is not node:
+    if copy.grad_fn is not node or copy._version != 0:
         return None
     producer, number = source(node)
     if producer is None:

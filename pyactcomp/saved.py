@@ -100,8 +100,10 @@ class Kept:
 
     def restore(self) -> Tensor:
         """Return the tensor, unless it was written to."""
-        check_version(self.tensor, self.version)
-        return self.tensor
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise _modified_error(tensor, tensor.shape, self.version)
+        return tensor
 
 
 class Recast:

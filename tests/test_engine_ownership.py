@@ -39,6 +39,34 @@ class Tied(nn.Module):
         return y @ self.scale[:32]
 
 
+class Chosen(nn.Module):
+    """Saves a boolean mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, 0.5 * x)
+
+
+@pytest.mark.parametrize(
+    ("options", "masks", "walks"),
+    [({"mode": "int8"}, False, 1), ({"mode": "lossless"}, False, 0), ({"mode": "lossless"}, True, 1)],
+    ids=["int8", "lossless", "lossless with masks"],
+)
+def test_the_model_is_looked_through_only_where_something_is_copied(
+    options: dict[str, str], masks: bool, walks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most once a forward, and not where floats are kept as they are and there are no masks to store in bits."""
+    layers = [nn.Linear(64, 64), Chosen() if masks else nn.Tanh(), nn.Linear(64, 64)]
+    model = pyactcomp.compress(nn.Sequential(*layers), min_bytes=0, fuse=False, **options)
+    x = torch.randn(512, 64)
+    model(x).sum().backward()  # the first forward is recorded, with a reason for each tensor
+    walked: list[nn.Module | None] = []
+    owned = policy.owned_tensors
+    monkeypatch.setattr(policy, "owned_tensors", lambda module: walked.append(module) or owned(module))
+    for _ in range(3):
+        model(x).sum().backward()
+    assert walked == [model] * (3 * walks)
+
+
 def test_parameters_their_views_and_buffers_are_kept() -> None:
     model = pyactcomp.compress(Tied(), min_bytes=0)
     x = torch.randn(48, 64, requires_grad=True)
