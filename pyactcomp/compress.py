@@ -98,7 +98,7 @@ class _OfferLayerNorm:
         if torch.compiler.is_compiling() or self.session.frame() is None:
             return
         if type(output) is torch.Tensor and untouched(module) is None:
-            offer_layer_norm(output, module.normalized_shape, module.eps)
+            offer_layer_norm(output, module)
 
 
 _HOOKS = (_OpenHooks, _CloseHooks, _EnterExact, _LeaveExact, _OfferLayerNorm)

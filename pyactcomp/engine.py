@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from . import format as fmt
 from .codec import bind, is_dense
@@ -28,6 +28,7 @@ from .policy import (
     NO_GRAD,
     OTHER_LAYOUT,
     OVERLAPPING,
+    PLAIN,
     RECAST,
     REDONE,
     RELU,
@@ -57,7 +58,6 @@ _LARGEST_BASE = 4
 _packed_nbytes = functools.lru_cache(maxsize=4096)(fmt.packed_nbytes)
 _is_dense = functools.lru_cache(maxsize=4096)(is_dense)
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
-_PLAIN = (Tensor, Parameter)
 # Imported where something was compiled; a look at who calls costs more than most of what a hook does.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 
@@ -187,12 +187,12 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             if self.recorder is None and self._surely_kept(tensor):
                 return Kept(tensor)
             return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)
-        if local is not tensor and type(local) in _PLAIN:
+        if local is not tensor and type(local) in PLAIN:
             return Distributed(self._pack_plain(local, tensor), tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
@@ -370,7 +370,7 @@ def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:
     return (
         copy.untyped_storage().nbytes() == parameter.numel() * copy.itemsize
         and parameter.device == copy.device
-        and type(parameter) in _PLAIN
+        and type(parameter) in PLAIN
         and _is_dense(parameter.size(), parameter.stride())
     )
 
@@ -378,7 +378,7 @@ def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:
 def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:
     """Return whether to pack the base of a view with gaps: q, k and v of one projection then share it."""
     return (
-        type(base) in _PLAIN
+        type(base) in PLAIN
         and base.dtype is view.dtype
         and base.untyped_storage() is view.untyped_storage()
         and base.numel() <= _LARGEST_BASE * view.numel()

@@ -41,7 +41,9 @@ CARRIER: dict[torch.dtype, torch.dtype] = {
 """Dtypes that are packed, and the dtype they are packed from."""
 
 _STRIDED = torch.strided
-_PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)
+"""What is packed as it is; of other kinds of tensors only a DTensor's local one."""
+
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -115,7 +117,7 @@ def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
         for tensors in (child._parameters, child._buffers):
             for tensor in tensors.values():
                 if tensor is not None:
-                    yield tensor if type(tensor) in _PLAIN else local_tensor(tensor)
+                    yield tensor if type(tensor) in PLAIN else local_tensor(tensor)
         for inner in child._modules.values():
             if inner is not None and inner not in seen:
                 seen.add(inner)

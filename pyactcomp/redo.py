@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from .policy import CAST, source
+from .policy import CAST, PLAIN, source
 from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
 from .torch_private import saved_form
 
 Compute = Callable[[torch.dtype], Tensor]
+
 
 # A recipe may rest on an operand that is itself computed again, as SwiGLU's product does on SiLU's result, but on no
 # longer chain of them.
@@ -282,20 +283,23 @@ _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
 }
 
 
-def offer_layer_norm(out: Tensor, shape: tuple[int, ...], eps: float) -> None:
+def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
     """Make known how a layer norm's output is computed again. Its node does not tell ``eps``, the module does."""
     node: Any = out.grad_fn
     if node is None or node.name() != "NativeLayerNormBackward0" or out._version != 0:
         return
+    weight, bias, shape, eps = module.weight, module.bias, module.normalized_shape, module.eps
+    affine = tuple(each for each in (weight, bias) if each is not None)
+    # Where autocast has cast them, what was read is not what the module holds.
+    if any(each.dtype is not out.dtype or type(each) not in PLAIN for each in affine):
+        return
     x = _operand(node, "input")
-    weight, bias = _operand(node, "weight"), _operand(node, "bias")
     if x is None:
         return
 
     def compute(dtype: torch.dtype) -> Tensor:
-        gamma = None if weight is None else weight.restore()
-        beta = None if bias is None else bias.restore()
+        gamma, beta = (None if each is None else each.detach() for each in (weight, bias))
         return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)
 
     # To normalise in float32 and then cast moves 14 bytes to save 2; that the casts are the same is worth more.
-    attach(node, out, Recipe(out, compute, depth=_depth(x) + 1, casts=False))
+    attach(node, out, Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False))

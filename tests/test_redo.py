@@ -195,6 +195,50 @@ def test_casts_of_a_layer_norm_are_stored_once(block: Block, mode: str) -> None:
     assert [bool(t.stored_bytes) for t in inputs] == [True, False, False]
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_layer_norm_is_made_again_with_the_weights_that_it_read(mixed: bool) -> None:
+    """A bfloat16 input and float32 weights, which torch takes as they are, and the same of one dtype."""
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(32)
+    with torch.no_grad():
+        norm.weight.normal_()
+        norm.bias.normal_()
+    dtype = torch.bfloat16 if mixed else torch.float32
+    model = nn.Sequential(norm, nn.GELU(), nn.Linear(32, 32, dtype=dtype))
+    x = leaf(64, 32).detach().to(dtype).requires_grad_()
+
+    def gradients_of_a_step() -> list[Tensor]:
+        return list(torch.autograd.grad(model(x).float().square().sum(), [x, *model.parameters()]))
+
+    exact = gradients_of_a_step()
+    pyactcomp.compress(model, **LOSSLESS, fuse=False)
+    assert_same(gradients_of_a_step(), exact)
+    # GELU's input is the norm's output.
+    assert [t.kept for t in pyactcomp.report(model).tensors if t.module == "1"] == [
+        policy.LOSSLESS if mixed else policy.REDONE
+    ]
+
+
+@pytest.mark.gpu
+def test_a_layer_norm_whose_weights_autocast_has_cast_is_kept() -> None:
+    """Autocast takes a norm in float32: of bfloat16 weights the operator has read copies."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256)).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        model[0].weight.normal_()
+        model[0].bias.normal_()
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients_of_a_step() -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().square().sum()
+        return list(torch.autograd.grad(loss, [x, *model.parameters()]))
+
+    exact = gradients_of_a_step()
+    pyactcomp.compress(model, **LOSSLESS, fuse=False)
+    assert_same(gradients_of_a_step(), exact)
+
+
 def test_casts_of_a_layer_norm_that_was_written_to_are_kept(block: Block) -> None:
     def edit(y: Tensor) -> None:
         with torch.no_grad():
