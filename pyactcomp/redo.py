@@ -148,7 +148,7 @@ def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
 
 
 def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
-    """Return how to compute a saved tensor again, an output and the dtype that it is wanted in; or None.
+    """Return how to compute what no cast made again, an output and the dtype that it is wanted in; or None.
 
     Parameters
     ----------
@@ -160,10 +160,7 @@ def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] 
     out = tensor if tensor._base is None else tensor._base
     recipe: Recipe | None = getattr(out, "_pyactcomp_recipe", None)
     if recipe is None and out._version == 0:
-        name = node.name()
-        if name == CAST:
-            return source_of_cast(out, node, cast_recipe(out, node))
-        build = _OPERATORS.get(name)
+        build = _OPERATORS.get(node.name())
         # Written to nowhere since it was made, and nothing but what was made: an operator's output owns its storage.
         if build is not None and out.grad_fn is node:
             recipe = build(out, node)
@@ -190,7 +187,7 @@ def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
 def source_of_cast(
     copy: Tensor, node: Node, known: tuple[Recipe, Tensor] | None
 ) -> tuple[Recipe, Tensor, torch.dtype] | None:
-    """Return how to compute what a cast made again, as :func:`source_of` does; ``known`` is its ``cast_recipe``."""
+    """Return how to compute what a cast made again, as :func:`source_of`; ``known`` is the cast's ``cast_recipe``."""
     if known is not None:
         return (*known, copy.dtype) if known[0].casts else None
     if copy.grad_fn is not node or copy._version != 0:

@@ -100,10 +100,8 @@ class Kept:
 
     def restore(self) -> Tensor:
         """Return the tensor, unless it was written to."""
-        tensor = self.tensor
-        if tensor._version != self.version:
-            raise _modified_error(tensor, tensor.shape, self.version)
-        return tensor
+        check_version(self.tensor, self.version)
+        return self.tensor
 
 
 class Recast:

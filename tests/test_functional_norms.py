@@ -188,7 +188,7 @@ def test_output_is_offered_to_what_saves_it(bits: int | None, c: Case) -> None:
     assert recipe_of(out.view(24, 96)) is recipe
     cast = out.to(torch.float16)
     assert cast.grad_fn is not None
-    found = redo.source_of(cast, cast.grad_fn)
+    found = redo.source_of_cast(cast, cast.grad_fn, redo.cast_recipe(cast, cast.grad_fn))
     assert found is not None
     assert found[0] is recipe
     assert found[2] is torch.float16

@@ -25,9 +25,8 @@ from .recording import (
     Events,
     LiveBlock,
     Segment,
+    rounded,
 )
-
-ROUNDING = 512  # bytes; what every block is a multiple of
 
 
 def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple[Beginning, list[str]]:
@@ -87,7 +86,7 @@ def _freed(events: Events, firsts: dict[int, int]) -> dict[int, LiveBlock]:
     return {
         address: LiveBlock(
             address,
-            -(-max(events.size[index], 1) // ROUNDING) * ROUNDING,
+            rounded(events.size[index]),
             events.size[index],
             events.stream[index],
             events.pool[index],

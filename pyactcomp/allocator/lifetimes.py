@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .beginning import ROUNDING
-from .recording import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace
+from .recording import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace, rounded
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
             asked.append(count)
             end.append(count)
             address.append(at)
-            size.append(-(-max(asked_bytes, 1) // ROUNDING) * ROUNDING)
+            size.append(rounded(asked_bytes))
             requested.append(asked_bytes)
             stack.append(calls)
         elif action == FREE_REQUESTED:

@@ -26,8 +26,18 @@ OTHER = len(ACTIONS)
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(7)
 OOM = ACTIONS.index("oom")
 
+#: How often an event of a segment adds its size to what is reserved.
+RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
+
 #: Bytes: what cudaMalloc gives requests up to 1 MiB, and nothing else.
 SMALL_SEGMENT = 2 << 20
+#: Bytes: what PyTorch takes at least for a larger request, and the size of such pages, unless it was set otherwise.
+LARGE_SEGMENT = 20 << 20
+
+
+def rounded(requested: int) -> int:
+    """Return the bytes of the least block that holds a request: every block has a multiple of 512."""
+    return -(-max(requested, 1) // 512) * 512
 
 
 @dataclass(frozen=True)

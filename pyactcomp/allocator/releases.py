@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from .recording import (
     FREE_COMPLETED,
     FREE_REQUESTED,
+    LARGE_SEGMENT,
     OOM,
+    RESERVES,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     SEGMENT_MAP,
@@ -27,9 +29,6 @@ from .recording import (
     Releases,
     Settings,
 )
-
-_LARGE_SEGMENT = 20 << 20  # bytes: what PyTorch takes for a request above 1 MiB, at least
-_SIGN = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 
 def find_releases(
@@ -90,9 +89,9 @@ def _reserved_before(events: Events, beginning: Beginning) -> dict[int, int]:
     total = sum(segment.size for segment in beginning.segments)
     reserved = {}
     for index, action in enumerate(events.action):
-        if action in _SIGN or action == OOM:
+        if action in RESERVES or action == OOM:
             reserved[index] = total
-            total += _SIGN.get(action, 0) * events.size[index]
+            total += RESERVES.get(action, 0) * events.size[index]
     reserved[len(events)] = total
     return reserved
 
@@ -109,7 +108,7 @@ def _limit(events: Events, reserved: Mapping[int, int]) -> float:
 
 def _segment_for(size: int) -> int:
     """Return the bytes of the segment that PyTorch takes for a request, at most."""
-    least = SMALL_SEGMENT if size <= SMALL_SEGMENT // 2 else _LARGE_SEGMENT
+    least = SMALL_SEGMENT if size <= SMALL_SEGMENT // 2 else LARGE_SEGMENT
     return max(least, -(-size // SMALL_SEGMENT) * SMALL_SEGMENT)
 
 

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 from .._core import AllocatorConfig, Replay
 from ..errors import PyactcompError
-from .recording import SMALL_SEGMENT, Segment, Snapshot
+from .recording import LARGE_SEGMENT, SMALL_SEGMENT, Segment, Snapshot
 
 #: Bytes, more than any GPU has: where no capacity is given.
 BOUNDLESS = 512 << 30
 
 # 10 ms: progress is smooth, Ctrl-C answers at once, and the calls cost nothing.
 _EVENTS_AT_ONCE = 100_000
-
-_LARGE_PAGE = 20 << 20
 
 _FORM = re.compile(r"(native|expandable|pyactcomp)(?:\[(.*)\])?", re.DOTALL)
 
@@ -248,5 +246,4 @@ def _is_small(segment: Segment) -> bool:
     """Say whether a segment serves requests up to 1 MiB; of one that is gone at the end its size has to tell."""
     if segment.small is not None:
         return segment.small
-    # Pages for larger requests have 20 MiB, unless that was changed.
-    return segment.size % _LARGE_PAGE != 0 if segment.expandable else segment.size <= SMALL_SEGMENT
+    return segment.size % LARGE_SEGMENT != 0 if segment.expandable else segment.size <= SMALL_SEGMENT

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .call_stacks import fold_stacks, shortened
 from .explain import size_class
 from .lifetimes import Lifetimes, find_lifetimes
-from .recording import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, DeviceTrace, Frame, Snapshot
+from .recording import OOM, RESERVES, DeviceTrace, Frame, Snapshot
 from .segments import has_segments
 
 if TYPE_CHECKING:
@@ -121,11 +121,10 @@ def reserved_after(trace: DeviceTrace) -> array[int] | None:
     """Return the bytes reserved after each event; None where the recording has no segments."""
     if not has_segments(trace):
         return None
-    sign = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
     total = sum(segment.size for segment in trace.beginning.segments)
     result = array("q")
     for action, size in zip(trace.events.action, trace.events.size, strict=True):
-        total += sign.get(action, 0) * size
+        total += RESERVES.get(action, 0) * size
         result.append(total)
     return result
 
