@@ -105,13 +105,15 @@ class ByteLanguage(Task):
     """Next bytes of the installed packages' source; validation on packages that training never saw."""
 
     name, metric, lower_is_better = "byte_lm", "validation bits per byte", True
-    validate_every = 100
+    validate_every = 200
     autocast = True
 
     def __init__(self, device: str, tiny: bool) -> None:
         self.device = device
-        self.steps = 12 if tiny else 400
-        self.size, windows = (16, 16) if tiny else (64, 1024)
+        # After 400 steps of 64 windows trainings that differ in rounding alone were a percent apart: all had only just
+        # left the plateau of the first 100 steps, at times that chance decides.
+        self.steps = 12 if tiny else 1200
+        self.size, windows = (16, 16) if tiny else (32, 1024)
         self.shape = models.Shape(2, 128, 2, 64) if tiny else models.Shape(8, 512, 8, 256)
         limits = (1 << 17, 1 << 15) if tiny else (data.TEXT_BYTES, data.PACKAGE_BYTES)
         text = data.installed_sources(data.site_packages(), *limits)
@@ -136,7 +138,7 @@ class ByteLanguage(Task):
         return windows[:, :-1], windows[:, 1:]
 
     def evaluate(self, module: nn.Module) -> tuple[float, float]:
-        losses = [module(windows[:, :-1], windows[:, 1:]).float() for windows in self.validation.split(4 * self.size)]
+        losses = [module(windows[:, :-1], windows[:, 1:]).float() for windows in self.validation.split(256)]
         loss = float(torch.stack(losses).mean())
         return loss, loss / math.log(2)
 
@@ -151,7 +153,8 @@ class Digits(Task):
 
     def __init__(self, device: str, tiny: bool) -> None:
         self.device, self.tiny = device, tiny
-        self.steps = 12 if tiny else 300
+        # After 300 steps all arms were at 99 %, and what must fail had come within 0.3 % of vanilla.
+        self.steps = 12 if tiny else 150
         self.size, self.side = (32, 16) if tiny else (128, 64)
         images = data.digits()
         self.images, self.labels = images.training.to(device), images.training_labels.to(device)
@@ -260,6 +263,8 @@ def train(task: Task, arm: str, seed: int) -> Row:
         if (step + 1) % task.validate_every == 0 or step + 1 == task.steps:
             measured = validate(task, module)
             validation.append([step + 1, *map(number, measured)])
+            if not math.isfinite(measured[0]):
+                break
     _, final_loss, final = validation[-1]
     return {
         "metric": task.metric,
@@ -270,6 +275,6 @@ def train(task: Task, arm: str, seed: int) -> Row:
         "parameters": models.parameters_of(module),
         **memory,
         "train_s": round(time.monotonic() - begin, 2),
-        "training_curve": curve(losses),
+        "training_curve": curve(losses[: step + 1]),
         "validation_curve": validation,
     }
