@@ -77,6 +77,14 @@ def test_a_snapshot_is_read_as_it_was_written(protocol: int | str, tmp_path: Pat
     assert snapshot.settings.overflowed is False
 
 
+@pytest.mark.parametrize("protocol", FORMATS)
+def test_a_frame_without_a_line_has_line_minus_one(protocol: int | str, tmp_path: Path) -> None:
+    # So PyTorch 2.11 writes what it knows no line of: -1 in the 64 bits of an unsigned integer.
+    frames = [{**FRAME, "line": 2**64 - 1}, FRAME]
+    snapshot = read(tmp_path, content([event("alloc", BASE, 512, frames=frames)]), protocol)
+    assert [frame.line for frame in snapshot.frames] == [-1, FRAME["line"]]
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_run_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     written = recorded(name)
@@ -238,6 +246,8 @@ def test_what_cannot_be_is_refused_with_its_place(case: str, protocol: int | str
         ('{"segments": "' + "x" * 10_000_000 + '", "device_traces": ' + "[" * 100_000, "nested deeper"),
         ('{"segments": [], "device_traces": [[{"size": NaN}]]}', "NaN is no number"),
         ('{"segments": [], "device_traces": ' + "9" * 1_000_000 + "}", "digits|huge integer"),
+        ('{"segments": [], "device_traces": 18446744073709551616}', "huge integer"),
+        ('{"segments": [], "device_traces": -9223372036854775809}', "no number|huge integer"),
     ],
 )
 def test_text_that_is_no_snapshot_is_refused(text: str, message: str, tmp_path: Path) -> None:

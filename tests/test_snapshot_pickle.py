@@ -81,6 +81,8 @@ RUN = {
     "string of 4 GB": b"X\xff\xff\xff\xff.",
     "integer of 2 GB": b"\x8b\xff\xff\xff\x7f.",
     "integer of 255 bytes": b"\x8a\xff" + b"\x01" * 255 + b".",
+    "integer of 65 bits": b"\x8a\x09" + b"\x00" * 8 + b"\x01.",
+    "negative integer of 65 bits": b"\x8a\x09" + b"\xff" * 7 + b"\x7f\xff.",
     "text integer": b"I" + b"9" * 100 + b"\n.",
     "memo of 32 GB": b"}r\xff\xff\xff\xff.",
     "memo out of order": b"}q\x01.",

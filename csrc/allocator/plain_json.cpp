@@ -182,7 +182,12 @@ class JsonReader {
     const bool starts_right = *begin == '-' || (*begin >= '0' && *begin <= '9');
     if (text_.find_first_not_of("0123456789", *begin == '-' ? 1 : 0) == std::string::npos) {
       std::int64_t integer = 0;
-      const auto [stop, error] = std::from_chars(begin, end, integer);
+      auto [stop, error] = std::from_chars(begin, end, integer);
+      if (error == std::errc::result_out_of_range) {
+        std::uint64_t bits = 0;  // as a pickle has them of a frame without a line
+        error = std::from_chars(begin, end, bits).ec;
+        integer = static_cast<std::int64_t>(bits);
+      }
       expect(error != std::errc::result_out_of_range, "a huge integer: ", text_.substr(0, 40));
       if (stop == end && error == std::errc()) return data_.add_integer(integer);
     } else if (starts_right) {

@@ -199,8 +199,11 @@ bool PickleReader::step(std::uint8_t opcode) {
       return true;
     case 0x8A: {  // LONG1
       const std::size_t width = input_.byte();
-      expect(width <= 8, "an integer of ", width, " bytes");
-      push(data_.add_integer(signed_integer(width)));
+      expect(width <= 9, "an integer of ", width, " bytes");
+      const std::int64_t value = signed_integer(std::min<std::size_t>(width, 8));
+      // PyTorch writes the line of a frame that has none as the unsigned 64 bits of -1, with a ninth byte for the sign.
+      expect(width < 9 || input_.byte() == 0, "an integer of more than 64 bits");
+      push(data_.add_integer(value));
       return true;
     }
     case 'K':  // BININT1
