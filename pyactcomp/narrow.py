@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+from .kernels import triton
 
 
 class NarrowKernel:
@@ -18,7 +22,16 @@ class NarrowKernel:
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Cast back into ``out``, a dense tensor in storage order."""
-        out.as_strided((out.numel(),), (1,)).copy_(packed.view(self.dtype))
+        source, target = packed.view(self.dtype), out.as_strided((out.numel(),), (1,))
+        if out.is_cuda and out.dtype is torch.float32 and _has_triton():
+            triton.widen(source, target)
+        else:
+            target.copy_(source)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return triton.unavailable_reason() is None
 
 
 _EXACT = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import PyactcompError
 from .kernels import Kernel
+from .narrow import NarrowKernel
 from .torch_private import current_raw_stream
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -235,6 +236,11 @@ class Region(Shared):
     def nbytes(self) -> int:
         """Bytes held."""
         return self._buffer.numel()
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether it holds the elements themselves, in a narrower dtype."""
+        return isinstance(self._kernel, NarrowKernel)
 
     @property
     def unchanged(self) -> bool:

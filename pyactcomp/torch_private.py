@@ -70,6 +70,12 @@ def graph_is_retained() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def running_node() -> Node | None:
+    """Return the node whose backward runs on this thread, also while it unpacks what it saved."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
 def saved_form(node: Node, name: str) -> object:
     """Return what a pack hook returned for a tensor that ``node`` saves under a name, or None if it saves none."""
     saved = getattr(node, f"_raw_saved_{name}", None)
@@ -244,6 +250,23 @@ def _test_graph_is_retained() -> None:
     assert seen == [True, False]
 
 
+def _test_running_node() -> None:
+    seen: list[str] = []
+
+    def unpack(held: Tensor) -> Tensor:
+        node = running_node()
+        assert node is not None
+        seen.append(node.name())
+        return held
+
+    x = torch.zeros(2, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = torch.nn.functional.nll_loss(x * 1, torch.zeros(2, dtype=torch.int64))
+    out.backward()  # type: ignore[no-untyped-call]
+    assert set(seen) == {"NllLossBackward0"}
+    assert running_node() is None
+
+
 def _test_source_dtype() -> None:
     x = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     for source in (x, x * 1):
@@ -306,6 +329,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "names and edges of autograd nodes": _test_node_names,
     "Node._raw_saved_*: SavedTensor.data and unpack_hook; Node.metadata": _test_saved_form,
     "torch._C._autograd._get_current_graph_task_keep_graph": _test_graph_is_retained,
+    "torch._C._current_autograd_node, while saved tensors are unpacked": _test_running_node,
     "Node._input_metadata": _test_source_dtype,
     "Module._forward_pre_hooks, Module._forward_hooks": _test_module_hooks,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,

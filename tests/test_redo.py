@@ -97,6 +97,44 @@ def test_a_cast_that_is_exact_is_stored_in_the_narrower_dtype() -> None:
     assert [t.stored_bytes for t in wide] == [16 * 32 * 2, 0]
 
 
+def test_nll_loss_gets_no_more_than_the_shape_of_what_it_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(x: Tensor) -> Tensor:
+        # As autocast has it: the logits' own dtype until the loss, which is float32.
+        return F.nll_loss(x.to(torch.bfloat16).log_softmax(-1).float(), torch.arange(16))
+
+    x = leaf(16, 32)
+    made = []
+    monkeypatch.setattr(redo.Redone, "_make", lambda self: made.append(self.shape) or make(self))
+    make = redo.Redone._make
+    assert_same(gradients(loss_of, x, **LOSSLESS), gradients(loss_of, x))
+    assert made == []
+
+
+def test_what_nll_loss_shares_with_another_is_computed_again() -> None:
+    def loss_of(x: Tensor) -> Tensor:
+        wide = x.to(torch.bfloat16).log_softmax(-1).float()
+        return F.nll_loss(wide, torch.arange(16)) + (wide.exp() * wide).sum()
+
+    x = leaf(16, 32)
+    assert_same(gradients(loss_of, x, **LOSSLESS), gradients(loss_of, x))
+
+
+def test_a_norm_of_what_is_stored_narrower_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32))
+    x = leaf(64, 32)
+
+    def gradients_of_a_step() -> list[Tensor]:
+        # Autocast on a GPU gives a norm such a copy of a bfloat16 input.
+        return list(torch.autograd.grad(model(x.to(torch.bfloat16).float()).sum(), [x, *model.parameters()]))
+
+    exact = gradients_of_a_step()
+    pyactcomp.compress(model, **LOSSLESS, fuse=False)
+    assert_same(gradients_of_a_step(), exact)
+    kept = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (64, 32)}
+    assert kept == {"0": None, "1": policy.LOSSLESS, "2": policy.REDONE}
+
+
 def test_a_cast_that_was_written_to_is_stored_as_it_is() -> None:
     def compute(x: Tensor) -> Tensor:
         wide = x.to(torch.bfloat16).float()

@@ -109,6 +109,19 @@ def test_booleans_are_packed_as_in_the_reference() -> None:
         assert torch.equal(restored.cpu(), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [1, kernels.DECODE_TILE, 3 * kernels.DECODE_TILE + 5])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_widening_keeps_every_value(dtype: torch.dtype, n: int, offset: int) -> None:
+    # All the bits there are, again and again.
+    bits = torch.arange(n + offset, dtype=torch.int64) * 40503 % 65536
+    source = bits.to(torch.int32).to(torch.int16).view(dtype)
+    out = torch.full((n + 1,), 7.0, device=DEVICE)
+    kernels.widen(source.to(DEVICE)[offset:], out[:n])
+    assert torch.equal(out[:n].cpu().nan_to_num(1.5), source[offset:].float().nan_to_num(1.5))
+    assert out[n] == 7
+
+
 @triton.jit(do_not_specialize=["group", "key0", "key1"])
 def _uniform_kernel(out, group: tl.int64, key0: tl.uint32, key1: tl.uint32):
     index, high = element_index(group.to(tl.int64) * 64, key1, 64, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,22 @@ class _BoolKernel:
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         self._decode(-(-out.numel() // TILE), (packed, out), (out.numel(),))
+
+
+def widen(source: Tensor, out: Tensor) -> None:
+    """Write the elements of ``source``, bfloat16 or float16 [n], to ``out``, float32 [n]; every value is kept.
+
+    torch's own kernel for it loads one element at a time: on an H200 it moves the 6 bytes of each at 2.1 TB/s, half of
+    what a copy does, over tensors of 12 to 500 million elements.
+    """
+    _widening(out.device)(-(-out.numel() // DECODE_TILE), (source, out), (out.numel(),))
+
+
+@functools.lru_cache(maxsize=64)
+def _widening(device: torch.device) -> Launcher:
+    from . import triton_kernels
+
+    return Launcher(triton_kernels.widen_kernel, (DECODE_TILE,), DECODE_WARPS, device)
 
 
 def bind(

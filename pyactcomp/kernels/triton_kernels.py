@@ -17,6 +17,7 @@ from .triton_ops import (
     encode_any_tile,
     encode_tile,
     load_codes,
+    load_float,
     load_tile,
     restore_escapes,
     store_codes,
@@ -135,3 +136,16 @@ def decode_bool_kernel(packed, out, numel: tl.int64, BYTES: tl.constexpr):
     tl.store(
         out.to(tl.pointer_type(tl.uint8), bitcast=True) + start * 8 + offsets, flags.to(tl.uint8), mask=offsets < left
     )
+
+
+@triton.jit(do_not_specialize=["numel"])
+def widen_kernel(source, out, numel: tl.int64, TILE: tl.constexpr):
+    """Cast [numel] elements to float32, TILE a program."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    offsets = tl.arange(0, TILE)
+    # Without a mask each thread loads 16 bytes at once.
+    if numel - start >= TILE:
+        tl.store(out + start + offsets, load_float(source + start, offsets))
+    else:
+        left = (numel - start).to(tl.int32)
+        tl.store(out + start + offsets, load_float(source + start, offsets, offsets < left), mask=offsets < left)
