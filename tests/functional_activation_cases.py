@@ -16,7 +16,7 @@ from native_cases import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import functional, redo
+from pyactcomp import codec, functional, redo
 from pyactcomp.codec import Packed, dequantize
 from pyactcomp.functional import _fused_activations, _fused_rope
 from pyactcomp.functional._dropout import dropout
@@ -262,6 +262,22 @@ def test_relu_is_torchs_and_keeps_a_bit(dtype: torch.dtype, inplace: bool) -> No
     assert torch.equal(outputs[0].nan_to_num(1.5), expected.nan_to_num(1.5))
     ours, theirs = (torch.autograd.grad(y, leaf, grad)[0] for y in (outputs[0], expected))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("turn", [False, True], ids=["as the mask", "otherwise"])
+def test_backward_of_dropout_reads_bits(dtype: torch.dtype, turn: bool) -> None:
+    mask = on_device(normal(NUMEL // 7, 7), torch.float32) > -1
+    grad = on_device(normal(NUMEL // 7, 7, seed=1), dtype)
+    grad.view(-1)[: len(SPECIALS)] = on_device(torch.tensor(SPECIALS), dtype)
+    grad = grad.t().contiguous().t() if turn else grad
+    scale = 1 / 0.9
+    bits = codec.quantize(mask).buffer
+    ours = _fused_activations.dropout_backward(bits, grad, mask.shape, mask.stride(), scale)
+    # Rounded once, from float32; scale is rounded to it.
+    theirs = (mask.float() * grad.float() * torch.tensor(scale)).to(dtype)
+    assert ours.stride() == mask.stride()
+    assert_bitwise(ours, theirs)
 
 
 def turned(x: Tensor) -> Tensor:

@@ -105,10 +105,23 @@ def test_what_is_not_recorded_is_torchs(pair: tuple[Callable[..., Tensor], Calla
         assert torch.equal(pair[0](x), pair[1](x))
 
 
-def test_second_derivative_raises(pair: tuple[Callable[..., Tensor], Callable[..., Tensor]]) -> None:
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "dropout"])
+def test_second_derivative_raises(name: str) -> None:
     x = leaf(70, 16)
     with pytest.raises(PyactcompError, match="only once"):
-        torch.autograd.grad(pair[0](x).sum(), x, create_graph=True)
+        torch.autograd.grad(FUNCTIONS[name][0](x).sum(), x, create_graph=True)
+
+
+def test_dropout_has_its_second_derivative() -> None:
+    def second(function: Callable[..., Tensor]) -> Tensor:
+        x = leaf(70, 16)
+        (first,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), x)
+        return found
+
+    ours, theirs = (second(function) for function in FUNCTIONS["dropout"])
+    assert torch.equal(ours, theirs)
+    assert float(theirs.abs().sum()) > 0
 
 
 def recipe_of(out: Tensor) -> redo.Recipe:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression, relative_error
 
+import pyactcomp
+from pyactcomp import policy
 from pyactcomp.config import Config
 from pyactcomp.fusions import fuse, fused_modules, left_alone, torch_modules, unfuse
 from pyactcomp.fusions.formulas import children_fed, definition, formula
@@ -245,9 +247,70 @@ def test_nothing_is_fused_where_that_is_switched_off() -> None:
 
 
 def test_lossless_mode_swaps_exact_forms_only() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.GELU(), nn.LayerNorm(4))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.GELU(), nn.LayerNorm(4), nn.Dropout(0.1))
     fuse(model, Config(mode="lossless"))
-    assert fused_modules(model) == [("1", "MaxPool2d")]
+    assert fused_modules(model) == [("1", "MaxPool2d"), ("4", "Dropout")]
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def dropped(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output, its gradient and the gradient's own."""
+    torch.manual_seed(1)
+    out = model(x)
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+    (once,) = torch.autograd.grad(out.sin().sum(), x)
+    return [out.detach(), first.detach(), second, once]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+def test_dropout_is_torchs_to_the_bit(mode: str, dtype: torch.dtype, device: str) -> None:
+    # A transposed input: dropout's mask is laid out as its input is, the gradient need not be.
+    x = torch.randn(64, 48, device=device).to(dtype).requires_grad_()
+    exact = nn.Sequential(nn.Identity(), nn.Dropout(0.3))
+    model = copy.deepcopy(exact)
+    fuse(model, Config(mode=mode, min_bytes=0))
+    for layout in (x, x.t()):
+        leaf = layout.detach().requires_grad_()
+        for got, expected in zip(dropped(model, leaf), dropped(exact, leaf), strict=True):
+            assert torch.equal(got, expected)
+
+
+class Probabilities(nn.Module):
+    """Attention whose probabilities are the softmax's result, as it is or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, changed: bool) -> Tensor:
+        probabilities = x.softmax(-1)
+        kept = self.dropout(probabilities + 1 if changed else probabilities)
+        self.node = kept.grad_fn.name()  # type: ignore[union-attr]
+        return kept @ x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_of_a_stored_result_is_torchs_own(device: str) -> None:
+    # That is computed again from the result and the mask, where torch has an operator for it.
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    model = pyactcomp.compress(Probabilities(), mode="lossless", min_bytes=0)
+    model(x, changed=False)
+    assert not model.node.startswith("_Dropout")
+    assert policy.REDONE in [t.kept for t in pyactcomp.report(model).tensors] or device == "cpu"
+    model(x, changed=True)
+    assert model.node.startswith("_Dropout")
+
+
+def test_dropout_in_place_is_torchs_own() -> None:
+    module = nn.Dropout(0.3, inplace=True)
+    fuse(module, CONFIG)
+    x = torch.randn(64, 64, requires_grad=True) * 1
+    assert module(x) is x
 
 
 class OwnNorm(nn.LayerNorm):

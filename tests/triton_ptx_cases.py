@@ -29,6 +29,7 @@ CODEC_KERNELS = [
     triton_kernels.decode_kernel,
     triton_kernels.encode_bool_kernel,
     triton_kernels.decode_bool_kernel,
+    triton_kernels.widen_kernel,
 ]
 FUSED_KERNELS = [
     _activation_kernels.gelu_forward_kernel,
@@ -37,7 +38,7 @@ FUSED_KERNELS = [
     _activation_kernels.new_gelu_kernel,
     _activation_kernels.new_gelu_backward_kernel,
     _activation_kernels.relu_kernel,
-    _activation_kernels.relu_backward_kernel,
+    _activation_kernels.masked_kernel,
     _silu_mul_kernels.silu_mul_forward_kernel,
     _silu_mul_kernels.silu_mul_backward_kernel,
     _silu_mul_kernels.silu_mul_redo_kernel,
@@ -126,6 +127,13 @@ def test_whole_tiles_move_in_16_byte_accesses() -> None:
     wide = PER_THREAD * 2 // 16
     assert encode("bf16").count("ld.global.v4.b32") == wide
     assert decode("bf16").count("st.global.v4.b32") == wide
+
+
+def test_widening_moves_in_16_byte_accesses() -> None:
+    text = ptx(triton_kernels.widen_kernel, "*bf16 *fp32 i64", warps=kernels.DECODE_WARPS, TILE=kernels.DECODE_TILE)
+    elements = kernels.DECODE_TILE // (32 * kernels.DECODE_WARPS)
+    assert text.count("ld.global.v4.b32") == elements * 2 // 16
+    assert text.count("st.global.v4.b32") >= elements * 4 // 16
 
 
 # exp of gelu's derivative and density is approximate on purpose, as torch's; rsqrt gets arguments of at least 1.

@@ -1,4 +1,4 @@
-"""Triton kernels of gelu, HF's chain of operators for gelu, and relu.
+"""Triton kernels of gelu, HF's chain of operators for gelu, relu, and the backward of dropout.
 
 Those of gelu write the codes of the input in the pass that computes the output, and read them in backward.
 The functions are Triton's language, not Python.
@@ -290,23 +290,25 @@ def relu_kernel(x, out, positive, numel: tl.int64, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _relu_backward(positive, grad, out, start, left, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+def _masked(bits, grad, out, start, left, scale, SCALED: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
     BYTES: tl.constexpr = FLAT_TILE // 8
     g = load_tile(grad + start, left, 8, BYTES, PARTIAL)
     byte = tl.arange(0, BYTES)
     if PARTIAL:
-        bits = tl.load(positive + start // 8 + byte, mask=byte * 8 < left, other=0)
+        packed = tl.load(bits + start // 8 + byte, mask=byte * 8 < left, other=0)
     else:
-        bits = tl.load(positive + start // 8 + byte)
-    passes = (bits[:, None].to(tl.int32) >> tl.arange(0, 8)[None, :]) & 1
-    store_raw(out + start, to_raw(tl.where(passes == 1, g, 0.0), out.dtype.element_ty, COMPILED), left, PARTIAL)
+        packed = tl.load(bits + start // 8 + byte)
+    passes = (packed[:, None].to(tl.int32) >> tl.arange(0, 8)[None, :]) & 1
+    # As torch's dropout does: what it drops becomes a zero of the gradient's sign.
+    result = g * passes.to(tl.float32) * scale if SCALED else tl.where(passes == 1, g, 0.0)
+    store_raw(out + start, to_raw(result, out.dtype.element_ty, COMPILED), left, PARTIAL)
 
 
-@triton.jit(do_not_specialize=["numel"])
-def relu_backward_kernel(positive, grad, out, numel: tl.int64, COMPILED: tl.constexpr):
-    """Compute the gradient of relu from bits."""
+@triton.jit(do_not_specialize=["numel", "scale"])
+def masked_kernel(bits, grad, out, numel: tl.int64, scale: tl.float32, SCALED: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute the gradient of relu from bits, or that of dropout, which scales what it lets through."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
     if numel - start >= FLAT_TILE:
-        _relu_backward(positive, grad, out, start, FLAT_TILE, COMPILED, False)
+        _masked(bits, grad, out, start, FLAT_TILE, scale, SCALED, COMPILED, False)
     else:
-        _relu_backward(positive, grad, out, start, (numel - start).to(tl.int32), COMPILED, True)
+        _masked(bits, grad, out, start, (numel - start).to(tl.int32), scale, SCALED, COMPILED, True)

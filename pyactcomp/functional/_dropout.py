@@ -8,32 +8,41 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import codec
 from ..codec import Impl, Rounding
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, check_float_tensor, recorded, saving
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, how: Saving) -> Tensor:
-        ctx.p, ctx.dtype, ctx.native = p, x.dtype, x.is_cuda
+        ctx.p, ctx.dtype, ctx.how, ctx.native = p, x.dtype, how, x.is_cuda
         if ctx.native:
             out, mask = torch.native_dropout(x, p, True)
         else:
             # Torch multiplies by scaled noise there: dropout of ones is that noise, drawn in the same way.
             noise = F.dropout(torch.ones_like(x), p)
             out, mask = x * noise, noise != 0
+        ctx.shape, ctx.stride = mask.shape, mask.stride()
         kept, ctx.restore = how.keep_mask(mask)
         ctx.save_for_backward(kept)
         return out
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask = ctx.restore(ctx.saved_tensors[0])
+        (bits,) = ctx.saved_tensors
+        scale = 1.0 / (1.0 - ctx.p)
+        # With create_graph=True the gradient is computed by torch's operators, which have derivatives.
+        dense = codec.is_dense(ctx.shape, ctx.stride)
+        if ctx.native and dense and ctx.how.runs_kernels(grad) and not torch.is_grad_enabled():
+            from . import _fused_activations
+
+            return _fused_activations.dropout_backward(bits, grad, ctx.shape, ctx.stride, scale), None, None
+        mask = ctx.restore(bits)
         if ctx.native:
-            return torch.ops.aten.native_dropout_backward(grad, mask, 1.0 / (1.0 - ctx.p)), None, None
-        scale = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
-        return grad * (mask * scale), None, None
+            return torch.ops.aten.native_dropout_backward(grad, mask, scale), None, None
+        noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
+        return grad * (mask * noise), None, None
 
 
 def dropout(
@@ -60,8 +69,8 @@ def dropout(
     Returns
     -------
     Tensor, the shape and dtype of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError. It and the gradients are those
-        of :func:`torch.nn.functional.dropout` in training, from the same state of torch's generator, to the bit.
+        It and the gradients are those of :func:`torch.nn.functional.dropout` in training, from the same state of
+        torch's generator, to the bit.
 
     Raises
     ------

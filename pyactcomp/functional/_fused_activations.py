@@ -48,7 +48,7 @@ class _Layout:
         name: str,
         constants: tuple[object, ...],
         tensors: tuple[Tensor, ...],
-        scalars: tuple[int, ...] = (),
+        scalars: tuple[int | float, ...] = (),
         *,
         tile: int = _FLAT_TILE,
         warps: int = _WARPS,
@@ -209,7 +209,19 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Te
 
     def backward(positive: Tensor, grad: Tensor) -> Tensor:
         grad_x = layout.empty(grad.dtype)
-        layout.launch(_activation_kernels, "relu_backward_kernel", (), (positive, layout.arrange(grad), grad_x))
+        tensors = (positive, layout.arrange(grad), grad_x)
+        layout.launch(_activation_kernels, "masked_kernel", (False,), tensors, (0.0,))
         return grad_x
 
     return out, positive, backward
+
+
+def dropout_backward(bits: Tensor, grad: Tensor, shape: torch.Size, stride: tuple[int, ...], scale: float) -> Tensor:
+    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask of a shape and strides.
+
+    A bfloat16 element moves 4.125 bytes, where restoring the mask and reading it again would move 6.125.
+    """
+    layout = _Layout(shape, stride, grad.device)
+    grad_x = layout.empty(grad.dtype)
+    layout.launch(_activation_kernels, "masked_kernel", (True,), (bits, layout.arrange(grad), grad_x), (scale,))
+    return grad_x

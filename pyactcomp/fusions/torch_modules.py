@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ..functional._dropout import dropout
 from ..functional._gelu import gelu
 from ..functional._layer_norm import layer_norm
 from ..functional._max_pool import max_pool2d
 from ..functional._rms_norm import rms_norm
+from ..redo import is_stored_result
 from .formulas import children_fed, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
 from .untouched import plain, untouched
@@ -83,6 +85,18 @@ class MaxPool2d(Fused, nn.MaxPool2d):
         return max_pool2d(input, self.kernel_size, self.stride, self.padding, **how)
 
 
+class Dropout(Fused, nn.Dropout):
+    """``nn.Dropout``, but not in place."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop elements."""
+        how = options(self, input)
+        # What torch's own makes of stored probabilities is computed again from them.
+        if how is None or self.inplace or is_stored_result(input):
+            return super().forward(input)
+        return dropout(input, self.p, **how)
+
+
 # Blocks whose norms feed one child each: (module, class) -> {norm: child}.
 _PRE_NORM = {
     ("transformers.models.gpt2.modeling_gpt2", "GPT2Block"): {"ln_1": "attn", "ln_2": "mlp"},
@@ -96,6 +110,7 @@ def table() -> dict[type[Module], Fusion]:
     return {norm: Fusion(form_of(LayerNorm, norm)) for norm in _layer_norms()} | {
         nn.RMSNorm: Fusion(form_of(RMSNorm, nn.RMSNorm)),
         nn.GELU: Fusion(form_of(GELU, nn.GELU)),
+        nn.Dropout: Fusion(form_of(Dropout, nn.Dropout), exact=True),
         nn.MaxPool2d: Fusion(form_of(MaxPool2d, nn.MaxPool2d), exact=True),
     }
 
