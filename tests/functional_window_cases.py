@@ -16,6 +16,7 @@ from pyactcomp import codec
 from pyactcomp.functional import _fused_windows
 from pyactcomp.functional._residual_add import residual_add
 from pyactcomp.functional._saving import saving
+from pyactcomp.functional._take_rows import take_rows
 from pyactcomp.functional._window_attention import window_attention
 from pyactcomp.kernels import triton as kernels
 
@@ -96,6 +97,21 @@ def test_residual_add_is_bitwise_that_of_the_operators(
     (grad,) = placed(grad.to(out.dtype))
     for ours, torchs in zip(*(torch.autograd.grad(t, leaves, grad) for t in (out, expected)), strict=True):
         assert torch.equal(ours, torchs)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2, (torch.float32,) * 2])
+@pytest.mark.parametrize("width", [96, 5])
+def test_take_rows_is_bitwise_a_cast_of_the_rows(dtypes: tuple[torch.dtype, torch.dtype], width: int) -> None:
+    x, grad = normal(36, width), normal(36, width, seed=1)
+    x[0, :4] = torch.tensor([0.0, -0.0, float("inf"), 1e-40])
+    rows = torch.randperm(36, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    x, rows, grad = placed(x.to(dtypes[0]), rows, grad.to(dtypes[1]))
+    leaf = x.requires_grad_()
+    ours = take_rows(leaf, rows, rows.argsort().int(), dtypes[1], "triton")
+    theirs = leaf[rows].to(dtypes[1])
+    assert torch.equal(ours.signbit(), theirs.signbit())
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(t, leaf, grad)[0] for t in (ours, theirs)))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from window_checks import attention, check_window_attention, inputs, recipe_of
 
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional._residual_add import residual_add
+from pyactcomp.functional._take_rows import take_rows
 from pyactcomp.functional._window_attention import window_attention
 
 
@@ -78,6 +79,18 @@ def test_residual_add_passes_gradcheck(scaled: bool, ordered: bool) -> None:
         expected[to] += branch.detach()[i] * (1 if scale is None else scale[to // 2])
     assert torch.equal(residual_add(x, branch, scale=scale, rows=rows), expected)
     assert torch.equal(residual_add(x.detach(), branch.detach(), scale=scale, rows=rows), expected)
+
+
+def test_take_rows_passes_gradcheck_twice() -> None:
+    rows = torch.tensor([3, 0, 2, 1])
+    x = normal(4, 2).double().requires_grad_()
+
+    def taken(x: Tensor) -> Tensor:
+        return take_rows(x, rows, rows.argsort(), torch.float64).sin()
+
+    assert torch.equal(taken(x), x[rows].sin())
+    assert torch.autograd.gradcheck(taken, (x,))
+    assert torch.autograd.gradgradcheck(taken, (x,))
 
 
 def test_residual_add_saves_nothing_of_its_operands() -> None:

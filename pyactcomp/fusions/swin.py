@@ -1,7 +1,8 @@
 """The blocks of timm's Swin Transformer in fused form.
 
 Partition into windows, the cyclic shift and their inverses are an order of rows: the norm before the attention writes
-its rows in that order, and the residual addition behind it takes them back. Neither costs a pass.
+its rows in that order, and the residual addition behind it takes them back. Neither costs a pass. In lossless mode the
+norm is torch's, and autocast's cast of its output for the attention takes the rows.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch.nn import Module
 
 from ..functional._layer_norm import layer_norm
 from ..functional._residual_add import residual_add
+from ..functional._take_rows import take_rows
 from ..functional._window_attention import window_attention
 from .base import Options
-from .fusion import Fused, Fusion, form_of, options
+from .fusion import Fused, Fusion, autocast_dtype, form_of, options
 from .untouched import plain
 
 # Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
@@ -72,13 +74,21 @@ class Block(Fused):
         if how is None or self.dynamic_mask or not self._known(x):
             return cast(Tensor, super().forward(x))
         batch, height, width, channels = x.shape
-        order = _windows(batch, height, width, tuple(self.window_size), tuple(self.shift_size), x.device)
+        order, inverse = _windows(batch, height, width, tuple(self.window_size), tuple(self.shift_size), x.device)
         rows = x.reshape(-1, channels)
-        windows = _normalise(self.norm1, rows, how, order).view(-1, self.window_area, channels)
-        branch = self.attn(windows, mask=self.attn_mask).reshape(-1, channels)
+        exact = how["bits"] is None
+        if exact:
+            normal = self.norm1(x).reshape(-1, channels)
+            windows = take_rows(normal, order, inverse, autocast_dtype(normal) or normal.dtype, how["impl"])
+        else:
+            windows = _normalise(self.norm1, rows, how, order)
+        branch = self.attn(windows.view(-1, self.window_area, channels), mask=self.attn_mask).reshape(-1, channels)
         scale = _drops(self.drop_path1, branch, batch)
         rows = residual_add(rows, branch, scale=scale, rows=order, impl=how["impl"])
-        tokens = _normalise(self.norm2, rows, {**how, "seed": how["seed"] ^ 1}, None).view(batch, -1, channels)
+        if exact:
+            tokens = self.norm2(rows.view(batch, -1, channels))
+        else:
+            tokens = _normalise(self.norm2, rows, {**how, "seed": how["seed"] ^ 1}, None).view(batch, -1, channels)
         branch = self.mlp(tokens).reshape(-1, channels)
         scale = _drops(self.drop_path2, branch, batch)
         return residual_add(rows, branch, scale=scale, impl=how["impl"]).view(x.shape)
@@ -112,12 +122,13 @@ def _drops(drop_path: Module, branch: Tensor, batch: int) -> Tensor | None:
 @functools.lru_cache(maxsize=64)
 def _windows(
     batch: int, height: int, width: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device
-) -> Tensor:
-    """Return the row of [batch, height, width] that each token of the shifted windows comes from, int32."""
+) -> tuple[Tensor, Tensor]:
+    """Return the row of [batch, height, width] that each token of the shifted windows comes from, and the inverse."""
     rows = torch.arange(batch * height * width, dtype=torch.int32, device=device).view(batch, height, width)
     rows = rows.roll((-shift[0], -shift[1]), (1, 2))
     split = rows.view(batch, height // window[0], window[0], width // window[1], window[1])
-    return split.transpose(2, 3).flatten()
+    order = split.transpose(2, 3).flatten()
+    return order, order.argsort().to(torch.int32)
 
 
 def table() -> dict[type[Module], Fusion]:
@@ -128,6 +139,8 @@ def table() -> dict[type[Module], Fusion]:
     return {
         swin.WindowAttention: Fusion(form_of(WindowAttention, swin.WindowAttention), bypassed=("attn_drop", "softmax")),
         swin.SwinTransformerBlock: Fusion(
-            form_of(Block, swin.SwinTransformerBlock), bypassed=("norm1", "norm2", "drop_path1", "drop_path2")
+            form_of(Block, swin.SwinTransformerBlock),
+            exact=True,
+            bypassed=("norm1", "norm2", "drop_path1", "drop_path2"),
         ),
     }
