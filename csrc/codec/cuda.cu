@@ -253,36 +253,57 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   for (int c = 0; c < kChunks && tile + c * kChunk < a.numel; ++c) decode_carefully<kType, kBits>(a, tile + c * kChunk);
 }
 
-/// Eight booleans a thread. Any nonzero byte is true.
+/// Of a thread: two loads of 16 bytes, and one store of 4.
+constexpr int kBooleans = 32;
+
+/// Packs eight booleans, any nonzero byte being true.
+__device__ std::uint32_t pack_booleans(std::uint32_t first, std::uint32_t second) {
+  // One bit of each byte, then the sum of the bytes in the top one.
+  const std::uint32_t low = (__vcmpne4(first, 0) & 0x08040201u) * 0x01010101u >> 24;
+  const std::uint32_t high = (__vcmpne4(second, 0) & 0x08040201u) * 0x01010101u >> 24;
+  return low | high << 4;
+}
+
+__device__ uint2 unpack_booleans(std::uint32_t packed) {
+  // Copies of the four bits seven places apart do not overlap; one of each byte is kept.
+  return make_uint2((packed & 0xFu) * 0x00204081u & 0x01010101u, (packed >> 4 & 0xFu) * 0x00204081u & 0x01010101u);
+}
+
 __global__ void __launch_bounds__(kThreads) encode_booleans_kernel(const __grid_constant__ EncodeArguments a) {
-  const std::int64_t byte = (static_cast<std::int64_t>(gridDim.x) - 1 - blockIdx.x) * kThreads + threadIdx.x;
-  const std::int64_t first = byte * 8;
-  if (first >= a.numel) return;
-  std::uint32_t packed = 0;
-  if (a.wide && first + 8 <= a.numel) {
-    const uint2 both = *reinterpret_cast<const uint2*>(a.source + first);
-    // One bit of each byte, then the sum of the bytes in the top one.
-    const std::uint32_t low = (__vcmpne4(both.x, 0) & 0x08040201u) * 0x01010101u >> 24;
-    const std::uint32_t high = (__vcmpne4(both.y, 0) & 0x08040201u) * 0x01010101u >> 24;
-    packed = low | high << 4;
-  } else {
-    for (int i = 0; i < 8 && first + i < a.numel; ++i) packed |= (a.source[first + i] != 0 ? 1u : 0u) << i;
+  const std::int64_t thread = (static_cast<std::int64_t>(gridDim.x) - 1 - blockIdx.x) * kThreads + threadIdx.x;
+  const std::int64_t first = thread * kBooleans;
+  if (a.wide && first + kBooleans <= a.numel) {
+    const auto* const source = reinterpret_cast<const uint4*>(a.source + first);
+    const uint4 left = source[0];
+    const uint4 right = source[1];
+    *reinterpret_cast<std::uint32_t*>(a.codes + first / 8) =
+        pack_booleans(left.x, left.y) | pack_booleans(left.z, left.w) << 8 | pack_booleans(right.x, right.y) << 16 |
+        pack_booleans(right.z, right.w) << 24;
+    return;
   }
-  a.codes[byte] = static_cast<unsigned char>(packed);
+  for (std::int64_t at = first; at < first + kBooleans && at < a.numel; at += 8) {
+    std::uint32_t packed = 0;
+    for (int i = 0; i < 8 && at + i < a.numel; ++i) packed |= (a.source[at + i] != 0 ? 1u : 0u) << i;
+    a.codes[at / 8] = static_cast<unsigned char>(packed);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) decode_booleans_kernel(const __grid_constant__ DecodeArguments a) {
-  const std::int64_t byte = (static_cast<std::int64_t>(gridDim.x) - 1 - blockIdx.x) * kThreads + threadIdx.x;
-  const std::int64_t first = byte * 8;
-  if (first >= a.numel) return;
-  const std::uint32_t packed = a.codes[byte];
-  if (a.wide && first + 8 <= a.numel) {
-    // Copies of the four bits seven places apart do not overlap; one of each byte is kept.
-    const std::uint32_t low = (packed & 0xFu) * 0x00204081u & 0x01010101u;
-    const std::uint32_t high = (packed >> 4) * 0x00204081u & 0x01010101u;
-    *reinterpret_cast<uint2*>(a.out + first) = make_uint2(low, high);
-  } else {
-    for (int i = 0; i < 8 && first + i < a.numel; ++i) a.out[first + i] = static_cast<unsigned char>(packed >> i & 1u);
+  const std::int64_t thread = (static_cast<std::int64_t>(gridDim.x) - 1 - blockIdx.x) * kThreads + threadIdx.x;
+  const std::int64_t first = thread * kBooleans;
+  if (a.wide && first + kBooleans <= a.numel) {
+    const std::uint32_t packed = *reinterpret_cast<const std::uint32_t*>(a.codes + first / 8);
+    auto* const out = reinterpret_cast<uint4*>(a.out + first);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 low = unpack_booleans(packed >> 16 * half);
+      const uint2 high = unpack_booleans(packed >> (16 * half + 8));
+      out[half] = make_uint4(low.x, low.y, high.x, high.y);
+    }
+    return;
+  }
+  for (std::int64_t at = first; at < first + kBooleans && at < a.numel; ++at) {
+    a.out[at] = static_cast<unsigned char>(a.codes[at / 8] >> at % 8 & 1);
   }
 }
 
@@ -358,7 +379,8 @@ cudaError_t launch(KernelOf<Arguments> kernel, dim3 grid, Arguments arguments, c
 }
 
 int elements_per_thread(const Spec& spec, bool small, int unroll) {
-  return spec.dtype == DType::kBool || small ? kPerLane : kPerLane * unroll;
+  if (spec.dtype == DType::kBool) return kBooleans;
+  return small ? kPerLane : kPerLane * unroll;
 }
 
 }  // namespace
