@@ -16,7 +16,7 @@ COLOURS = {VANILLA: INK, "lossless": "#2e6f95", "int8": "#d1495b", "nearest2": "
 NAMES = {"nearest2": "2 bits, nearest"}
 TITLES = {"byte_lm": "Byte language model, 25 M parameters", "resnet50_digits": "ResNet-50 on handwritten digits"}
 SHADE = "#f1f3f5"
-LEFT, RIGHT = -2 * LIMIT, 2.4 * LIMIT
+LEFT, RIGHT = -2 * LIMIT, 3.4 * LIMIT
 """Ends of the axis of degradations; what is beyond is drawn at the edge with its figure."""
 
 
@@ -86,7 +86,7 @@ def _degradations(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.set_xlim(LEFT, RIGHT)
     axes.set_ylim(len(compared) - 0.5, -0.7)
     axes.set_yticks(range(len(compared)), [NAMES.get(outcome.arm, outcome.arm) for outcome in compared])
-    ticks = [LEFT, -LIMIT, 0.0, LIMIT, 2 * LIMIT]
+    ticks = [LEFT, -LIMIT, 0.0, LIMIT, 2 * LIMIT, 3 * LIMIT]
     axes.set_xticks(ticks, [f"{100 * tick:+g} %" if tick else "0" for tick in ticks])
     axes.set_xlabel("worse than vanilla: each seed, the mean and its upper 95 % bound")
     axes.grid(visible=False)

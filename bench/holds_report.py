@@ -47,8 +47,12 @@ class Outcome:
     def verdict(self) -> str:
         if self.arm == VANILLA:
             return ""
+        seeds = f"{len(self.degradations)} of {SEEDS} seeds"
+        if self.arm == MUST_FAIL and self.degradations and math.isinf(self.mean):
+            # No further seed could make up for one that diverged.
+            return "fails, as it must" if self.complete else f"fails, as it must ({seeds})"
         if not self.complete:
-            return f"{len(self.degradations)} of {SEEDS} seeds"
+            return seeds
         if self.arm == MUST_FAIL:
             # Its bound alone could exceed the limit by noise, which would show nothing: its mean has to.
             return "fails, as it must" if self.mean > LIMIT else "not told apart: the test shows nothing"

@@ -331,6 +331,8 @@ def test_diverged_arm_fails() -> None:
              for row in pairs("nearest2", [0.0] * 5)]  # fmt: skip
     assert one(found, "nearest2").verdict == "fails, as it must"
     assert "diverged" in holds_report.holds_table(found)
+    fewer = [row for row in found if (row["method"], row["seed"]) != ("nearest2", 4)]
+    assert one(fewer, "nearest2").verdict == "fails, as it must (4 of 5 seeds)"
 
 
 def test_only_pairs_of_the_same_sources_count() -> None:
