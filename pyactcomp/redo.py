@@ -123,7 +123,8 @@ class Redone(Shared):
         reader = self.recipe.shape_reader
         # One that is shared is kept for the others, who may read more.
         if reader is not None and self.uses == 1 and (node := running_node()) is not None and node.name() == reader:
-            return torch.empty((), dtype=self._dtype, device=self.device).expand(self.shape)
+            # Memory for all elements, as before: CUDA's kernel copies an input with gaps or repeats.
+            return torch.empty_strided(self.shape, self.stride, dtype=self._dtype, device=self.device)
         return super().restore()
 
     def _make(self) -> Tensor:

@@ -65,13 +65,13 @@ def test_the_memory_of_a_forward_is_what_the_report_says() -> None:
     model(x * 1).sum().backward()
     report = pyactcomp.report(model)
     model.zero_grad()
-    before = torch.cuda.memory_allocated()
+    # What was asked for: what the allocator adds to a buffer depends on the free blocks that it has.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     out = model(x * 1)
-    held = torch.cuda.memory_allocated() - before
-    # The result is held by us. The allocator rounds each buffer up to 512 bytes, and leaves up to 1 MiB at the end of
-    # each segment of 20 MiB to the last buffer in it.
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    # The result is held by us. Nothing else is but scalars, such as seeds.
     stored = report.stored_bytes + out.nbytes
-    assert stored <= held <= stored + 512 * (len(report.tensors) + 1) + 2**20 * (1 + stored // (20 * 2**20))
+    assert stored <= held <= stored + 16 * len(report.tensors)
 
 
 def test_a_region_is_ordered_and_kept_for_another_stream() -> None:

@@ -32,17 +32,17 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
         scale = 1.0 / (1.0 - ctx.p)
-        # With create_graph=True the gradient is computed by torch's operators, which have derivatives.
-        dense = codec.is_dense(ctx.shape, ctx.stride)
-        if ctx.native and dense and ctx.how.runs_kernels(grad) and not torch.is_grad_enabled():
+        if not ctx.native:
+            noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
+            return grad * (ctx.restore(bits) * noise), None, None
+        if torch.is_grad_enabled():
+            # With create_graph=True torch takes operators that have derivatives, and these round the scale.
+            return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
+        if ctx.how.runs_kernels(grad) and codec.is_dense(ctx.shape, ctx.stride):
             from . import _fused_activations
 
             return _fused_activations.dropout_backward(bits, grad, ctx.shape, ctx.stride, scale), None, None
-        mask = ctx.restore(bits)
-        if ctx.native:
-            return torch.ops.aten.native_dropout_backward(grad, mask, scale), None, None
-        noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
-        return grad * (mask * noise), None, None
+        return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
 
 
 def dropout(
