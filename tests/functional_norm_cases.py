@@ -62,6 +62,15 @@ def test_norm_is_within_its_bounds(centred: bool, dtype: torch.dtype, shape: tup
     check(case(*shape, dtype=dtype, centred=centred, device=DEVICE), "triton")
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 200)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_with_a_copy_is_within_bounds_of_rounding_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    c = case(*shape, dtype=dtype, centred=False, device=DEVICE)
+    check(c, "triton", copy=True)
+    kept = [s for s in saved_by(lambda: c.run(c.leaves(), "triton", copy=True)) if s.dtype is torch.uint8]
+    assert [s.tolist() for s in kept] == [c.x.view(-1).view(torch.uint8).tolist()]
+
+
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS[1:])
 @pytest.mark.parametrize("centred", [True, False])
 def test_norm_in_other_formats_is_within_its_bounds(centred: bool, bits: int, group_size: int) -> None:

@@ -272,8 +272,23 @@ X = normal(4, 64)
         (lambda: rms_norm(X, X, 1e-6), ValueError, r"got \(4, 64\) and \(4, 64\)"),
         (lambda: rms_norm(X.int(), None, 1e-6), TypeError, "x must be a floating-point"),
         (lambda: rms_norm(X, None, 1e-6, bits=7), ValueError, "bits must be one of"),
+        (lambda: rms_norm(X, None, 1e-6, bits=None, copy=True), ValueError, "leave one of them out"),
     ],
 )
 def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+def test_a_copy_may_be_written_around() -> None:
+    x, weight = normal(6, 128).requires_grad_(), normal(128, seed=1).requires_grad_()
+
+    def gradients(edit: bool) -> tuple[Tensor, ...]:
+        y = x * 1
+        out = rms_norm(y, weight, 1e-6, copy=True)
+        if edit:
+            y.add_(1)
+        return torch.autograd.grad(out.square().sum(), (x, weight))
+
+    for got, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(got, expected)

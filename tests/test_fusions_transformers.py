@@ -73,8 +73,8 @@ def kinds(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        (llama, {"GatedMLP", "Projections", "RMSNorm"}),
-        (qwen3, {"GatedMLP", "Projections", "RMSNorm"}),
+        (llama, {"GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
+        (qwen3, {"GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
         (gpt2, {"Dropout", "LayerNorm", "LayerNormForLinear", "NewGELU"}),
         (bert, {"Dropout", "GELU", "LayerNorm", "Projections", "ResidualNorm"}),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import triton as codec_kernels
-from ._launch import buffer, keys, launcher
+from ._launch import buffer, copy_buffer, keys, launcher
 from ._saving import Saving
 
 # A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
@@ -56,13 +56,14 @@ class Norm:
     """A norm over ``shape`` that :func:`serves` allows.
 
     A layer norm if ``centred``; else rows are divided by their root mean square, and rounded to their own type before
-    they are multiplied by the weight.
+    they are multiplied by the weight. Of rows of type ``copied`` bytes of a copy stand where those of codes would.
     """
 
     shape: tuple[int, ...]
     centred: bool
     eps: float
     how: Saving
+    copied: torch.dtype | None = None
 
     @property
     def length(self) -> int:
@@ -90,12 +91,13 @@ class Norm:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``."""
         rows, groups, warps = self._tiling(x.numel(), *_FORWARD)
-        out, packed = torch.empty_like(x, dtype=dtype), buffer(x, self.how)
+        out = torch.empty_like(x, dtype=dtype)
+        packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
         rstd = x.new_empty(x.numel() // self.length, dtype=torch.float32)
         given = (residual, weight, bias, indices)
         constants = (rows, *(t is not None for t in given), *self._codes(groups), self.how.stochastic)
         launch = self._launcher("norm_forward_kernel", constants, warps, x.device)
-        tensors = (x, *(_dense(t, x) for t in given), out, packed, rstd)
+        tensors = (x, *(_dense(t, x) for t in given), out, self._elements(packed), rstd)
         launch(rstd.numel() // rows, tensors, (x.numel(), self.eps, *keys(self.how)))
         return out, packed, rstd
 
@@ -113,7 +115,7 @@ class Norm:
         rows, groups, warps = self._tiling(out.numel(), *_REDO)
         constants = (rows, weight is not None, bias is not None, *self._codes(groups))
         launch = self._launcher("norm_redo_kernel", constants, warps, out.device)
-        tensors = (packed, rstd, _dense(weight, rstd), _dense(bias, rstd), out)
+        tensors = (self._elements(packed), rstd, _dense(weight, rstd), _dense(bias, rstd), out)
         launch(rstd.numel() // rows, tensors, (out.numel(),))
         return out
 
@@ -141,14 +143,20 @@ class Norm:
         # The weight's are first, the bias's last; where neither is wanted, something stands in.
         parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
         results = (out, other[0] if other else out, *parameters)
-        tensors = (packed, rstd, _dense(weight, rstd), grad, _dense(indices, rstd), *results)
+        tensors = (self._elements(packed), rstd, _dense(weight, rstd), grad, _dense(indices, rstd), *results)
         launch(programs, tensors, (grad.numel(),))
         of_parameters = iter(sums.sum(1))
         of_inputs = (None if d is None else inputs[d] for d in dtypes)
         return *of_inputs, *(next(of_parameters).view(self.shape) if need else None for need in needs)
 
+    def _elements(self, packed: Tensor) -> Tensor:
+        return packed if self.copied is None else packed.view(self.copied)
+
     def _codes(self, groups: int) -> tuple[int | None, int, int]:
-        return self.how.bits, self.how.group_size, groups
+        from . import _norm_kernels
+
+        bits = self.how.bits if self.copied is None else int(_norm_kernels.COPY.value)
+        return bits, self.how.group_size, groups
 
     def _launcher(
         self, kernel: str, constants: tuple[Any, ...], warps: int, device: torch.device

@@ -42,3 +42,8 @@ def buffer(x: Tensor, how: Saving) -> Tensor:
     assert how.bits is not None
     nbytes = fmt.packed_nbytes(x.numel(), how.bits, how.group_size)
     return stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
+
+
+def copy_buffer(x: Tensor) -> Tensor:
+    """Return a buffer of bytes for a copy of ``x``, which hooks keep as they keep codes."""
+    return stand_for(torch.empty(x.nbytes, dtype=torch.uint8, device=x.device), x)

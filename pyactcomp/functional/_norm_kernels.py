@@ -30,6 +30,9 @@ from ..kernels.triton_ops import (
 )
 from ._kernel_parts import restore
 
+# What stands in the place of BITS where there are no codes, but a copy of the elements in their own type.
+COPY = tl.constexpr(16)
+
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
@@ -150,9 +153,12 @@ def norm_forward_kernel(
     values = load_tile(_rows_from(x, indices, row, N, ROWS, INDEXED, GROUPS), N, GROUP, GROUPS, PARTIAL)
     if HAS_RESIDUAL:
         values = _rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE, COMPILED)
-    index, high = element_index(start, key1, GROUP, GROUPS)
-    codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
-    store_codes(packed, codes, parameters, start, N, numel, BITS, RUN, PARTIAL)
+    if BITS == COPY:
+        store_raw(packed + start, to_raw(values, DTYPE, COMPILED), N, PARTIAL)
+    else:
+        index, high = element_index(start, key1, GROUP, GROUPS)
+        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
+        store_codes(packed, codes, parameters, start, N, numel, BITS, RUN, PARTIAL)
 
     y = _centred(tl.reshape(values, [ROWS, TILE // ROWS]), N, CENTRED)
     AS_TORCH: tl.constexpr = not (CENTRED or HAS_RESIDUAL or INDEXED) and ROWS == 1 and N % 128 == 0
@@ -189,7 +195,11 @@ def _normalised(
     """Return restored rows, normalised, and what they were multiplied by."""
     TILE: tl.constexpr = GROUPS * GROUP
     scale = tl.load(rstd + row + tl.arange(0, ROWS)[:, None])
-    x = restore(packed, row * N, N, numel, BITS, GROUP, GROUPS, RUN, N * ROWS != TILE)
+    PARTIAL: tl.constexpr = N * ROWS != TILE
+    if BITS == COPY:
+        x = load_tile(packed + row * N, N, GROUP, GROUPS, PARTIAL)
+    else:
+        x = restore(packed, row * N, N, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     return _centred(tl.reshape(x, [ROWS, TILE // ROWS]), N, CENTRED) * scale, scale
 
 

@@ -34,20 +34,20 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, how: Saving) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         gamma = None if weight is None else weight.detach()
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype
         if serves(x, None, x.shape[-1:], dtype, how):
-            ctx.norm = norm = Norm(tuple(x.shape[-1:]), False, eps, how)
+            ctx.norm = norm = Norm(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
             out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype)
             ctx.save_for_backward(packed, rstd, weight)
             offer(ctx, out, functools.partial(norm.redo, packed, rstd, gamma, None, out.shape), *parameters)
             return out
 
-        kept, ctx.restore = how.keep(x.detach())
+        kept, ctx.restore = how.keep_copy(x) if copy else how.keep(x.detach())
         wide = _wide(x)
         rstd = _reciprocal_deviation(wide, eps)
         # Exactly, the chain of torch's operators is differentiated, of which it is one.
@@ -74,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
             g = g if weight is None else g * _wide(weight)
             grad_x = (g - row * (g * row).mean(-1, keepdim=True)) * rstd
         grads = (None if g is None else g.to(d) for g, d in zip((grad_x, grad_weight), ctx.dtypes, strict=True))
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _differentiated(
@@ -100,6 +100,7 @@ def rms_norm(
     weight: Tensor | None,
     eps: float,
     *,
+    copy: bool = False,
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
@@ -120,6 +121,10 @@ def rms_norm(
     weight : Tensor, [features], or None
     eps : float
         Added to the mean square.
+    copy : bool
+        Whether to keep a copy of ``x`` in its own dtype in place of codes. What is computed from it in backward, the
+        output again among it, is then off by roundings alone: worth its bytes where large weights get their gradients
+        from that output.
     bits, group_size, rounding, seed, impl
         As in :func:`linear`. With ``bits=None`` output and gradients are bitwise those of the separate operators.
 
@@ -133,7 +138,8 @@ def rms_norm(
     TypeError
         If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match or an option has no such value.
+        If the shapes do not match, an option has no such value, or ``copy`` is asked for with ``bits=None``, which
+        keeps ``x`` itself.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 
@@ -163,6 +169,8 @@ def rms_norm(
         raise ValueError(
             f"rms_norm expects x of [..., features] and weight of [features], got {tuple(x.shape)} and {got}"
         )
+    if copy and bits is None:
+        raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
     if not recorded(x, weight):
         return _rms_norm(x, weight, eps)
-    return cast(Tensor, _RmsNorm.apply(x, weight, eps, how))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps, copy, how))  # type: ignore[no-untyped-call]

