@@ -306,6 +306,14 @@ def test_dropout_of_a_stored_result_is_torchs_own(device: str) -> None:
     assert model.node.startswith("_Dropout")
 
 
+def test_dropout_of_nothing_is_left_as_it_is() -> None:
+    model = nn.Sequential(nn.Dropout(0.0), nn.Dropout(1.0), nn.Dropout(0.5))
+    fuse(model, CONFIG)
+    assert fused_modules(model) == [("2", "Dropout")]
+    # Not one that others changed either: a report does not name it.
+    assert left_alone(model) == []
+
+
 def test_dropout_in_place_is_torchs_own() -> None:
     module = nn.Dropout(0.3, inplace=True)
     fuse(module, CONFIG)

@@ -110,9 +110,16 @@ def table() -> dict[type[Module], Fusion]:
     return {norm: Fusion(form_of(LayerNorm, norm)) for norm in _layer_norms()} | {
         nn.RMSNorm: Fusion(form_of(RMSNorm, nn.RMSNorm)),
         nn.GELU: Fusion(form_of(GELU, nn.GELU)),
-        nn.Dropout: Fusion(form_of(Dropout, nn.Dropout), exact=True),
+        # One that drops nothing, of which models have many, costs a call less as it is.
+        nn.Dropout: Fusion(
+            form_of(Dropout, nn.Dropout), exact=True, suits=lambda dropout: 0 < cast(Any, dropout).p < 1
+        ),
         nn.MaxPool2d: Fusion(form_of(MaxPool2d, nn.MaxPool2d), exact=True),
     }
+
+
+def _drops(dropout: Module) -> bool:
+    return 0 < cast(nn.Dropout, dropout).p < 1
 
 
 def _layer_norms() -> tuple[type[nn.LayerNorm], ...]:
