@@ -21,7 +21,8 @@ def step_row(method: str, ms: float, act: int, peak: int, run: str, **fields: An
     origin = {**ORIGIN, "device": "NVIDIA H200", "torch": "2.11.0", "driver": "580"}
     row = {
         "suite": "frontier", "run": run, "workload": "bert_large_amp", "method": method, "scale": "full",
-        "status": "ok", "median_ms": ms, "act_bytes": act * 2**30, "peak_minus_base_bytes": peak * 2**30,
+        "status": "ok", "median_ms": ms, "p20_ms": ms, "p80_ms": ms,
+        "act_bytes": act * 2**30, "peak_minus_base_bytes": peak * 2**30,
         "time": "2026-01-02T03:04:05+00:00", "origin": origin,
     }  # fmt: skip
     return {**row, **fields}
@@ -45,6 +46,16 @@ def test_report_takes_ratios_within_one_run() -> None:
     }  # fmt: skip
     int8 = next(row for row in latest if row["method"] == "int8")
     assert (int8["act_x"], int8["peak_x"]) == (0.5, 0.5)
+
+
+def test_report_shows_the_range_of_steps_that_wait_for_the_host() -> None:
+    rows_of = [
+        step_row("vanilla", 100.0, 20, 24, "first", p20_ms=98.0, p80_ms=103.0),
+        step_row("int8", 110.0, 10, 12, "first", p20_ms=104.6, p80_ms=121.4),
+    ]
+    table = frontier_report.steps_table(rows_of)
+    assert "| 100.0 | 1.00 |" in table
+    assert "| 110.0 (105 to 121) | 1.10 |" in table
 
 
 def test_report_fills_the_blocks_and_draws(tmp_path: Path) -> None:
