@@ -290,7 +290,8 @@ class Frame:
             or not _is_dense(whole.size(), whole.stride())
         ):
             return self._keep(tensor, LOSSLESS)
-        region, new = self._region(whole, _narrow_kernel(dtype), whole.numel() * dtype.itemsize)
+        kernel = _narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
+        region, new = self._region(whole, kernel, whole.numel() * dtype.itemsize)
         if self.recorder is not None:
             self.recorder.add(tensor, None, region.nbytes if new else 0)
         if whole is tensor:

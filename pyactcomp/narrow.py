@@ -13,8 +13,9 @@ from .kernels import triton
 class NarrowKernel:
     """Keeps a tensor in a narrower dtype that holds its values exactly; a :class:`pyactcomp.kernels.Kernel`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, by_triton: bool) -> None:
         self.dtype = dtype
+        self._by_triton = by_triton
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Cast ``source``, a dense tensor in storage order, into the bytes of ``out``."""
@@ -23,7 +24,7 @@ class NarrowKernel:
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Cast back into ``out``, a dense tensor in storage order."""
         source, target = packed.view(self.dtype), out.as_strided((out.numel(),), (1,))
-        if out.is_cuda and out.dtype is torch.float32 and _has_triton():
+        if self._by_triton and out.is_cuda and out.dtype is torch.float32 and _has_triton():
             triton.widen(source, target)
         else:
             target.copy_(source)

@@ -119,10 +119,12 @@ class Redone(Shared):
         self._dtype = dtype
 
     def restore(self) -> Tensor:
-        """Return the tensor, or nothing but its shape where that is all that the running operator reads."""
+        """Return the tensor, or memory of its layout, as it is, while a node runs that reads no more of it.
+
+        Its hooks run then too. One that reads the node's ``_saved_self`` gets that memory.
+        """
         reader = self.recipe.shape_reader
-        # One that is shared is kept for the others, who may read more.
-        if reader is not None and self.uses == 1 and (node := running_node()) is not None and node.name() == reader:
+        if reader is not None and (node := running_node()) is not None and node.name() == reader:
             # Memory for all elements, as before: CUDA's kernel copies an input with gaps or repeats.
             return torch.empty_strided(self.shape, self.stride, dtype=self._dtype, device=self.device)
         return super().restore()
@@ -245,10 +247,12 @@ def _stored_result(node: Node) -> Region | Kept | None:
     return stored if isinstance(stored, (Region, Kept)) and stored.unchanged else None
 
 
-def is_stored_result(x: Tensor) -> bool:
-    """Return whether ``x``, or what it is a view of, is the result of an operator that stores it."""
-    _, node = made_by(x)
-    return node is not None and _stored_result(node) is not None
+def is_result_to_store(x: Tensor) -> bool:
+    """Return whether ``x``, or what it is a view of, is the result of an operator that saves it.
+
+    By the operator's name alone: a checkpointed function must take the same way when it runs again.
+    """
+    return made_by(x)[0] in _SAVING_THEIR_RESULT
 
 
 def _operand(node: Node, name: str) -> Stored | None:

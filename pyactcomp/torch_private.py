@@ -56,6 +56,11 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def dispatch_mode_active() -> bool:
+    """Return whether operators are being recorded or replaced, as make_fx does: they see no kernel called directly."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def profiler_enabled() -> bool:
     """Return whether a torch profiler is recording."""
     return profiler._is_profiler_enabled
@@ -162,6 +167,14 @@ def _test_functorch() -> None:
     torch.func.vmap(probe)(torch.zeros(1))
     assert seen == [True]
     assert not inside_functorch()
+
+
+def _test_dispatch_mode() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert not dispatch_mode_active()
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
+        assert dispatch_mode_active()
 
 
 def _test_profiler() -> None:
@@ -320,6 +333,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
+    "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
     "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,

@@ -9,6 +9,7 @@ import torch
 from child_pytest import run_cases
 from functional_checks import SEED, assert_codes_saved, normal, saved_by
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from pyactcomp import dequantize, functional, quantize, redo
@@ -103,6 +104,29 @@ def test_what_is_not_recorded_is_torchs(pair: tuple[Callable[..., Tensor], Calla
     with torch.no_grad():
         assert saved_by(lambda: pair[0](x)) == []
         assert torch.equal(pair[0](x), pair[1](x))
+
+
+@pytest.mark.parametrize("function", [relu, dropout])
+def test_a_recorded_graph_holds_what_packs_a_mask(function: Callable[..., Tensor]) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(function(x).sin().sum(), x)[0]
+
+    x = leaf(70, 16)
+    found = []
+    for compute in (make_fx(gradient)(x), gradient):
+        torch.manual_seed(1)
+        found.append(compute(x))
+    assert torch.equal(*found)
+
+
+def test_dropout_of_nearly_all_in_half_precision_has_torchs_gradient() -> None:
+    # 1 / (1 - p) is no float16 number: what is dropped is 0 all the same.
+    def gradient(function: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(1)
+        x = torch.ones(64, dtype=torch.float16, requires_grad=True)
+        return torch.autograd.grad(function(x, 1 - 1e-5).sum(), x)[0]
+
+    assert torch.equal(gradient(dropout), gradient(F.dropout))
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "dropout"])

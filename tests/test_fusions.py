@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression, relative_error
 
 import pyactcomp
@@ -296,14 +297,61 @@ class Probabilities(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_dropout_of_a_stored_result_is_torchs_own(device: str) -> None:
-    # That is computed again from the result and the mask, where torch has an operator for it.
+    # On a GPU that is computed again from the result and the mask: torch has an operator for it there.
     x = torch.randn(64, 64, device=device, requires_grad=True)
     model = pyactcomp.compress(Probabilities(), mode="lossless", min_bytes=0)
     model(x, changed=False)
-    assert not model.node.startswith("_Dropout")
-    assert policy.REDONE in [t.kept for t in pyactcomp.report(model).tensors] or device == "cpu"
+    assert model.node.startswith("_Dropout") == (device == "cpu")
+    assert (policy.REDONE in [t.kept for t in pyactcomp.report(model).tensors]) == (device == "cuda")
     model(x, changed=True)
     assert model.node.startswith("_Dropout")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("change", ["freed", "edited", "nothing"])
+def test_dropout_takes_the_same_way_in_a_checkpoint_and_its_recomputation(change: str, device: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout, self.linear = nn.Dropout(0.3), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            inner = x.softmax(-1)
+
+            def inside(y: Tensor) -> Tensor:
+                return self.linear(self.dropout(inner) * y)
+
+            return inner, checkpoint(inside, y, use_reentrant=False)
+
+    torch.manual_seed(0)
+    x, y = (torch.randn(64, 64, device=device, requires_grad=True) for _ in range(2))
+    exact = Outer().to(device)
+    model = pyactcomp.compress(copy.deepcopy(exact), mode="lossless", min_bytes=0)
+    found = []
+    for candidate in (model, exact):
+        torch.manual_seed(1)
+        inner, out = candidate(x, y)
+        if change == "freed":
+            inner.sum().backward(inputs=[x])
+        elif change == "edited":
+            with torch.no_grad():
+                inner.mul_(1)
+        found.append(torch.autograd.grad(out.sum(), [y, *candidate.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_takes_batches_of_gradients(device: str) -> None:
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    grads = torch.randn(3, 8, 16, device=device)
+    exact = nn.Dropout(0.3)
+    model = copy.deepcopy(exact)
+    fuse(model, CONFIG)
+    found = []
+    for module in (model, exact):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(module(x), x, grads, is_grads_batched=True)[0])
+    assert torch.equal(*found)
 
 
 def test_dropout_of_nothing_is_left_as_it_is() -> None:

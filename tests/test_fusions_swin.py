@@ -65,6 +65,46 @@ def test_lossless_blocks_are_timms_to_the_bit(autocast: bool, dtype: torch.dtype
             assert torch.equal(got, expected)
 
 
+class Adapted(torch.nn.Module):
+    """A Linear with another beside it, as LoRA has it, that may run outside autocast or see its input's range."""
+
+    def __init__(self, linear: torch.nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = linear, kind
+        self.beside = copy.deepcopy(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "float32":
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x)
+        if self.kind == "scaled":
+            return self.linear(x / x.abs().amax())
+        return self.linear(x) + self.beside(x)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "scaled", "beside"])
+def test_block_around_other_projections_casts_nothing_early(kind: str, mode: str) -> None:
+    original = model().layers[0].blocks[0]
+    original.attn.qkv, original.mlp.fc1 = Adapted(original.attn.qkv, kind), Adapted(original.mlp.fc1, kind)
+    ours = copy.deepcopy(original)
+    fuse(ours, Config(min_bytes=0, mode=mode))
+    assert "Block" in {kind for _, kind in fused_modules(ours)}
+    seen: list[torch.dtype] = []
+    for adapted in (ours.attn.qkv, ours.mlp.fc1):
+        adapted.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    results = []
+    for block in (ours, original):
+        x = normal(6, 14, 14, 32).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = block(x)
+        leaves = [x, *block.parameters()]
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)])
+    assert seen == [torch.float32] * 2
+    if mode == "lossless":
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_from_codes_are_within_two_percent(autocast: bool) -> None:
     original = model()

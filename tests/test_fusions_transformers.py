@@ -110,6 +110,14 @@ def test_lossless_step_is_the_exact_one_to_the_bit(
     assert_step_equals(model, exact, autocast)
 
 
+def test_a_norm_of_the_same_name_behind_the_attention_keeps_codes() -> None:
+    block = built(llama).model.layers[0]
+    norm = block.post_attention_layernorm
+    assert list(transformers_modules.norms_before_gated_mlps(block)) == [norm]
+    block.post_feedforward_layernorm = copy.deepcopy(norm)
+    assert transformers_modules.norms_before_gated_mlps(block) == {}
+
+
 @pytest.mark.parametrize("build", [llama, bert])
 def test_evaluation_and_unfused_models_are_the_exact_ones(build: Callable[[str], nn.Module]) -> None:
     exact = built(build)

@@ -1,5 +1,6 @@
 // Pickles of protocol 2 to 5. The opcodes that import or call something are not known here, so no content of a file can
 // run anything; nor can it make the memo, a string or an integer longer than the file.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>

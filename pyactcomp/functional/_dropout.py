@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import codec
 from ..codec import Impl, Rounding
+from ..torch_private import inside_functorch
 from ._saving import Saving, check_float_tensor, recorded, saving
 
 
@@ -34,11 +35,12 @@ class _Dropout(torch.autograd.Function):
         scale = 1.0 / (1.0 - ctx.p)
         if not ctx.native:
             noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
-            return grad * (ctx.restore(bits) * noise), None, None
+            return grad * torch.where(ctx.restore(bits), noise, 0), None, None
         if torch.is_grad_enabled():
             # With create_graph=True torch takes operators that have derivatives, and these round the scale.
             return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
-        if ctx.how.runs_kernels(grad) and codec.is_dense(ctx.shape, ctx.stride):
+        # vmap, which grad(is_grads_batched=True) runs under, takes operators alone.
+        if ctx.how.runs_kernels(grad) and codec.is_dense(ctx.shape, ctx.stride) and not inside_functorch():
             from . import _fused_activations
 
             return _fused_activations.dropout_backward(bits, grad, ctx.shape, ctx.stride, scale), None, None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl
-from ._saving import check_float_tensor, differentiable_once, recorded, saving
+from ..torch_private import inside_functorch
+from ._saving import check_float_tensor, recorded, saving
 
 
 def _add(
@@ -43,7 +44,6 @@ class _ResidualAdd(torch.autograd.Function):
         return _add(x, branch, scale, rows, sample, dtype)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale, rows = ctx.saved_tensors
         grad_x = grad_branch = None
@@ -51,7 +51,8 @@ class _ResidualAdd(torch.autograd.Function):
             grad_x = grad.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             back = _branch_grad
-            if ctx.fused:
+            # With create_graph=True torch's operators compute it, which have derivatives; vmap takes them alone.
+            if ctx.fused and not torch.is_grad_enabled() and not inside_functorch():
                 from . import _fused_windows
 
                 back = _fused_windows.residual_add_backward
@@ -85,7 +86,7 @@ def residual_add(
     -------
     Tensor, [n, width], the dtype of ``x + branch``
         With the roundings of the separate operators: the product has the dtype of ``branch``. Nothing of ``x`` or
-        ``branch`` is kept. Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+        ``branch`` is kept. Differentiable any number of times.
 
     Raises
     ------

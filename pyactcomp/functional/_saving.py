@@ -15,6 +15,7 @@ from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
 from ..redo import stand_for
+from ..torch_private import dispatch_mode_active, inside_functorch
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
@@ -63,7 +64,8 @@ class Saving:
 
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor in one bit an element, and what restores it."""
-        if type(mask) is not Tensor or torch.compiler.is_compiling() or not mask.is_contiguous():
+        traced = torch.compiler.is_compiling() or dispatch_mode_active() or inside_functorch()
+        if traced or type(mask) is not Tensor or not mask.is_contiguous():
             packed = codec.quantize(mask, impl=self.impl)
         else:
             # Without the operator around the kernel, which graphs want, in half the host's time.

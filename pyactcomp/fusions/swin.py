@@ -2,7 +2,7 @@
 
 Partition into windows, the cyclic shift and their inverses are an order of rows: the norm before the attention writes
 its rows in that order, and the residual addition behind it takes them back. Neither costs a pass. In lossless mode the
-norm is torch's, and autocast's cast of its output for the attention takes the rows.
+norm is torch's, and the cast that autocast makes of its output for the attention takes the rows.
 """
 
 from __future__ import annotations
@@ -77,18 +77,22 @@ class Block(Fused):
         order, inverse = _windows(batch, height, width, tuple(self.window_size), tuple(self.shift_size), x.device)
         rows = x.reshape(-1, channels)
         exact = how["bits"] is None
+        early = _feeds_linear(self.attn, "timm.models.swin_transformer", "WindowAttention", "qkv")
         if exact:
             normal = self.norm1(x).reshape(-1, channels)
-            windows = take_rows(normal, order, inverse, autocast_dtype(normal) or normal.dtype, how["impl"])
+            dtype = autocast_dtype(normal) if early else None
+            windows = take_rows(normal, order, inverse, dtype or normal.dtype, how["impl"])
         else:
-            windows = _normalise(self.norm1, rows, how, order)
+            windows = _normalise(self.norm1, rows, how, order, early)
         branch = self.attn(windows.view(-1, self.window_area, channels), mask=self.attn_mask).reshape(-1, channels)
         scale = _drops(self.drop_path1, branch, batch)
         rows = residual_add(rows, branch, scale=scale, rows=order, impl=how["impl"])
         if exact:
             tokens = self.norm2(rows.view(batch, -1, channels))
         else:
-            tokens = _normalise(self.norm2, rows, {**how, "seed": how["seed"] ^ 1}, None).view(batch, -1, channels)
+            early = _feeds_linear(self.mlp, "timm.layers.mlp", "Mlp", "fc1")
+            tokens = _normalise(self.norm2, rows, {**how, "seed": how["seed"] ^ 1}, None, early)
+            tokens = tokens.view(batch, -1, channels)
         branch = self.mlp(tokens).reshape(-1, channels)
         scale = _drops(self.drop_path2, branch, batch)
         return residual_add(rows, branch, scale=scale, impl=how["impl"]).view(x.shape)
@@ -106,11 +110,16 @@ def _is_drop_path(module: Module) -> bool:
     return plain(module, nn.Identity, sys.modules["timm.layers.drop"].DropPath)
 
 
-def _normalise(norm: nn.LayerNorm, x: Tensor, how: Options, order: Tensor | None) -> Tensor:
-    """Return the norm of ``x`` in the dtype that autocast casts it to before the Linear that it goes to."""
-    device = x.device.type
-    cast = torch.is_autocast_enabled(device) and x.dtype is not torch.float64
-    dtype = torch.get_autocast_dtype(device) if cast else None
+def _feeds_linear(module: object, file: str, cls: str, name: str) -> bool:
+    """Return whether all that becomes of the input is what autocast makes of it for a Linear: it may be cast early."""
+    return plain(module, getattr(sys.modules.get(file), cls, Module)) and plain(getattr(module, name), nn.Linear)
+
+
+def _normalise(norm: nn.LayerNorm, x: Tensor, how: Options, order: Tensor | None, early: bool) -> Tensor:
+    """Return the norm of ``x``, if ``early`` in the dtype that autocast casts it to for a Linear."""
+    dtype = None
+    if early and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
     return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype, rows=order, **how)
 
 

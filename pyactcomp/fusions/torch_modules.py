@@ -14,7 +14,7 @@ from ..functional._gelu import gelu
 from ..functional._layer_norm import layer_norm
 from ..functional._max_pool import max_pool2d
 from ..functional._rms_norm import rms_norm
-from ..redo import is_stored_result
+from ..redo import is_result_to_store
 from .formulas import children_fed, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
 from .untouched import plain, untouched
@@ -91,8 +91,8 @@ class Dropout(Fused, nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements."""
         how = options(self, input)
-        # What torch's own makes of stored probabilities is computed again from them.
-        if how is None or self.inplace or is_stored_result(input):
+        # What CUDA's own makes of stored probabilities is computed again from them.
+        if how is None or self.inplace or (input.is_cuda and is_result_to_store(input)):
             return super().forward(input)
         return dropout(input, self.p, **how)
 
@@ -111,9 +111,7 @@ def table() -> dict[type[Module], Fusion]:
         nn.RMSNorm: Fusion(form_of(RMSNorm, nn.RMSNorm)),
         nn.GELU: Fusion(form_of(GELU, nn.GELU)),
         # One that drops nothing, of which models have many, costs a call less as it is.
-        nn.Dropout: Fusion(
-            form_of(Dropout, nn.Dropout), exact=True, suits=lambda dropout: 0 < cast(Any, dropout).p < 1
-        ),
+        nn.Dropout: Fusion(form_of(Dropout, nn.Dropout), exact=True, suits=_drops),
         nn.MaxPool2d: Fusion(form_of(MaxPool2d, nn.MaxPool2d), exact=True),
     }
 

@@ -216,10 +216,11 @@ def table(classes: Iterable[type[Module]]) -> dict[type[Module], Fusion]:
 
 
 def norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
-    """Return the fused form of the norm whose output goes to the gated MLP of a block of Llama's or Gemma's kind."""
+    """Return the fused form of the norm whose output goes to the gated MLP of a block of Llama's kind."""
     children = block._modules
-    norm, mlp = children.get("pre_feedforward_layernorm", children.get("post_attention_layernorm")), children.get("mlp")
-    if norm is None or mlp is None:
+    norm, mlp = children.get("post_attention_layernorm"), children.get("mlp")
+    # Beside another norm behind the MLP, one of this name stands behind the attention, as in EXAONE 4.
+    if norm is None or mlp is None or "post_feedforward_layernorm" in children:
         return {}
     norm_class, mlp_class = original_of(type(norm)), original_of(type(mlp))
     known = table({norm_class, mlp_class})
