@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from .. import codec
 from ..codec import Impl, Rounding
-from ..torch_private import inside_functorch
 from ._saving import Saving, check_float_tensor, recorded, saving
 
 
@@ -39,8 +38,7 @@ class _Dropout(torch.autograd.Function):
         if torch.is_grad_enabled():
             # With create_graph=True torch takes operators that have derivatives, and these round the scale.
             return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
-        # vmap, which grad(is_grads_batched=True) runs under, takes operators alone.
-        if ctx.how.runs_kernels(grad) and codec.is_dense(ctx.shape, ctx.stride) and not inside_functorch():
+        if ctx.how.runs_kernels(grad) and codec.is_dense(ctx.shape, ctx.stride):
             from . import _fused_activations
 
             return _fused_activations.dropout_backward(bits, grad, ctx.shape, ctx.stride, scale), None, None

@@ -85,9 +85,13 @@ class Saving:
         return self.bits is not None and self.runs_kernels(x)
 
     def runs_kernels(self, x: Tensor) -> bool:
-        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is."""
+        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is.
+
+        Inside vmap, under which batched gradients are computed too, a tensor has no memory of its own.
+        """
         return (
-            x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            not inside_functorch()
+            and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and x.numel() > 0
             and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))
             and _triton_serves(self.impl, x.device)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl
-from ..torch_private import inside_functorch
 from ._saving import saving
 
 
@@ -18,8 +17,7 @@ class _TakeRows(torch.autograd.Function):
         ctx.save_for_backward(rows, inverse)
         ctx.dtype, ctx.impl = x.dtype, impl
         # It only asks whether kernels run, which no width of codes changes.
-        served = dtype in (torch.float32, torch.bfloat16, torch.float16) and not inside_functorch()
-        if served and saving(None, 64, None, 0, impl).runs_kernels(x):
+        if saving(None, 64, None, 0, impl).runs_kernels(x) and dtype in (torch.float32, torch.bfloat16, torch.float16):
             from . import _fused_windows
 
             return _fused_windows.residual_add_backward(x, None, rows, 1, dtype)

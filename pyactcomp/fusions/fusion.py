@@ -98,10 +98,15 @@ def options(module: Module, *inputs: Tensor) -> Options | None:
     return fusing(module)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return what autocast makes of ``x`` before a Linear, or None where it leaves it as it is."""
+def linear_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast has a Linear read ``x``, or None where autocast has no say."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.dtype.is_floating_point:
         return None
-    dtype = torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast makes of ``x`` before a Linear, or None where it leaves it as it is."""
+    dtype = linear_dtype(x)
     return None if dtype is x.dtype else dtype

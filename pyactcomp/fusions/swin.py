@@ -21,7 +21,7 @@ from ..functional._residual_add import residual_add
 from ..functional._take_rows import take_rows
 from ..functional._window_attention import window_attention
 from .base import Options
-from .fusion import Fused, Fusion, autocast_dtype, form_of, options
+from .fusion import Fused, Fusion, form_of, linear_dtype, options
 from .untouched import plain
 
 # Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
@@ -80,7 +80,7 @@ class Block(Fused):
         early = _feeds_linear(self.attn, "timm.models.swin_transformer", "WindowAttention", "qkv")
         if exact:
             normal = self.norm1(x).reshape(-1, channels)
-            dtype = autocast_dtype(normal) if early else None
+            dtype = linear_dtype(normal) if early else None
             windows = take_rows(normal, order, inverse, dtype or normal.dtype, how["impl"])
         else:
             windows = _normalise(self.norm1, rows, how, order, early)
@@ -117,9 +117,7 @@ def _feeds_linear(module: object, file: str, cls: str, name: str) -> bool:
 
 def _normalise(norm: nn.LayerNorm, x: Tensor, how: Options, order: Tensor | None, early: bool) -> Tensor:
     """Return the norm of ``x``, if ``early`` in the dtype that autocast casts it to for a Linear."""
-    dtype = None
-    if early and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = linear_dtype(x) if early else None
     return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype, rows=order, **how)
 
 

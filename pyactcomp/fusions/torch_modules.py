@@ -16,7 +16,7 @@ from ..functional._max_pool import max_pool2d
 from ..functional._rms_norm import rms_norm
 from ..redo import is_result_to_store
 from .formulas import children_fed, forward_of
-from .fusion import Fused, Fusion, form_of, options, original_of
+from .fusion import Fused, Fusion, form_of, linear_dtype, options, original_of
 from .untouched import plain, untouched
 
 
@@ -40,9 +40,7 @@ class LayerNormForLinear(LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
-        device = x.device.type
-        cast_later = torch.is_autocast_enabled(device) and x.dtype is not torch.float64
-        return self._normalise(x, torch.get_autocast_dtype(device) if cast_later else None)
+        return self._normalise(x, linear_dtype(x))
 
 
 class RMSNorm(Fused, nn.RMSNorm):
