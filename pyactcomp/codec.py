@@ -15,6 +15,7 @@ from . import format as fmt
 from . import reference
 from .errors import ImplementationUnavailableError, PyactcompError, check_choice, check_integer
 from .kernels import Kernel
+from .layouts import is_dense
 
 Impl = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Rounding = Literal["nearest", "stochastic"]
@@ -136,16 +137,6 @@ def bind(
     if name == "reference":
         return _ReferenceKernel(dtype, bits, group_size, stochastic, keep_positive)
     return cast(Kernel, _module(name).bind(dtype, bits, group_size, stochastic, keep_positive, device))
-
-
-def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether elements fill their extent exactly once, in whatever order of dimensions."""
-    expected = 1
-    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
-        if step != expected:
-            return length == 0 or 0 in shape
-        expected *= length
-    return True
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from torch.autograd.graph import Node
 from torch.nn import Module
 
 from . import format as fmt
-from .codec import bind, is_dense
+from .codec import bind
 from .config import Config
 from .errors import ImplementationUnavailableError
 from .kernels import Kernel
+from .layouts import Layout, layout_of
 from .narrow import NarrowKernel, is_exact_cast
 from .policy import (
     CARRIER,
@@ -56,7 +57,6 @@ _RECENTLY_RESTORED = 2
 _LARGEST_BASE = 4
 # Sizes repeat from step to step. Not in format.py: graphs call that one with symbols, which have no hash.
 _packed_nbytes = functools.lru_cache(maxsize=4096)(fmt.packed_nbytes)
-_is_dense = functools.lru_cache(maxsize=4096)(is_dense)
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported where something was compiled; a look at who calls costs more than most of what a hook does.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -221,7 +221,7 @@ class Frame:
                     return self._keep(tensor, OTHER_LAYOUT)
                 if self.recorder is not None:
                     self.recorder.add(tensor, RECAST)
-                return Recast(tensor, parameter, self.packing.name_of)
+                return Recast(tensor, parameter, self.packing)
         if node is not None and saved is tensor:
             if name == CAST:
                 return self._pack_cast(tensor, node)
@@ -240,7 +240,7 @@ class Frame:
         if known is None:
             return self._store(copy, CAST, node)
         copies = known[0].copies
-        part = copy.dtype, copy.storage_offset(), copy.size(), copy.stride()
+        part = copy.dtype, copy.storage_offset(), layout_of(copy)
         reference = copies.get(part)
         stored = None if reference is None else reference()
         if stored is not None:
@@ -273,9 +273,8 @@ class Frame:
         shared = recipe.redone(out, dtype, self._stream_of(tensor), self._recent)
         if self.recorder is not None:
             self.recorder.add(tensor, REDONE)
-        if shared.shape == tensor.size() and shared.stride == tensor.stride():
-            return shared
-        return View(shared, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        layout = layout_of(tensor)
+        return shared if shared.layout == layout else View(shared, layout, int(tensor.storage_offset()))
 
     def _narrow(self, tensor: Tensor, cast: Node | None) -> Saved:
         """Store a tensor without loss: in the dtype that it was cast from, if that is the narrower one."""
@@ -287,7 +286,7 @@ class Frame:
             or not is_exact_cast(dtype, tensor.dtype)
             or whole._version != 0
             or whole.grad_fn is not cast
-            or not _is_dense(whole.size(), whole.stride())
+            or not layout_of(whole).dense
         ):
             return self._keep(tensor, LOSSLESS)
         kernel = _narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
@@ -296,33 +295,31 @@ class Frame:
             self.recorder.add(tensor, None, region.nbytes if new else 0)
         if whole is tensor:
             return region
-        return View(region, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return View(region, layout_of(tensor), int(tensor.storage_offset()))
 
     def _stream_of(self, tensor: Tensor) -> int:
         index = tensor.get_device()
         return current_raw_stream(index) if index >= 0 else 0
 
     def _compress(self, tensor: Tensor, kernel: Kernel) -> Saved:
-        if tensor.is_contiguous() or _is_dense(tensor.size(), tensor.stride()):
+        layout = layout_of(tensor)
+        if layout.dense:
             region, new = self._region(tensor, kernel)
             if self.recorder is not None:
                 self.recorder.add(tensor, None, region.nbytes if new else 0)
-            if new or (region.shape == tensor.size() and region.stride == tensor.stride()):
-                return region
-            return View(region, tensor.size(), tensor.stride(), 0)
-        return self._compress_with_gaps(tensor, kernel)
+            return region if region.layout == layout else View(region, layout, 0)
+        return self._compress_with_gaps(tensor, layout, kernel)
 
-    def _compress_with_gaps(self, tensor: Tensor, kernel: Kernel) -> Saved:
-        shape, stride = tensor.size(), tensor.stride()
-        source = _without_expanded(tensor, shape, stride)
+    def _compress_with_gaps(self, tensor: Tensor, layout: Layout, kernel: Kernel) -> Saved:
+        source = _without_expanded(tensor, layout)
         offset = 0
         gathered = False
-        if not _is_dense(source.size(), source.stride()):
+        if not layout_of(source).dense:
             base = tensor._base
             if base is not None and _shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
                 source = base
-            elif _overlaps(shape, stride):
+            elif _overlaps(layout):
                 return self._keep(tensor, OVERLAPPING)
             else:
                 gathered = True
@@ -330,7 +327,7 @@ class Frame:
         region, new = self._region(source, kernel)
         if self.recorder is not None:
             self.recorder.add(tensor, None, region.nbytes if new else 0)
-        return Gathered(region, tensor) if gathered else View(region, shape, stride, offset)
+        return Gathered(region, tensor) if gathered else View(region, layout, offset)
 
     def _region(self, source: Tensor, kernel: Kernel, nbytes: int | None = None) -> tuple[Region, bool]:
         """Return the packed region of a dense tensor, and whether it is new or held the same values already."""
@@ -372,7 +369,7 @@ def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:
         copy.untyped_storage().nbytes() == parameter.numel() * copy.itemsize
         and parameter.device == copy.device
         and type(parameter) in PLAIN
-        and _is_dense(parameter.size(), parameter.stride())
+        and layout_of(parameter).dense
     )
 
 
@@ -383,22 +380,22 @@ def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:
         and base.dtype is view.dtype
         and base.untyped_storage() is view.untyped_storage()
         and base.numel() <= _LARGEST_BASE * view.numel()
-        and _is_dense(base.size(), base.stride())
+        and layout_of(base).dense
     )
 
 
-def _without_expanded(tensor: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+def _without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
     """Return the tensor with each dimension that repeats one element (stride 0) narrowed to it."""
-    for dim, step in enumerate(stride):
-        if step == 0 and shape[dim] > 1:
+    for dim, step in enumerate(layout.stride):
+        if step == 0 and layout.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
-def _overlaps(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+def _overlaps(layout: Layout) -> bool:
     """Return whether elements may share memory, by the test that sorted strides skip all smaller dimensions."""
     extent = 1
-    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
+    for step, length in sorted((s, n) for s, n in zip(layout.stride, layout.shape, strict=True) if n != 1):
         if step < extent:
             return True
         extent = step * (length - 1) + extent

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import codec
 from . import format as fmt
+from .layouts import is_dense
 
 _library: Any = torch.library.Library("pyactcomp", "DEF")  # type: ignore[no-untyped-call]
 _library.define("quantize(Tensor x, int bits, int group_size, bool stochastic, int seed, str impl) -> Tensor")
@@ -32,7 +33,7 @@ def _check_format(dtype: torch.dtype, bits: int, group_size: int) -> None:
 
 def _quantize(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str) -> Tensor:
     _check_format(x.dtype, bits, group_size)
-    if not codec.is_dense(tuple(x.shape), x.stride()):
+    if not is_dense(tuple(x.shape), x.stride()):
         raise ValueError(f"the operator takes dense tensors, got shape {tuple(x.shape)}, strides {x.stride()}")
     out = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8, device=x.device)
     codec.bind(impl, x.dtype, bits, group_size, stochastic, False, x.device).encode(x, out, seed)
@@ -53,7 +54,7 @@ def _dequantize(
     impl: str,
 ) -> Tensor:
     _check_format(dtype, bits, group_size)
-    if not codec.is_dense(tuple(shape), tuple(stride)):
+    if not is_dense(tuple(shape), tuple(stride)):
         raise ValueError(f"the operator restores dense tensors, got shape {tuple(shape)}, strides {tuple(stride)}")
     if packed.dtype is not torch.uint8 or not packed.is_contiguous():
         raise TypeError(f"expected contiguous uint8 codes, got {packed.dtype} with strides {packed.stride()}")

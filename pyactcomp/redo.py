@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
+from .layouts import layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
-from .torch_private import running_node, saved_form
+from .torch_private import running_node, saved_form, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -52,11 +53,11 @@ class Recipe:
 
     __slots__ = (
         "_compute",
+        "_copies",
         "_operands",
         "_redone",
         "_versions",
         "casts",
-        "copies",
         "depth",
         "dtype",
         "shape_reader",
@@ -76,15 +77,21 @@ class Recipe:
         self._compute = compute
         self._operands = operands
         self._versions = tuple(operand._version for operand in operands)
-        self._redone: dict[torch.dtype, ref[Redone]] = {}
-        # Stored casts of the output, or of parts of it, by dtype, offset, shape and strides.
-        self.copies: dict[tuple[object, ...], ref[Kept | Region]] = {}
+        self._redone: ref[Redone] | None = None
+        self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth
         self.casts = casts
         self.shape_reader = shape_reader
         self.dtype = out.dtype
         self.storage = ref(out.untyped_storage())
         self.version = out._version
+
+    @property
+    def copies(self) -> dict[tuple[object, ...], ref[Kept | Region]]:
+        """Stored casts of the output, or of parts of it, by dtype, offset and layout."""
+        if self._copies is None:
+            self._copies = {}
+        return self._copies
 
     def serves(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` holds, provably, what is computed again: its storage was not written to since."""
@@ -97,26 +104,25 @@ class Recipe:
         return self._compute(dtype)
 
     def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
-        """Return the stored form of ``out`` in a dtype, the same one for all operators that save it."""
-        known = self._redone.get(dtype)
-        redone = known() if known is not None else None
-        if redone is not None and redone.stream == stream:
+        """Return the stored form of ``out`` in a dtype, the same one for operators in a row that save it in that."""
+        redone = None if self._redone is None else self._redone()
+        if redone is not None and redone.dtype is dtype and redone.stream == stream:
             redone.uses += 1
             return redone
         redone = Redone(self, out, dtype, stream, recent)
-        self._redone[dtype] = ref(redone)
+        self._redone = ref(redone)
         return redone
 
 
 class Redone(Shared):
     """A saved tensor that is computed again from a recipe."""
 
-    __slots__ = ("_dtype", "recipe")
+    __slots__ = ("dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
-        super().__init__(out.size(), out.stride(), out.device, stream, recent)
+        super().__init__(layout_of(out), out.device, stream, recent)
         self.recipe = recipe
-        self._dtype = dtype
+        self.dtype = dtype
 
     def restore(self) -> Tensor:
         """Return the tensor, or memory of its layout, as it is, while a node runs that reads no more of it.
@@ -126,11 +132,12 @@ class Redone(Shared):
         reader = self.recipe.shape_reader
         if reader is not None and (node := running_node()) is not None and node.name() == reader:
             # Memory for all elements, as before: CUDA's kernel copies an input with gaps or repeats.
-            return torch.empty_strided(self.shape, self.stride, dtype=self._dtype, device=self.device)
+            shape, stride, _ = self.layout
+            return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
         return super().restore()
 
     def _make(self) -> Tensor:
-        return self.recipe.compute(self._dtype)
+        return self.recipe.compute(self.dtype)
 
 
 Stored = Kept | Region | View | Redone
@@ -153,7 +160,11 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
 
 def stand_for(codes: Tensor, x: Tensor) -> Tensor:
     """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns them."""
-    codes._pyactcomp_packs = Packs(tuple(x.shape), x.dtype, x.nbytes, ref(x.untyped_storage()))  # type: ignore[attr-defined]
+    top = top_saved_tensor_hooks()
+    # Most forwards are not reported on.
+    if top is not None and getattr(getattr(top[0], "__self__", None), "recorder", None) is not None:
+        packs = Packs(tuple(x.shape), x.dtype, x.nbytes, ref(x.untyped_storage()))
+        codes._pyactcomp_packs = packs  # type: ignore[attr-defined]
     return codes
 
 
@@ -213,7 +224,7 @@ def source_of_cast(
     if producer is None:
         return None
     stored = _stored_result(producer)
-    if stored is None or stored.shape != copy.size() or stored.stride != copy.stride() or number != 0:
+    if stored is None or stored.layout != layout_of(copy) or number != 0:
         return None
     # Autocast has nll_loss save a float32 copy of log_softmax's result, the largest tensor of a language model. Its
     # backward reads the shape alone; that of images (NllLoss2D) lays the gradient out as the copy is.
@@ -296,7 +307,7 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     """Serve dropout of a tensor that its own operator stores: attention probabilities."""
     mask, (producer, _) = _operand(node, "result1"), source(node)
     stored = None if producer is None else _stored_result(producer)
-    if mask is None or stored is None or stored.shape != out.size() or stored.stride != out.stride():
+    if mask is None or stored is None or stored.layout != layout_of(out):
         return None
     probability = node._saved_p
     scale = 0.0 if probability == 1 else 1 / (1 - probability)

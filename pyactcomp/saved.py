@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from .errors import PyactcompError
 from .kernels import Kernel
+from .layouts import Layout, layout_of
 from .narrow import NarrowKernel
 from .torch_private import current_raw_stream
 
@@ -52,26 +52,32 @@ def _modified(what: str, version: int, expected: int) -> str:
     )
 
 
-def _modified_error(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
-    """Return autograd's own error for a tensor of ``shape`` whose version counter ``tensor`` shares."""
-    return RuntimeError(_modified(f"[{tensor.type()} {list(shape)}]", tensor._version, expected))
+def _modified_error(tensor: Tensor, dtype: torch.dtype, shape: torch.Size, expected: int) -> RuntimeError:
+    """Return autograd's own error for a tensor of a dtype and a shape whose version counter ``tensor`` shares."""
+    kind = tensor.new_empty(0, dtype=dtype).type()
+    return RuntimeError(_modified(f"[{kind} {list(shape)}]", tensor._version, expected))
 
 
 def check_version(tensor: Tensor, version: int) -> None:
     """Raise autograd's own error if a tensor was written to since it was at ``version``."""
     if tensor._version != version:
-        raise _modified_error(tensor, tensor.shape, version)
+        raise _modified_error(tensor, tensor.dtype, tensor.shape, version)
+
+
+def _with_version_of(tensor: Tensor, data: Tensor) -> Tensor:
+    """Return ``data`` with the version counter of ``tensor``, whose storage and graph it does not hold."""
+    probe = tensor.detach()
+    probe.data = data
+    return probe
 
 
 def _version_probe(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the version counter of ``tensor``, but neither its storage nor its graph."""
+    """Return an empty tensor with the version counter of ``tensor``."""
     key = tensor.dtype, tensor.device
     empty = _EMPTY.get(key)
     if empty is None:
         empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    probe = tensor.detach()
-    probe.data = empty
-    return probe
+    return _with_version_of(tensor, empty)
 
 
 class Kept:
@@ -80,19 +86,15 @@ class Kept:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc.
-        self.tensor = tensor.detach()
+        # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc. What no
+        # operator made holds none, and autograd, too, keeps it as it is.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     @property
-    def shape(self) -> torch.Size:
-        """Its shape."""
-        return self.tensor.size()
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Its strides."""
-        return self.tensor.stride()
+    def layout(self) -> Layout:
+        """Its layout."""
+        return layout_of(self.tensor)
 
     @property
     def unchanged(self) -> bool:
@@ -105,30 +107,39 @@ class Kept:
         return self.tensor
 
 
+class Names(Protocol):
+    """What knows the names of parameters, for errors."""
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return what to call a parameter."""
+
+
 class Recast:
     """Autocast's copy of a parameter, made again from the live parameter."""
 
-    __slots__ = ("_dtype", "_layout", "_name_of", "_parameter", "_version")
+    __slots__ = ("_dtype", "_layout", "_names", "_offset", "_parameter", "_version")
 
-    def __init__(self, copy: Tensor, parameter: Tensor, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, copy: Tensor, parameter: Tensor, names: Names) -> None:
         self._parameter = parameter
         self._version = parameter._version
         self._dtype = copy.dtype
-        self._layout = copy.size(), copy.stride(), copy.storage_offset()
-        self._name_of = name_of
+        self._layout = layout_of(copy)
+        self._offset = copy.storage_offset()
+        self._names = names
 
     def restore(self) -> Tensor:
         """Cast the live parameter again, unless it was written to."""
         version = self._parameter._version
         if version != self._version:
-            name = self._name_of(self._parameter)
+            name = self._names.name_of(self._parameter)
             raise PyactcompError(
                 _modified(name, version, self._version)
                 + f" Autocast's {self._dtype} copy of it was not kept, and the parameter has changed between forward "
                 "and backward: run backward before the optimizer's step, or keep the copies with "
                 "keep_weight_copies=True."
             )
-        return torch.as_strided(self._parameter.detach().to(self._dtype), *self._layout)
+        again = self._parameter.detach().to(self._dtype)
+        return again.as_strided(self._layout.shape, self._layout.stride, self._offset)
 
 
 class Shared:
@@ -138,13 +149,10 @@ class Shared:
     input once; ``recent`` bounds how many such tensors are kept at a time.
     """
 
-    __slots__ = ("__weakref__", "_pending", "_recent", "_restored", "device", "shape", "stream", "stride", "uses")
+    __slots__ = ("__weakref__", "_pending", "_recent", "_restored", "device", "layout", "stream", "uses")
 
-    def __init__(
-        self, shape: torch.Size, stride: tuple[int, ...], device: torch.device, stream: int, recent: Recent
-    ) -> None:
-        self.shape = shape
-        self.stride = stride
+    def __init__(self, layout: Layout, device: torch.device, stream: int, recent: Recent) -> None:
+        self.layout = layout
         self.device = device
         self.stream = stream
         self.uses = 1
@@ -208,7 +216,7 @@ class Region(Shared):
     Several saved tensors may be views of it.
     """
 
-    __slots__ = ("_buffer", "_carrier", "_kernel", "_probe", "_version", "dtype", "storage")
+    __slots__ = ("_carrier", "_kernel", "_packed", "_version", "dtype", "storage")
 
     def __init__(
         self,
@@ -220,22 +228,23 @@ class Region(Shared):
         stream: int,
         recent: Recent,
     ) -> None:
-        super().__init__(source.size(), source.stride(), source.device, stream, recent)
+        super().__init__(layout_of(source), source.device, stream, recent)
         self.dtype = source.dtype
         # The Python object of a storage lives exactly as long as the storage. Where this reference still gives it,
         # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
         self.storage = ref(source.untyped_storage())
         self._version = source._version
-        self._probe = _version_probe(source)
         self._carrier = carrier
         self._kernel = kernel
-        self._buffer = buffer
         kernel.encode(source if carrier is self.dtype else source.detach().to(carrier), buffer, seed)
+        # One tensor tells what is packed and whether the original was written to. Nothing may be written to it: that
+        # would count as written to the original.
+        self._packed = _with_version_of(source, buffer)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._buffer.numel()
+        return self._packed.numel()
 
     @property
     def narrowed(self) -> bool:
@@ -245,44 +254,45 @@ class Region(Shared):
     @property
     def unchanged(self) -> bool:
         """Whether the original has not been written to since."""
-        return self._probe._version == self._version
+        return self._packed._version == self._version
 
     def still_holds(self, source: Tensor, storage: torch.UntypedStorage, stream: int) -> bool:
         """Return whether what is packed is, provably, what ``source`` holds now at the same address and length."""
         return (
             self.storage() is storage
-            and self._version == source._version == self._probe._version
+            and self._version == source._version == self._packed._version
             and self.dtype is source.dtype
             and self.stream == stream
         )
 
     def restore(self) -> Tensor:
         """Return the restored tensor with the layout that was packed first."""
-        if self._probe._version != self._version:
-            raise _modified_error(self._probe, self.shape, self._version)
+        if self._packed._version != self._version:
+            raise _modified_error(self._packed, self.dtype, self.layout.shape, self._version)
         return super().restore()
 
     def _hold_for(self, current: torch.cuda.Stream, packing: torch.cuda.Stream) -> None:
-        self._buffer.record_stream(current)
+        self._packed.record_stream(current)
 
     def _make(self) -> Tensor:
-        out = self._probe.new_empty_strided(self.shape, self.stride, dtype=self._carrier)
-        self._kernel.decode(self._buffer, out)
+        out = self._packed.new_empty_strided(self.layout.shape, self.layout.stride, dtype=self._carrier)
+        self._kernel.decode(self._packed, out)
         return out if self._carrier is self.dtype else out.to(self.dtype)
 
 
 class View:
     """A saved tensor that is a view of a packed region, or of an output that is computed again."""
 
-    __slots__ = ("_layout", "region")
+    __slots__ = ("_layout", "_offset", "region")
 
-    def __init__(self, region: Shared, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+    def __init__(self, region: Shared, layout: Layout, offset: int) -> None:
         self.region = region
-        self._layout = shape, stride, offset
+        self._layout = layout
+        self._offset = offset
 
     def restore(self) -> Tensor:
         """Return the view of what is restored."""
-        return self.region.restore().as_strided(*self._layout)
+        return self.region.restore().as_strided(self._layout.shape, self._layout.stride, self._offset)
 
 
 class Gathered:
@@ -294,14 +304,14 @@ class Gathered:
         self.region = region
         self._probe = _version_probe(tensor)
         self._version = tensor._version
-        self._layout = tensor.size(), tensor.stride()
+        self._layout = layout_of(tensor)
 
     def restore(self) -> Tensor:
         """Return the elements spread to their strides again."""
         if self._probe._version != self._version:
-            raise _modified_error(self._probe, self._layout[0], self._version)
+            raise _modified_error(self._probe, self._probe.dtype, self._layout.shape, self._version)
         dense = self.region.restore()
-        out = torch.empty_strided(*self._layout, dtype=dense.dtype, device=dense.device)
+        out = dense.new_empty_strided(self._layout.shape, self._layout.stride)
         return out.copy_(dense)
 
 

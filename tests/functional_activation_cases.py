@@ -25,6 +25,7 @@ from pyactcomp.functional._relu import relu
 from pyactcomp.functional._rope import rope
 from pyactcomp.functional._silu_mul import silu_mul
 from pyactcomp.kernels import triton as kernels
+from pyactcomp.layouts import layout_of
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]
@@ -273,7 +274,7 @@ def test_backward_of_dropout_reads_bits(dtype: torch.dtype, turn: bool) -> None:
     grad = grad.t().contiguous().t() if turn else grad
     scale = 1 / 0.9
     bits = codec.quantize(mask).buffer
-    ours = _fused_activations.dropout_backward(bits, grad, mask.shape, mask.stride(), scale)
+    ours = _fused_activations.dropout_backward(bits, grad, layout_of(mask), scale)
     # Rounded once, from float32; scale is rounded to it.
     theirs = (mask.float() * grad.float() * torch.tensor(scale)).to(dtype)
     assert ours.stride() == mask.stride()

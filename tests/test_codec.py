@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import pyactcomp
 from pyactcomp import ImplementationUnavailableError, Packed, PyactcompError, codec, reference
 from pyactcomp import format as fmt
+from pyactcomp.layouts import is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,7 +89,7 @@ def test_round_trip_keeps_the_layout_and_stays_within_the_bound(
     make, dense = LAYOUTS[layout]
     x = make(device=device, dtype=torch.float32)
     x = torch.empty_like(x, dtype=dtype).copy_(x > 0 if dtype is torch.bool else x) if dense else _cast(x, dtype)
-    assert codec.is_dense(tuple(x.shape), x.stride()) == dense
+    assert is_dense(tuple(x.shape), x.stride()) == dense
     before = x.clone()
     packed = pyactcomp.quantize(x, impl=impl)
     restored = pyactcomp.dequantize(packed, impl=impl)
@@ -430,27 +429,6 @@ def test_random_codes_over_sound_parameters_stay_in_their_groups_range(bits: int
     slack = restored.abs().amax(dim=1, keepdim=True) * 2.0**-24
     assert (restored >= minimum - slack).all()
     assert (restored <= minimum + step * (2**bits - 1) + slack).all()
-
-
-# Layouts.
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4),
-)
-def test_is_dense_agrees_with_enumerating_the_elements(dimensions: list[tuple[int, int]]) -> None:
-    shape = tuple(length for length, _ in dimensions)
-    stride = tuple(step for _, step in dimensions)
-    offsets = sorted(
-        sum(i * s for i, s in zip(index, stride, strict=True)) for index in itertools.product(*map(range, shape))
-    )
-    assert codec.is_dense(shape, stride) == (offsets == list(range(len(offsets))))
-
-
-@given(st.permutations(range(4)), st.lists(st.integers(0, 4), min_size=4, max_size=4))
-def test_is_dense_for_every_order_of_dimensions(order: list[int], shape: list[int]) -> None:
-    x = torch.empty(shape).permute(order)
-    assert codec.is_dense(tuple(x.shape), x.stride())
 
 
 def test_a_packed_states_its_size() -> None:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 
 BOTTOM = {"errors", "format", "reference", "torch_private", "_version"}
 KERNELS = {"kernels", "_core"}
-CODEC = BOTTOM | KERNELS | {"codec"}
+CODEC = BOTTOM | KERNELS | {"codec", "layouts"}
 MODEL = CODEC | {"config", "policy", "saved", "record", "redo", "narrow", "engine", "session"}
 FUNCTIONS = CODEC | {"functional", "redo"}
 CALLS = MODEL | {"compress", "report", "verify"}
@@ -42,15 +42,16 @@ ALLOWED = {
     "fusions": FUNCTIONS | {"config", "fusions", "saved"},
     "functional": FUNCTIONS,
     "record": BOTTOM | {"policy", "saved"},
-    "redo": BOTTOM | {"policy", "saved"},
+    "redo": BOTTOM | {"layouts", "policy", "saved"},
     "narrow": KERNELS,
-    "saved": BOTTOM | KERNELS | {"narrow"},
+    "saved": BOTTOM | KERNELS | {"layouts", "narrow"},
     "policy": BOTTOM,
     "config": CODEC,
     "ops": CODEC,
-    "codec": BOTTOM | KERNELS,
+    "codec": BOTTOM | KERNELS | {"layouts"},
+    "layouts": set(),
     "allocator": {"errors", "torch_private", "_core"},
-    "kernels": {"errors", "format", "kernels", "_core"},
+    "kernels": {"errors", "format", "kernels", "torch_private", "_core"},
     "reference": {"format"},
     "torch_private": set(),
     "format": set(),

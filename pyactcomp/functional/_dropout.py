@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import codec
 from ..codec import Impl, Rounding
+from ..layouts import layout_of
 from ._saving import Saving, check_float_tensor, recorded, saving
 
 
@@ -19,11 +19,11 @@ class _Dropout(torch.autograd.Function):
         ctx.p, ctx.dtype, ctx.how, ctx.native = p, x.dtype, how, x.is_cuda
         if ctx.native:
             out, mask = torch.native_dropout(x, p, True)
+            ctx.layout = layout_of(mask)
         else:
             # Torch multiplies by scaled noise there: dropout of ones is that noise, drawn in the same way.
             noise = F.dropout(torch.ones_like(x), p)
             out, mask = x * noise, noise != 0
-        ctx.shape, ctx.stride = mask.shape, mask.stride()
         kept, ctx.restore = how.keep_mask(mask)
         ctx.save_for_backward(kept)
         return out
@@ -38,10 +38,10 @@ class _Dropout(torch.autograd.Function):
         if torch.is_grad_enabled():
             # With create_graph=True torch takes operators that have derivatives, and these round the scale.
             return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
-        if ctx.how.runs_kernels(grad) and codec.is_dense(ctx.shape, ctx.stride):
+        if ctx.how.runs_kernels(grad) and ctx.layout.dense:
             from . import _fused_activations
 
-            return _fused_activations.dropout_backward(bits, grad, ctx.shape, ctx.stride, scale), None, None
+            return _fused_activations.dropout_backward(bits, grad, ctx.layout, scale), None, None
         return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import codec
 from .. import format as fmt
 from ..kernels import triton as codec_kernels
+from ..layouts import Layout, layout_of
 from ..redo import Compute, stand_for
 from . import _activation_kernels, _silu_mul_kernels
 from ._kernel_parts import FLAT_TILE
@@ -28,19 +29,18 @@ _WARPS = 4
 _FLAT_TILE = int(FLAT_TILE.value)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Shape and strides of dense operands, by which results and gradients are laid out."""
+@dataclass(frozen=True, eq=False)
+class _Elementwise:
+    """The layout of dense operands, by which results and gradients are laid out, and their device."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
+    layout: Layout
     device: torch.device
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=self.device)
+        return torch.empty_strided(self.layout.shape, self.layout.stride, dtype=dtype, device=self.device)
 
     def arrange(self, x: Tensor) -> Tensor:
-        return x if x.stride() == self.stride else self.empty(x.dtype).copy_(x)
+        return x if x.stride() == self.layout.stride else self.empty(x.dtype).copy_(x)
 
     def launch(
         self,
@@ -55,68 +55,85 @@ class _Layout:
         registers: int | None = None,
     ) -> None:
         """Launch a kernel over all elements, which are its first scalar."""
-        numel = self.shape.numel()
+        numel = self.layout.shape.numel()
         start = launcher(kernels, name, constants, warps, self.device, registers)
         start(-(-numel // tile), tensors, (numel, *scalars))
 
 
+_elementwise = functools.lru_cache(maxsize=1024)(_Elementwise)
+
+
 def _dense(x: Tensor) -> Tensor:
-    return x if codec.is_dense(tuple(x.shape), x.stride()) else x.contiguous()
+    return x if layout_of(x).dense else x.contiguous()
 
 
-def _layout(x: Tensor) -> _Layout:
-    return _Layout(x.shape, x.stride(), x.device)
+def _like(x: Tensor) -> _Elementwise:
+    return _elementwise(layout_of(x), x.device)
 
 
-def gelu(
-    x: Tensor, approximate: str, how: Saving
-) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return gelu of x, the packed x, the function from that and the output's gradient to that of x, and the redo.
+@dataclass(frozen=True, eq=False)
+class _Gelu:
+    """gelu of dense operands of one layout; a bfloat16 element moves 5.06 bytes each way, 3.06 when it is redone."""
 
-    A bfloat16 element moves 5.06 bytes forward and backward, 3.06 when it is redone.
-    """
-    x = _dense(x)
-    layout = _layout(x)
-    out, packed = layout.empty(x.dtype), buffer(x, how)
-    form = (approximate == "tanh", how.bits, how.group_size)
-    groups, decode_groups = (t // how.group_size for t in (codec_kernels.TILE, codec_kernels.DECODE_TILE))
-    layout.launch(
-        _activation_kernels,
-        "gelu_forward_kernel",
-        (*form, groups, how.stochastic),
-        (x, out, packed),
-        keys(how),
-        tile=codec_kernels.TILE,
-        warps=codec_kernels.WARPS,
-        registers=codec_kernels.REGISTERS,
-    )
+    on: _Elementwise
+    tanh: bool
+    how: Saving
 
-    def backward(packed: Tensor, grad: Tensor) -> Tensor:
-        grad = layout.arrange(grad)
-        grad_x = layout.empty(grad.dtype)
-        layout.launch(
+    def _form(self, tile: int) -> tuple[bool, int | None, int, int]:
+        group_size = self.how.group_size
+        return self.tanh, self.how.bits, group_size, tile // group_size
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, packed = self.on.empty(x.dtype), buffer(x, self.how)
+        self.on.launch(
+            _activation_kernels,
+            "gelu_forward_kernel",
+            (*self._form(codec_kernels.TILE), self.how.stochastic),
+            (x, out, packed),
+            keys(self.how),
+            tile=codec_kernels.TILE,
+            warps=codec_kernels.WARPS,
+            registers=codec_kernels.REGISTERS,
+        )
+        return out, packed
+
+    def backward(self, packed: Tensor, grad: Tensor) -> Tensor:
+        grad = self.on.arrange(grad)
+        grad_x = self.on.empty(grad.dtype)
+        self.on.launch(
             _activation_kernels,
             "gelu_backward_kernel",
-            (*form, groups),
+            self._form(codec_kernels.TILE),
             (packed, grad, grad_x),
             tile=codec_kernels.TILE,
             warps=codec_kernels.WARPS,
         )
         return grad_x
 
-    def compute(dtype: torch.dtype) -> Tensor:
-        again = layout.empty(dtype)
-        layout.launch(
+    def redo(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        again = self.on.empty(dtype)
+        self.on.launch(
             _activation_kernels,
             "gelu_redo_kernel",
-            (*form, decode_groups),
+            self._form(codec_kernels.DECODE_TILE),
             (packed, again),
             tile=codec_kernels.DECODE_TILE,
             warps=codec_kernels.DECODE_WARPS,
         )
         return again
 
-    return out, packed, backward, compute
+
+_gelu_of = functools.lru_cache(maxsize=256)(_Gelu)
+
+
+def gelu(
+    x: Tensor, approximate: str, how: Saving
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
+    """Return gelu of x, the packed x, the function from that and the output's gradient to that of x, and the redo."""
+    x = _dense(x)
+    fused = _gelu_of(_like(x), approximate == "tanh", how)
+    out, packed = fused.forward(x)
+    return out, packed, fused.backward, functools.partial(_Gelu.redo, fused, packed)
 
 
 PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -131,17 +148,17 @@ def silu_mul(
     byte less, more and more where ``up_again`` makes ``up`` again; without codes 6, 10 and 6.
     """
     gate = _dense(gate)
-    layout = _layout(gate)
-    up = layout.arrange(up)
+    on = _like(gate)
+    up = on.arrange(up)
     dtype = gate.dtype
-    out = layout.empty(dtype)
+    out = on.empty(dtype)
     exact = how.bits is None
     # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
     form = () if exact else (how.bits, how.group_size, _FLAT_TILE // how.group_size)
     kept: tuple[Tensor, ...]
     if exact:
         kept = (gate, up)
-        layout.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (gate, up, out))
+        on.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (gate, up, out))
     else:
         packed = buffer(gate, how)
         kept = (packed, buffer(up, how)) if up_again is None else (packed,)
@@ -149,24 +166,24 @@ def silu_mul(
         tensors = (gate, up, out, packed, kept[-1])
         # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
-        layout.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
+        on.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
         form = (*form, up_again is None)
 
     def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
-        grad_gate, grad_up = layout.empty(dtype), layout.empty(dtype)
-        up = up if up_again is None else layout.arrange(up)
-        tensors = (kept_gate, up, layout.arrange(grad), grad_gate, grad_up)
-        layout.launch(_silu_mul_kernels, kernel, form, tensors)
+        grad_gate, grad_up = on.empty(dtype), on.empty(dtype)
+        up = up if up_again is None else on.arrange(up)
+        tensors = (kept_gate, up, on.arrange(grad), grad_gate, grad_up)
+        on.launch(_silu_mul_kernels, kernel, form, tensors)
         return grad_gate, grad_up
 
     again_from = tuple(t.detach() for t in kept)
 
     def compute(dtype: torch.dtype) -> Tensor:
         kernel = "silu_mul_exact_kernel" if exact else "silu_mul_redo_kernel"
-        again = layout.empty(dtype)
-        sources = again_from if up_again is None else (*again_from, layout.arrange(up_again.peek()))
-        layout.launch(_silu_mul_kernels, kernel, form, (*sources, again))
+        again = on.empty(dtype)
+        sources = again_from if up_again is None else (*again_from, on.arrange(up_again.peek()))
+        on.launch(_silu_mul_kernels, kernel, form, (*sources, again))
         return again
 
     return out, kept, backward, compute
@@ -179,18 +196,18 @@ def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, T
     in bfloat16, 4.
     """
     x = _dense(x)
-    layout = _layout(x)
+    on = _like(x)
     source = x.detach()
 
     def compute(dtype: torch.dtype) -> Tensor:
-        out = layout.empty(dtype)
-        layout.launch(_activation_kernels, "new_gelu_kernel", (wide,), (source, out))
+        out = on.empty(dtype)
+        on.launch(_activation_kernels, "new_gelu_kernel", (wide,), (source, out))
         return out
 
     def backward(x: Tensor, grad: Tensor) -> Tensor:
-        grad_x = layout.empty(x.dtype)
-        tensors = (x, layout.arrange(grad), grad_x)
-        layout.launch(_activation_kernels, "new_gelu_backward_kernel", (wide,), tensors)
+        grad_x = on.empty(x.dtype)
+        tensors = (x, on.arrange(grad), grad_x)
+        on.launch(_activation_kernels, "new_gelu_backward_kernel", (wide,), tensors)
         return grad_x
 
     return compute(torch.float32 if wide else x.dtype), x, backward, compute
@@ -201,27 +218,27 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Te
 
     A bfloat16 element moves 4.125 bytes each way.
     """
-    layout = _layout(x)
-    out = x if inplace else layout.empty(x.dtype)
+    on = _like(x)
+    out = x if inplace else on.empty(x.dtype)
     nbytes = fmt.packed_bool_nbytes(x.numel())
     positive = stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
-    layout.launch(_activation_kernels, "relu_kernel", (), (x, out, positive))
+    on.launch(_activation_kernels, "relu_kernel", (), (x, out, positive))
 
     def backward(positive: Tensor, grad: Tensor) -> Tensor:
-        grad_x = layout.empty(grad.dtype)
-        tensors = (positive, layout.arrange(grad), grad_x)
-        layout.launch(_activation_kernels, "masked_kernel", (False,), tensors, (0.0,))
+        grad_x = on.empty(grad.dtype)
+        tensors = (positive, on.arrange(grad), grad_x)
+        on.launch(_activation_kernels, "masked_kernel", (False,), tensors, (0.0,))
         return grad_x
 
     return out, positive, backward
 
 
-def dropout_backward(bits: Tensor, grad: Tensor, shape: torch.Size, stride: tuple[int, ...], scale: float) -> Tensor:
-    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask of a shape and strides.
+def dropout_backward(bits: Tensor, grad: Tensor, layout: Layout, scale: float) -> Tensor:
+    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask of a layout.
 
     A bfloat16 element moves 4.125 bytes, where restoring the mask and reading it again would move 6.125.
     """
-    layout = _Layout(shape, stride, grad.device)
-    grad_x = layout.empty(grad.dtype)
-    layout.launch(_activation_kernels, "masked_kernel", (True,), (bits, layout.arrange(grad), grad_x), (scale,))
+    on = _elementwise(layout, grad.device)
+    grad_x = on.empty(grad.dtype)
+    on.launch(_activation_kernels, "masked_kernel", (True,), (bits, on.arrange(grad), grad_x), (scale,))
     return grad_x

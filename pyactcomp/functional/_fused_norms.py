@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ def _dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if t is None else t.contiguous()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Norm:
-    """A norm over ``shape`` that :func:`serves` allows.
+    """A norm over ``shape`` that :func:`serves` allows; :func:`norm_of` makes each once.
 
     A layer norm if ``centred``; else rows are divided by their root mean square, and rounded to their own type before
     they are multiplied by the weight. Of rows of type ``copied`` bytes of a copy stand where those of codes would.
@@ -65,20 +65,10 @@ class Norm:
     how: Saving
     copied: torch.dtype | None = None
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Elements of a row."""
         return math.prod(self.shape)
-
-    def _tiling(self, numel: int, elements: int, per_thread: int) -> tuple[int, int, int]:
-        """Return rows and groups of a program that takes about so many elements, and its warps.
-
-        The rows divide those of the tensor, so that no program has fewer.
-        """
-        groups = 1 << (self.length // self.how.group_size - 1).bit_length()
-        padded = groups * self.how.group_size
-        rows = math.gcd(numel // self.length, max(elements // padded, 1)) if padded == self.length else 1
-        return rows, rows * groups, min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
 
     def forward(
         self,
@@ -90,15 +80,15 @@ class Norm:
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``."""
-        rows, groups, warps = self._tiling(x.numel(), *_FORWARD)
+        numel = x.numel()
         out = torch.empty_like(x, dtype=dtype)
         packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
-        rstd = x.new_empty(x.numel() // self.length, dtype=torch.float32)
-        given = (residual, weight, bias, indices)
-        constants = (rows, *(t is not None for t in given), *self._codes(groups), self.how.stochastic)
-        launch = self._launcher("norm_forward_kernel", constants, warps, x.device)
-        tensors = (x, *(_dense(t, x) for t in given), out, self._elements(packed), rstd)
-        launch(rstd.numel() // rows, tensors, (x.numel(), self.eps, *keys(self.how)))
+        rstd = x.new_empty(numel // self.length, dtype=torch.float32)
+        flags = (residual is not None, weight is not None, bias is not None, indices is not None)
+        plan = _plan(self, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
+        given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
+        tensors = (x, *given, out, self._elements(packed), rstd)
+        plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how)))
         return out, packed, rstd
 
     def redo(
@@ -112,11 +102,10 @@ class Norm:
     ) -> Tensor:
         """Return the output again, from what ``forward`` returned with it."""
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-        rows, groups, warps = self._tiling(out.numel(), *_REDO)
-        constants = (rows, weight is not None, bias is not None, *self._codes(groups))
-        launch = self._launcher("norm_redo_kernel", constants, warps, out.device)
+        numel = out.numel()
+        plan = _plan(self, "norm_redo_kernel", numel, _REDO, (weight is not None, bias is not None), (), out.device)
         tensors = (self._elements(packed), rstd, _dense(weight, rstd), _dense(bias, rstd), out)
-        launch(rstd.numel() // rows, tensors, (out.numel(),))
+        plan.launch(plan.tiles, tensors, (numel,))
         return out
 
     def backward(
@@ -131,37 +120,58 @@ class Norm:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and residual in ``dtypes``, None for None, and those that weight and bias need."""
         grad = grad.contiguous()
-        rows, groups, warps = self._tiling(grad.numel(), *_BACKWARD)
-        tiles = rstd.numel() // rows
-        programs = min(tiles, _processors(grad.device) * max(_RESIDENT_WARPS // warps, 1))
+        numel = grad.numel()
         # One for both where they are of one type.
         inputs = {d: torch.empty_like(grad, dtype=d) for d in dtypes if d is not None}
         out, *other = inputs.values() or (grad,)
-        sums = grad.new_empty((sum(needs), programs, self.length), dtype=torch.float32)
         flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None)
-        launch = self._launcher("norm_backward_kernel", (rows, *flags, *self._codes(groups)), warps, grad.device)
+        plan = _plan(self, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
+        sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
         # The weight's are first, the bias's last; where neither is wanted, something stands in.
         parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
         results = (out, other[0] if other else out, *parameters)
         tensors = (self._elements(packed), rstd, _dense(weight, rstd), grad, _dense(indices, rstd), *results)
-        launch(programs, tensors, (grad.numel(),))
+        plan.launch(plan.resident, tensors, (numel,))
         of_parameters = iter(sums.sum(1))
         of_inputs = (None if d is None else inputs[d] for d in dtypes)
-        return *of_inputs, *(next(of_parameters).view(self.shape) if need else None for need in needs)
+        return *of_inputs, *(next(of_parameters) if need else None for need in needs)
 
     def _elements(self, packed: Tensor) -> Tensor:
         return packed if self.copied is None else packed.view(self.copied)
 
-    def _codes(self, groups: int) -> tuple[int | None, int, int]:
-        from . import _norm_kernels
 
-        bits = self.how.bits if self.copied is None else int(_norm_kernels.COPY.value)
-        return bits, self.how.group_size, groups
+norm_of = functools.lru_cache(maxsize=256)(Norm)
 
-    def _launcher(
-        self, kernel: str, constants: tuple[Any, ...], warps: int, device: torch.device
-    ) -> codec_kernels.Launcher:
-        from . import _norm_kernels
 
-        rows, *others = constants
-        return launcher(_norm_kernels, kernel, (self.length, rows, self.centred, *others), warps, device)
+class _Plan(NamedTuple):
+    """The launcher of one kernel, its programs if each takes one tile, and if none has to wait for another to end."""
+
+    launch: codec_kernels.Launcher
+    tiles: int
+    resident: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    norm: Norm,
+    kernel: str,
+    numel: int,
+    tile: tuple[int, int],
+    flags: tuple[bool, ...],
+    last: tuple[bool, ...],
+    device: torch.device,
+) -> _Plan:
+    """Return how to launch a kernel over ``numel`` elements; ``tile`` is how many a program and a thread have."""
+    from . import _norm_kernels
+
+    elements, per_thread = tile
+    groups = 1 << (norm.length // norm.how.group_size - 1).bit_length()
+    padded = groups * norm.how.group_size
+    # The rows of a program divide those of the tensor, so that no program has fewer.
+    rows = math.gcd(numel // norm.length, max(elements // padded, 1)) if padded == norm.length else 1
+    warps = min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
+    tiles = numel // norm.length // rows
+    bits = norm.how.bits if norm.copied is None else int(_norm_kernels.COPY.value)
+    constants = (norm.length, rows, norm.centred, *flags, bits, norm.how.group_size, rows * groups, *last)
+    launch = launcher(_norm_kernels, kernel, constants, warps, device)
+    return _Plan(launch, tiles, min(tiles, _processors(device) * max(_RESIDENT_WARPS // warps, 1)))

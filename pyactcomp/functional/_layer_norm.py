@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
+from ..layouts import layout_of
 from ..redo import offer
-from ._fused_norms import Norm, serves
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._fused_norms import Norm, norm_of, serves
+from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving, without_graph
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -49,13 +50,14 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
-        gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
+        gamma, beta = without_graph(weight), without_graph(bias)
         parameters = [t for t in (gamma, beta) if t is not None]
         if ctx.keeps and serves(x, residual, shape, dtype, how):
-            ctx.norm = norm = Norm(shape, True, eps, how)
+            ctx.norm = norm = norm_of(shape, True, eps, how)
             out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype)
             ctx.save_for_backward(packed, rstd, weight, rows)
-            offer(ctx, out, functools.partial(norm.redo, packed, rstd, gamma, beta, out.shape), *parameters)
+            compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, beta, layout_of(out).shape)
+            offer(ctx, out, compute, *parameters)
             return out
 
         x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
@@ -70,10 +72,8 @@ class _LayerNorm(torch.autograd.Function):
             kept, restore = how.keep(x)
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
-            compute = functools.partial(
-                _redo, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide
-            )
-            offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
+            again = functools.partial(_redo, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide)
+            offer(ctx, out, lambda wanted: again().to(dtype).to(wanted), kept, *parameters)
         return out
 
     @staticmethod
@@ -123,6 +123,7 @@ def _redo(
     wide: torch.dtype | None,
 ) -> Tensor:
     """Return the output again: by torch's own operator, or from restored rows and their reciprocal deviations."""
+    weight, bias = (None if t is None else t.detach() for t in (weight, bias))
     x, gamma, beta = cast(Tensor, _to(restore(kept), wide)), _to(weight, wide), _to(bias, wide)
     if rstd is None:
         return torch.native_layer_norm(x, shape, gamma, beta, eps)[0]

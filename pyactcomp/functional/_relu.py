@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import codec
 from ..codec import Impl, Rounding
+from ..layouts import layout_of
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
 
@@ -18,7 +18,7 @@ class _Relu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, inplace: bool, how: Saving) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
-        if how.runs_kernels(x) and codec.is_dense(tuple(x.shape), x.stride()):
+        if how.runs_kernels(x) and layout_of(x).dense:
             from . import _fused_activations
 
             out, bits, ctx.fused_backward = _fused_activations.relu(x, inplace)

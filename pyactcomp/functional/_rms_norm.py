@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl, Rounding
+from ..layouts import layout_of
 from ..redo import offer
-from ._fused_norms import Norm, serves
-from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._fused_norms import Norm, norm_of, serves
+from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving, without_graph
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -36,15 +37,16 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        gamma = None if weight is None else weight.detach()
+        gamma = without_graph(weight)
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype
         if serves(x, None, x.shape[-1:], dtype, how):
-            ctx.norm = norm = Norm(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
+            ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
             out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype)
             ctx.save_for_backward(packed, rstd, weight)
-            offer(ctx, out, functools.partial(norm.redo, packed, rstd, gamma, None, out.shape), *parameters)
+            compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, None, layout_of(out).shape)
+            offer(ctx, out, compute, *parameters)
             return out
 
         kept, ctx.restore = how.keep_copy(x) if copy else how.keep(x.detach())
@@ -91,7 +93,7 @@ def _differentiated(
 
 
 def _redo(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    x = restore(kept)
+    x, weight = restore(kept), None if weight is None else weight.detach()
     return _scaled(_wide(x), rstd, weight, x.dtype).to(dtype)
 
 

@@ -54,7 +54,7 @@ class Saving:
         packed = codec.quantize(
             x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
         )
-        return stand_for(packed.buffer, x), self._restore(packed)
+        return stand_for(packed.buffer, x), _restore(packed, self.impl)
 
     def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return the bytes of a copy, which hooks keep as they keep codes, and what makes ``x`` of them."""
@@ -64,8 +64,7 @@ class Saving:
 
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor in one bit an element, and what restores it."""
-        traced = torch.compiler.is_compiling() or dispatch_mode_active() or inside_functorch()
-        if traced or type(mask) is not Tensor or not mask.is_contiguous():
+        if _traced() or type(mask) is not Tensor or not mask.is_contiguous():
             packed = codec.quantize(mask, impl=self.impl)
         else:
             # Without the operator around the kernel, which graphs want, in half the host's time.
@@ -73,12 +72,7 @@ class Saving:
             buffer = torch.empty(fmt.packed_bool_nbytes(mask.numel()), dtype=torch.uint8, device=mask.device)
             kernel.encode(mask, buffer, 0)
             packed = Packed(buffer, tuple(mask.shape), mask.stride(), torch.bool, 1, self.group_size)
-        return stand_for(packed.buffer, mask), self._restore(packed)
-
-    def _restore(self, packed: Packed) -> Restore:
-        form = (packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size)
-        impl = self.impl
-        return lambda buffer: codec.dequantize(Packed(buffer, *form), impl=impl)
+        return stand_for(packed.buffer, mask), _restore(packed, self.impl)
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether a fused Triton kernel that keeps codes serves ``x``."""
@@ -109,8 +103,33 @@ def _triton_serves(impl: Impl, device: torch.device) -> bool:
     return codec.unavailable_reason("triton", device) is None
 
 
+def _traced() -> bool:
+    """Return whether a graph is being recorded, which may have symbols for sizes and sees no kernel called directly."""
+    return torch.compiler.is_compiling() or dispatch_mode_active() or inside_functorch()
+
+
+def _restore(packed: Packed, impl: Impl) -> Restore:
+    form = packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size
+    return _new_restorer(*form, impl) if _traced() else _restorer(*form, impl)
+
+
+def _new_restorer(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, bits: int, group_size: int, impl: Impl
+) -> Restore:
+    return lambda buffer: codec.dequantize(Packed(buffer, shape, stride, dtype, bits, group_size), impl=impl)
+
+
+# Forms repeat from step to step, and one object for each of them is enough.
+_restorer = functools.lru_cache(maxsize=1024)(_new_restorer)
+
+
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def without_graph(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter to hold until backward: itself, unless it was computed and would hold what computed it."""
+    return parameter if parameter is None or parameter.is_leaf else parameter.detach()
 
 
 def differentiable_once(backward: Backward) -> Backward:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import format as fmt
 from ..errors import ImplementationUnavailableError
+from ..torch_private import current_raw_stream
 from . import Kernel, native_dtype
 
 
@@ -59,16 +60,15 @@ class CudaKernel:
         codec = _core.CudaCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, device_index)
         self._encode = codec.encode
         self._decode = codec.decode
-        self._stream = torch._C._cuda_getCurrentRawStream
         self._device_index = device_index
         self._stochastic = stochastic
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Launch the packing of ``source`` into ``out`` on the current stream."""
         key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
-        stream = self._stream(self._device_index)
+        stream = current_raw_stream(self._device_index)
         self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, stream)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Launch the restoring of ``packed`` into ``out`` on the current stream."""
-        self._decode(packed.data_ptr(), out.data_ptr(), out.numel(), self._stream(self._device_index))
+        self._decode(packed.data_ptr(), out.data_ptr(), out.numel(), current_raw_stream(self._device_index))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import format as fmt
+from ..torch_private import current_raw_stream
 
 if TYPE_CHECKING:
     from . import Kernel
@@ -79,13 +80,14 @@ class Launcher:
         # No contraction: the arithmetic is part of the format.
         self._options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
         self._index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
-        self._compiled: dict[tuple[tuple[torch.dtype, bool], ...], Any] = {}
+        self._interpreted = interpreted()
+        self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         """Launch ``programs`` programs; none is no launch."""
         if programs == 0:
             return
-        if interpreted():
+        if self._interpreted:
             self._interpret(programs, tensors, scalars)
         elif torch.cuda.current_device() == self._index:
             self._launch(programs, tensors, scalars)
@@ -99,13 +101,13 @@ class Launcher:
             raise ValueError(f"expected all tensors on cuda:{self._index}, got some on {devices}")
         grid = (programs, 1, 1)
         pointers = [tensor.data_ptr() for tensor in tensors]
-        signature = tuple([(tensor.dtype, p % 16 == 0) for tensor, p in zip(tensors, pointers, strict=True)])
+        signature = (*[tensor.dtype for tensor in tensors], *[pointer % 16 == 0 for pointer in pointers])
         compiled = self._compiled.get(signature)
         if compiled is None:
             self._compiled[signature] = self._kernel[grid](*tensors, *scalars, *self._constants, **self._options)
         else:
-            # As integers, pointers cost Triton no call of the driver each.
-            compiled[grid](*pointers, *scalars, *self._constants)
+            # As integers, pointers cost Triton no call of the driver each; nor does it ask for the stream it is given.
+            compiled[grid](*pointers, *scalars, *self._constants, stream=current_raw_stream(self._index))
 
     def _interpret(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         import numpy
