@@ -19,8 +19,10 @@ __all__ = [
     "constant_in_graphs",
     "current_raw_stream",
     "graph_is_retained",
+    "has_no_memory",
     "history_enabled",
     "inside_functorch",
+    "is_batch",
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
@@ -54,6 +56,16 @@ def saved_tensor_hooks_enabled() -> bool:
 def inside_functorch() -> bool:
     """Return whether a transform of torch.func (vmap, grad, jvp, functionalize) is being traced."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batch(x: Tensor) -> bool:
+    """Return whether ``x`` stands for the tensors of a batch, as gradients do with is_grads_batched=True."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def has_no_memory(x: Tensor) -> bool:
+    """Return whether ``x`` stands for tensors: in a batch of gradients, or in a transform of torch.func."""
+    return inside_functorch() or is_batch(x)
 
 
 def dispatch_mode_active() -> bool:
@@ -161,12 +173,23 @@ def _test_functorch() -> None:
     seen: list[bool] = []
 
     def probe(x: Tensor) -> Tensor:
-        seen.append(inside_functorch())
+        seen.extend((inside_functorch(), has_no_memory(x)))
         return x
 
     torch.func.vmap(probe)(torch.zeros(1))
-    assert seen == [True]
+    assert seen == [True, True]
     assert not inside_functorch()
+
+
+def _test_batched() -> None:
+    seen: list[bool] = []
+    x = torch.zeros(2, requires_grad=True)
+    out = x * 1
+    assert out.grad_fn is not None
+    out.grad_fn.register_prehook(lambda grads: seen.append(is_batch(grads[0])))
+    torch.autograd.grad(out, x, torch.zeros(3, 2), is_grads_batched=True)
+    assert seen == [True]
+    assert not is_batch(x)
 
 
 def _test_dispatch_mode() -> None:
@@ -333,6 +356,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
+    "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
     "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,

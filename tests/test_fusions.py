@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression, relative_error
 
 import pyactcomp
-from pyactcomp import policy
+from pyactcomp import PyactcompError, policy
 from pyactcomp.config import Config
 from pyactcomp.fusions import fuse, fused_modules, left_alone, torch_modules, unfuse
 from pyactcomp.fusions.formulas import children_fed, definition, formula
@@ -352,6 +352,15 @@ def test_dropout_takes_batches_of_gradients(device: str) -> None:
         torch.manual_seed(1)
         found.append(torch.autograd.grad(module(x), x, grads, is_grads_batched=True)[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_given_a_batch_of_gradients_says_what_to_do() -> None:
+    module = nn.LayerNorm(64, device="cuda")
+    fuse(module, CONFIG)
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    with pytest.raises(PyactcompError, match="one by one"):
+        torch.autograd.grad(module(x), x, torch.randn(3, 8, 64, device="cuda"), is_grads_batched=True)
 
 
 def test_dropout_of_nothing_is_left_as_it_is() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl
-from ..torch_private import inside_functorch
+from ..torch_private import has_no_memory
 from ._saving import check_float_tensor, recorded, saving
 
 
@@ -52,7 +52,7 @@ class _ResidualAdd(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             back = _branch_grad
             # With create_graph=True torch's operators compute it, which have derivatives; vmap takes them alone.
-            if ctx.fused and not torch.is_grad_enabled() and not inside_functorch():
+            if ctx.fused and not torch.is_grad_enabled() and not has_no_memory(grad):
                 from . import _fused_windows
 
                 back = _fused_windows.residual_add_backward

@@ -15,7 +15,7 @@ from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
 from ..redo import stand_for
-from ..torch_private import dispatch_mode_active, inside_functorch
+from ..torch_private import dispatch_mode_active, has_no_memory, inside_functorch
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
@@ -79,12 +79,9 @@ class Saving:
         return self.bits is not None and self.runs_kernels(x)
 
     def runs_kernels(self, x: Tensor) -> bool:
-        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is.
-
-        Inside vmap, under which batched gradients are computed too, a tensor has no memory of its own.
-        """
+        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is."""
         return (
-            not inside_functorch()
+            not has_no_memory(x)
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and x.numel() > 0
             and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import format as fmt
+from ..errors import PyactcompError
 from ..torch_private import current_raw_stream
 
 if TYPE_CHECKING:
@@ -100,7 +101,13 @@ class Launcher:
             devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
             raise ValueError(f"expected all tensors on cuda:{self._index}, got some on {devices}")
         grid = (programs, 1, 1)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        try:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+        except RuntimeError as error:
+            raise PyactcompError(
+                "a kernel was given a tensor without memory of its own, as batches of gradients are: compute gradients "
+                "one by one (no is_grads_batched=True, vectorize=True or torch.func), or decompress the model"
+            ) from error
         signature = (*[tensor.dtype for tensor in tensors], *[pointer % 16 == 0 for pointer in pointers])
         compiled = self._compiled.get(signature)
         if compiled is None:
