@@ -26,6 +26,7 @@ RIGHT, TOP = 1.14, 1.5
 PLACES = (
     (7, -3, "left"), (-7, -3, "right"), (0, 8, "center"), (0, -14, "center"), (6, 6, "left"), (-6, -12, "right"),
     (6, -12, "left"), (-6, 6, "right"), (7, 15, "left"), (-7, -21, "right"), (7, -21, "left"), (-7, 15, "right"),
+    (7, 26, "left"), (-7, -32, "right"),
 )  # fmt: skip
 """Where a name may stand beside its point, the best first: across and up in points, and the side that is fixed."""
 GIB = 2**30

@@ -150,7 +150,7 @@ def work(spec: Spec) -> int:
     for method in spec.methods:
         vanilla = select(store.rows(), run=spec.run, method=VANILLA, status="ok")
         unit = vanilla[-1].get("row_s", 0.0) if vanilla else 0.0
-        if not budget.allows(METHODS[method].cost * unit):
+        if not budget.allows(METHODS[method].cost * unit + METHODS[method].compile_s):
             print(f"{spec.suite} {spec.workload} {method}: not started, the budget is used up", flush=True)
             return STOP
         begin = time.monotonic()
