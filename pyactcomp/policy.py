@@ -75,8 +75,10 @@ CAST = "ToCopyBackward0"
 
 def producer(tensor: Tensor) -> tuple[str, Node | None]:
     """Return the node that computed ``tensor``, or what it is a view of, with its name. The node must not be kept."""
-    # From the base at once: a Python object for each node of a view would live as long as the graph.
-    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    base = tensor._base
+    # From the base at once: a Python object for each node of a view would live as long as the graph. A view in another
+    # dtype, such as the real part, is its own node's.
+    node = (tensor if base is None or base.dtype is not tensor.dtype else base).grad_fn
     for _ in range(_LONGEST_WALK):
         if node is None:
             break

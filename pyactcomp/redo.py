@@ -160,6 +160,8 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
 
 def stand_for(codes: Tensor, x: Tensor) -> Tensor:
     """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns them."""
+    if torch.compiler.is_compiling():  # it would end the graph here
+        return codes
     top = top_saved_tensor_hooks()
     # Most forwards are not reported on.
     if top is not None and getattr(getattr(top[0], "__self__", None), "recorder", None) is not None:
@@ -329,8 +331,10 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
     node: Any = out.grad_fn
     if node is None or node.name() != "NativeLayerNormBackward0" or out._version != 0:
         return
-    weight, bias, shape, eps = module.weight, module.bias, module.normalized_shape, module.eps
-    affine = tuple(each for each in (weight, bias) if each is not None)
+    shape, eps = module.normalized_shape, module.eps
+    # Read now: by backward a parameter's ``.data`` may be other memory, or none.
+    gamma, beta = (None if each is None else each.detach() for each in (module.weight, module.bias))
+    affine = tuple(each for each in (gamma, beta) if each is not None)
     # Where autocast has cast them, what was read is not what the module holds.
     if any(each.dtype is not out.dtype or type(each) not in PLAIN for each in affine):
         return
@@ -340,7 +344,6 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
         return
 
     def compute(dtype: torch.dtype) -> Tensor:
-        gamma, beta = (None if each is None else each.detach() for each in (weight, bias))
         return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)
 
     # To normalise in float32 and then cast moves 14 bytes to save 2; that the casts are the same is worth more.

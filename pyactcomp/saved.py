@@ -52,16 +52,15 @@ def _modified(what: str, version: int, expected: int) -> str:
     )
 
 
-def _modified_error(tensor: Tensor, dtype: torch.dtype, shape: torch.Size, expected: int) -> RuntimeError:
-    """Return autograd's own error for a tensor of a dtype and a shape whose version counter ``tensor`` shares."""
-    kind = tensor.new_empty(0, dtype=dtype).type()
+def _modified_error(tensor: Tensor, kind: str, shape: torch.Size, expected: int) -> RuntimeError:
+    """Return autograd's own error for a tensor of a type and a shape whose version counter ``tensor`` shares."""
     return RuntimeError(_modified(f"[{kind} {list(shape)}]", tensor._version, expected))
 
 
 def check_version(tensor: Tensor, version: int) -> None:
     """Raise autograd's own error if a tensor was written to since it was at ``version``."""
     if tensor._version != version:
-        raise _modified_error(tensor, tensor.dtype, tensor.shape, version)
+        raise _modified_error(tensor, tensor.type(), tensor.shape, version)
 
 
 def _with_version_of(tensor: Tensor, data: Tensor) -> Tensor:
@@ -86,9 +85,9 @@ class Kept:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc. What no
-        # operator made holds none, and autograd, too, keeps it as it is.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc. And what is
+        # computed again from it is to read this memory, also where a parameter's ``.data`` is other memory by then.
+        self.tensor = tensor.detach()
         self.version = tensor._version
 
     @property
@@ -268,7 +267,8 @@ class Region(Shared):
     def restore(self) -> Tensor:
         """Return the restored tensor with the layout that was packed first."""
         if self._packed._version != self._version:
-            raise _modified_error(self._packed, self.dtype, self.layout.shape, self._version)
+            kind = self._packed.new_empty(0, dtype=self.dtype).type()
+            raise _modified_error(self._packed, kind, self.layout.shape, self._version)
         return super().restore()
 
     def _hold_for(self, current: torch.cuda.Stream, packing: torch.cuda.Stream) -> None:
@@ -309,7 +309,7 @@ class Gathered:
     def restore(self) -> Tensor:
         """Return the elements spread to their strides again."""
         if self._probe._version != self._version:
-            raise _modified_error(self._probe, self._probe.dtype, self._layout.shape, self._version)
+            raise _modified_error(self._probe, self._probe.type(), self._layout.shape, self._version)
         dense = self.region.restore()
         out = dense.new_empty_strided(self._layout.shape, self._layout.stride)
         return out.copy_(dense)

@@ -86,6 +86,11 @@ def test_output_is_redone_from_the_codes_of_the_input(dtype: torch.dtype) -> Non
     bound = error_of(case.x, 64).to(DEVICE) * (rstd * case.weight.abs()).view(1, -1, 1, 1) + 2.0**-14
     bound = bound + torch.finfo(dtype).eps * (out.abs() + bound) + 64 * EPS * (out.abs() + 8)
     assert float(((redone.double() - out).abs() / bound).max()) <= 1
+    # From the memory that was read, whatever the parameters' is by then.
+    for parameter in leaves[1:3]:
+        assert parameter is not None
+        parameter.data = torch.full_like(parameter, 7.0)
+    assert torch.equal(recipe.compute(dtype), redone)
 
 
 def test_output_with_a_residual_has_the_codes_of_the_reference() -> None:

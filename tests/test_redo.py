@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -60,10 +61,27 @@ def through_cast_probabilities(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).softmax(-1).to(torch.bfloat16) @ w.to(torch.bfloat16)
 
 
-CASES = [through_gelu, through_swiglu, through_weighted, through_probabilities, through_narrow]
+def through_pieces(x: Tensor, w: Tensor) -> Tensor:
+    first, second = F.gelu(x * 2).split([8, 24], dim=1)
+    return first @ w[:8] + second @ w[8:]
 
 
-@pytest.mark.parametrize("compute", [*CASES, through_cast_probabilities], ids=lambda f: f.__name__)
+def through_parts_of_a_complex_cast(x: Tensor, w: Tensor) -> Tensor:
+    activated = F.gelu(x @ w)
+    parts = torch.view_as_real(activated.to(torch.complex64))
+    return activated.sin() + parts.square().sum(-1)
+
+
+def through_parts_of_a_narrow_cast(x: Tensor, w: Tensor) -> Tensor:
+    parts = torch.view_as_real((x @ w).to(torch.bfloat16).to(torch.complex64))
+    return parts.square().sum(-1) + parts.real.sin().sum(-1)
+
+
+CASES = [through_gelu, through_swiglu, through_weighted, through_probabilities, through_narrow, through_pieces]
+COMPLEX = [through_parts_of_a_complex_cast, through_parts_of_a_narrow_cast]
+
+
+@pytest.mark.parametrize("compute", [*CASES, *COMPLEX, through_cast_probabilities], ids=lambda f: f.__name__)
 def test_lossless_gradients_are_bitwise_those_of_torch(compute: Callable[..., Tensor]) -> None:
     leaves = leaf(16, 32), leaf(32, 32, seed=1)
     torch.manual_seed(0)
@@ -87,6 +105,14 @@ def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tenso
     redone = [t for t in report.tensors if t.kept == policy.REDONE]
     assert sum(t.stored_bytes for t in redone) == 0
     assert sum(t.unique_bytes for t in redone) == made_again * 16 * 32 * 4
+
+
+def test_pieces_of_an_output_are_made_of_the_whole() -> None:
+    with pyactcomp.compressed(**LOSSLESS) as c:
+        through_pieces(leaf(16, 32), leaf(32, 32, seed=1))
+    pieces = [t for t in pyactcomp.report(c).tensors if t.kept == policy.REDONE]
+    assert [t.shape for t in pieces] == [(16, 8), (16, 24)]
+    assert sum(t.stored_bytes for t in pieces) == 0
 
 
 def test_a_cast_that_is_exact_is_stored_in_the_narrower_dtype() -> None:
@@ -255,6 +281,33 @@ def test_a_layer_norm_is_made_again_with_the_weights_that_it_read(mixed: bool) -
     assert [t.kept for t in pyactcomp.report(model).tensors if t.module == "1"] == [
         policy.LOSSLESS if mixed else policy.REDONE
     ]
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"mode": "lossless"}], ids=str)
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Scale])
+def test_memory_that_a_parameter_has_no_more_is_what_is_read(kind: type[nn.Module], options: dict[str, Any]) -> None:
+    """As under ZeRO, which takes a parameter's memory away between its forward and its backward."""
+    torch.manual_seed(0)
+    middle: Any = kind(64)
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64), middle, nn.Linear(64, 64)), min_bytes=0, **options)
+    x, memory = torch.randn(32, 64), middle.weight.data
+    found = []
+    for other in (memory, torch.full((64,), 7.0)):
+        loss = model(x).square().sum()
+        middle.weight.data = other
+        # Its gradient reads what the norm's or the product's output was.
+        found.append(torch.autograd.grad(loss, model[2].weight)[0])
+        middle.weight.data = memory
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

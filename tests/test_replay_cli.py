@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,14 @@ def press(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         return replay_one(snapshot, config, *arguments, **others)
 
     monkeypatch.setattr(sys.modules["pyactcomp.allocator.tune"], "replay_one", pressed)
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C arrive: a process that a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_tune_prints_the_best_so_far_on_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

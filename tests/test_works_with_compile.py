@@ -180,3 +180,13 @@ def test_skipped_module_inside_a_compiled_block_does_not_break_its_graph(exact: 
         block.compile(backend="aot_eager", fullgraph=True)
     pyactcomp.compress(model, min_bytes=MIN_BYTES, skip=[nn.LayerNorm])
     assert assert_agrees(model, step(model, "cpu"), exact, step(exact, "cpu")) > 0.0
+
+
+# Dynamo's own, of how it traces an autograd function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_ends_no_graph_to_look_for_hooks() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x: pyactcomp.functional.relu(x.sin()).cos(), backend="aot_eager", dynamic=False)
+    compiled(torch.randn(6, 64, requires_grad=True)).sum().backward()
+    assert not [reason for reason in torch._dynamo.utils.counters["graph_break"] if "saved_tensors" in reason]

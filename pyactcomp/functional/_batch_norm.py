@@ -85,7 +85,7 @@ class _BatchNorm(torch.autograd.Function):
                     y = torch.where(restore_mask(kept_mask), y.clamp_min(_SMALLEST), 0.0)
                 return y.to(dtype)
 
-            offer(ctx, out, compute, *(t for t in (weight, bias) if t is not None))
+            offer(ctx, out, compute, *(t for t in (gamma, beta) if t is not None))
         return out
 
     @staticmethod
@@ -136,8 +136,9 @@ def _forward_fused(
     ctx.fused = norm
     ctx.save_for_backward(packed, mean, rstd, weight, signs)
     if packed_out is None:
-        operands = [t for t in (weight, bias) if t is not None]
-        offer(ctx, out, lambda dtype: norm.redo(packed, mean, rstd, weight, bias, signs, dtype), *operands)
+        gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
+        operands = [t for t in (gamma, beta) if t is not None]
+        offer(ctx, out, lambda dtype: norm.redo(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
     else:
         codes = packed_out
         offer(ctx, out, lambda dtype: norm.restore(codes, dtype))

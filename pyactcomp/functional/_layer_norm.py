@@ -14,7 +14,7 @@ from ..codec import Impl, Rounding
 from ..layouts import layout_of
 from ..redo import offer
 from ._fused_norms import Norm, norm_of, serves
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving, without_graph
+from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -50,7 +50,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
-        gamma, beta = without_graph(weight), without_graph(bias)
+        gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
         parameters = [t for t in (gamma, beta) if t is not None]
         if ctx.keeps and serves(x, residual, shape, dtype, how):
             ctx.norm = norm = norm_of(shape, True, eps, how)
@@ -123,7 +123,6 @@ def _redo(
     wide: torch.dtype | None,
 ) -> Tensor:
     """Return the output again: by torch's own operator, or from restored rows and their reciprocal deviations."""
-    weight, bias = (None if t is None else t.detach() for t in (weight, bias))
     x, gamma, beta = cast(Tensor, _to(restore(kept), wide)), _to(weight, wide), _to(bias, wide)
     if rstd is None:
         return torch.native_layer_norm(x, shape, gamma, beta, eps)[0]

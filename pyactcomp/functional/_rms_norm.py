@@ -12,7 +12,7 @@ from ..codec import Impl, Rounding
 from ..layouts import layout_of
 from ..redo import offer
 from ._fused_norms import Norm, norm_of, serves
-from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving, without_graph
+from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        gamma = without_graph(weight)
+        gamma = None if weight is None else weight.detach()
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype
@@ -93,7 +93,7 @@ def _differentiated(
 
 
 def _redo(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    x, weight = restore(kept), None if weight is None else weight.detach()
+    x = restore(kept)
     return _scaled(_wide(x), rstd, weight, x.dtype).to(dtype)
 
 

@@ -124,11 +124,6 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def without_graph(parameter: Tensor | None) -> Tensor | None:
-    """Return a parameter to hold until backward: itself, unless it was computed and would hold what computed it."""
-    return parameter if parameter is None or parameter.is_leaf else parameter.detach()
-
-
 def differentiable_once(backward: Backward) -> Backward:
     """Decorate a ``backward`` that has no derivative of its own.
 
