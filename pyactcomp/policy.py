@@ -14,6 +14,7 @@ PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 SKIPPED = "inside a skipped module"
+NESTED = "nested tensor, kept exact"
 KINK = "inside an activation whose derivative jumps, which asks on what side of the jump its input was"
 OTHER_LAYOUT = "autocast copy of a parameter in another layout, kept"
 RECAST = "autocast copy of a parameter, cast again in backward"
@@ -127,6 +128,14 @@ def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
                 left.append(inner)
 
 
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's storage is; 0 for a subclass around other tensors, which has no memory of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
 class Policy:
     """Decides for one forward, from what the model owns then.
 
@@ -151,7 +160,7 @@ class Policy:
         """Return the addresses of owned storages, which stay alive: their addresses are a proof."""
         if self._storages is None:
             tensors = owned_tensors(self._module) if self._module is not None else ()
-            self._storages = {each.untyped_storage().data_ptr() for each in tensors if each.layout is _STRIDED} - {0}
+            self._storages = {_address(each) for each in tensors if each.layout is _STRIDED} - {0}
         return self._storages
 
     def reason_to_keep(self, tensor: Tensor, saved: Tensor, would_copy: bool = True) -> str | None:
@@ -168,6 +177,8 @@ class Policy:
         """
         if tensor.layout is not _STRIDED:
             return f"layout {tensor.layout}"
+        if tensor.is_nested:
+            return NESTED
         if would_copy and tensor.untyped_storage().data_ptr() in self._owned():
             return PARAMETER
         base = saved._base

@@ -48,16 +48,27 @@ class SavedTensor:
         return self.saved_bytes if self.kept is None or self.kept in policy.MADE_AGAIN else 0
 
 
-def _nbytes(tensor: Tensor) -> int:
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the elements of a tensor, and what they are indexed by: mostly itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [part for each in inner if isinstance(each, Tensor) for part in _parts(each)]
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    rows_first = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    parts = (
-        (tensor.crow_indices(), tensor.col_indices()) if rows_first else (tensor.ccol_indices(), tensor.row_indices())
-    )
-    return sum(part.nbytes for part in (*parts, tensor.values()))
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in _parts(tensor))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape, for a nested tensor that of its elements in memory: its own may have no such number."""
+    return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
 
 
 def _eager_children(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
@@ -112,7 +123,7 @@ class Recorder:
         """Record a saved tensor, kept for a reason, or packed in so many bytes that no earlier one's serve."""
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
         stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
-        self._append(tuple(tensor.shape), tensor.dtype, _nbytes(tensor), unique, stored, kept)
+        self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept)
 
     def add_codes(self, packs: Packs, packed: int) -> None:
         """Record codes that an autograd function saves, as what they stand for."""
@@ -127,10 +138,13 @@ class Recorder:
         self.saved.append(SavedTensor(self._modules[-1], shape, name, saved, unique, stored, kept))
 
     def _unique_bytes(self, tensor: Tensor) -> int:
-        tensor = policy.local_tensor(tensor)
-        if tensor.layout is not torch.strided:
-            return _nbytes(tensor)
-        return self._unique_storage_bytes(tensor.untyped_storage())
+        return sum(self._unique_part_bytes(part) for part in _parts(policy.local_tensor(tensor)))
+
+    def _unique_part_bytes(self, part: Tensor) -> int:
+        try:
+            return self._unique_storage_bytes(part.untyped_storage())
+        except RuntimeError:  # a subclass that holds its memory where nobody can ask for it
+            return part.nbytes
 
     def _unique_storage_bytes(self, storage: torch.UntypedStorage) -> int:
         known = self._storages.get(storage.data_ptr())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import pyactcomp
 from pyactcomp import policy
@@ -307,3 +311,71 @@ def test_the_policy_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     y.backward(torch.ones(256))
     assert session.recorder is not None
     assert len(session.recorder.saved) > 0
+
+
+class Around(Tensor):
+    """A subclass that stands around a tensor, as quantised weights do: it has no memory of its own."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, **_: object) -> Around:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
+        made.inner = inner.detach()
+        return cast(Around, made)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Around, lambda around: around.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+class Flattened(Around):
+    """One that tells what it stands around."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+@pytest.mark.parametrize("kind", [Around, Flattened])
+def test_subclasses_around_tensors_are_kept_and_counted(kind: type[Around], mode: str) -> None:
+    weight = torch.randn(64, 64)
+
+    def gradient(**options: Any) -> tuple[Tensor, Any]:
+        x = kind(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_())
+        model = nn.Linear(64, 64, bias=False)
+        model.weight = nn.Parameter(kind(weight))
+        with pyactcomp.compressed(model, **options) if options else nullcontext() as c:
+            loss = model(x).sin().sum()
+        loss.backward()
+        return model.weight.grad.inner, c  # type: ignore[union-attr]
+
+    got, c = gradient(mode=mode, min_bytes=0)
+    assert torch.equal(got, gradient()[0])
+    saved = pyactcomp.report(c).tensors
+    assert {tensor.kept for tensor in saved} == {f"tensor subclass {kind.__name__}"}
+    # The input, the weight, and what sin reads: each 64 x 64 in float32, held as it is.
+    assert [tensor.stored_bytes for tensor in saved] == [64 * 64 * 4] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_kept(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(length, 64, requires_grad=True) for length in (3, 5)]
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
+
+    def gradient() -> Tensor:
+        out = model(torch.nested.as_nested_tensor(parts, layout=layout))
+        return torch.autograd.grad(out.values().sum(), model[1].weight)[0]
+
+    exact = gradient()
+    pyactcomp.compress(model, min_bytes=0)
+    assert torch.equal(gradient(), exact)
+    reason = policy.NESTED if layout is torch.strided else "tensor subclass NestedTensor"
+    kept = [tensor for tensor in pyactcomp.report(model).tensors if tensor.kept == reason]
+    # In the shape that its elements have in memory.
+    assert {tensor.shape for tensor in kept} == {(8 * 64,) if layout is torch.strided else (8, 64)}

@@ -91,7 +91,7 @@ def options(module: Module, *inputs: Tensor) -> Options | None:
     if state is None:
         return None
     for x in inputs:
-        if type(x) not in (Tensor, Parameter) or not x.requires_grad or x.is_meta:
+        if type(x) not in (Tensor, Parameter) or not x.requires_grad or x.is_meta or x.is_nested:
             return None
         if x.nbytes < state.config.min_bytes:
             return None
