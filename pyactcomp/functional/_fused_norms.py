@@ -70,6 +70,13 @@ class Norm:
         """Elements of a row."""
         return math.prod(self.shape)
 
+    @functools.cached_property
+    def _form(self) -> _Form:
+        from . import _norm_kernels
+
+        bits = self.how.bits if self.copied is None else int(_norm_kernels.COPY.value)
+        return _Form(self.length, self.centred, bits, self.how.group_size)
+
     def forward(
         self,
         x: Tensor,
@@ -85,7 +92,7 @@ class Norm:
         packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None)
-        plan = _plan(self, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
+        plan = _plan(self._form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
         given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
         plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how)))
@@ -103,7 +110,9 @@ class Norm:
         """Return the output again, from what ``forward`` returned with it."""
         out = torch.empty(shape, dtype=dtype, device=packed.device)
         numel = out.numel()
-        plan = _plan(self, "norm_redo_kernel", numel, _REDO, (weight is not None, bias is not None), (), out.device)
+        plan = _plan(
+            self._form, "norm_redo_kernel", numel, _REDO, (weight is not None, bias is not None), (), out.device
+        )
         tensors = (self._elements(packed), rstd, _dense(weight, rstd), _dense(bias, rstd), out)
         plan.launch(plan.tiles, tensors, (numel,))
         return out
@@ -125,7 +134,7 @@ class Norm:
         inputs = {d: torch.empty_like(grad, dtype=d) for d in dtypes if d is not None}
         out, *other = inputs.values() or (grad,)
         flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None)
-        plan = _plan(self, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
+        plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
         sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
         # The weight's are first, the bias's last; where neither is wanted, something stands in.
         parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
@@ -143,6 +152,15 @@ class Norm:
 norm_of = functools.lru_cache(maxsize=256)(Norm)
 
 
+class _Form(NamedTuple):
+    """What the kernels of a norm depend on; not the seed of stochastic rounding, which is another on each call."""
+
+    length: int
+    centred: bool
+    bits: int | None
+    group_size: int
+
+
 class _Plan(NamedTuple):
     """The launcher of one kernel, its programs if each takes one tile, and if none has to wait for another to end."""
 
@@ -153,7 +171,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    norm: Norm,
+    form: _Form,
     kernel: str,
     numel: int,
     tile: tuple[int, int],
@@ -165,13 +183,12 @@ def _plan(
     from . import _norm_kernels
 
     elements, per_thread = tile
-    groups = 1 << (norm.length // norm.how.group_size - 1).bit_length()
-    padded = groups * norm.how.group_size
+    groups = 1 << (form.length // form.group_size - 1).bit_length()
+    padded = groups * form.group_size
     # The rows of a program divide those of the tensor, so that no program has fewer.
-    rows = math.gcd(numel // norm.length, max(elements // padded, 1)) if padded == norm.length else 1
+    rows = math.gcd(numel // form.length, max(elements // padded, 1)) if padded == form.length else 1
     warps = min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
-    tiles = numel // norm.length // rows
-    bits = norm.how.bits if norm.copied is None else int(_norm_kernels.COPY.value)
-    constants = (norm.length, rows, norm.centred, *flags, bits, norm.how.group_size, rows * groups, *last)
+    tiles = numel // form.length // rows
+    constants = (form.length, rows, form.centred, *flags, form.bits, form.group_size, rows * groups, *last)
     launch = launcher(_norm_kernels, kernel, constants, warps, device)
     return _Plan(launch, tiles, min(tiles, _processors(device) * max(_RESIDENT_WARPS // warps, 1)))
