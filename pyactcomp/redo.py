@@ -21,7 +21,7 @@ from .layouts import layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
-from .torch_private import running_node, saved_form, top_saved_tensor_hooks
+from .torch_private import running_node, saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -147,7 +147,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     """Let operators that save ``out``, a view of it or autocast's cast of it keep its recipe instead.
 
     To be called in the ``forward`` of an autograd function, with its context and its output. The recipe lives as long
-    as the output or what saved it.
+    as the output or what saved it. Where what is saved is thrown away there is none: kernels write no codes then.
 
     Parameters
     ----------
@@ -155,7 +155,8 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
-    attach(ctx, out, Recipe(out, compute, operands))
+    if not saves_are_dropped():
+        attach(ctx, out, Recipe(out, compute, operands))
 
 
 def stand_for(codes: Tensor, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "replace_entry_points",
     "saved_form",
     "saved_tensor_hooks_enabled",
+    "saves_are_dropped",
     "self_test",
     "source_dtype",
     "top_saved_tensor_hooks",
@@ -46,6 +47,16 @@ def under_checkpoint() -> bool:
     """Return whether what is saved now is torch.utils.checkpoint's, to be thrown away or freshly made again."""
     top = top_saved_tensor_hooks()
     return top is not None and top[0].__module__ == "torch.utils.checkpoint"
+
+
+def saves_are_dropped() -> bool:
+    """Return whether what is saved now is thrown away unread: torch.utils.checkpoint runs a function for its output."""
+    top = top_saved_tensor_hooks()
+    return (
+        top is not None
+        and top[0].__module__ == "torch.utils.checkpoint"
+        and top[0].__qualname__.startswith("_checkpoint_hook.")
+    )
 
 
 def saved_tensor_hooks_enabled() -> bool:
@@ -152,15 +163,16 @@ def _test_top_hooks() -> None:
         top = top_saved_tensor_hooks()
         assert top is not None
         assert top[0] is top[1] is same
-    seen: list[bool] = []
+    seen: list[tuple[bool, bool]] = []
 
     def probe(x: Tensor) -> Tensor:
-        seen.append(under_checkpoint())
+        seen.append((under_checkpoint(), saves_are_dropped()))
         return x.sin()
 
     torch.utils.checkpoint.checkpoint(probe, torch.zeros(1, requires_grad=True), use_reentrant=False).sum().backward()
-    assert seen == [True, True]
+    assert seen == [(True, True), (True, False)]
     assert not under_checkpoint()
+    assert not saves_are_dropped()
 
 
 def _test_hooks_enabled() -> None:

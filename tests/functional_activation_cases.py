@@ -15,14 +15,17 @@ from functional_checks import EPS, SEED, assert_codes_saved, assert_within, erro
 from native_cases import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import pyactcomp
 from pyactcomp import codec, functional, redo
 from pyactcomp.codec import Packed, dequantize
-from pyactcomp.functional import _fused_activations, _fused_rope
+from pyactcomp.functional import _fused_activations, _fused_norms, _fused_rope, _launch
 from pyactcomp.functional._dropout import dropout
 from pyactcomp.functional._new_gelu import new_gelu
 from pyactcomp.functional._relu import relu
 from pyactcomp.functional._rope import rope
+from pyactcomp.functional._saving import Saving
 from pyactcomp.functional._silu_mul import silu_mul
 from pyactcomp.kernels import triton as kernels
 from pyactcomp.layouts import layout_of
@@ -186,6 +189,65 @@ def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
     grads, eager = (torch.autograd.grad(y, leaves, torch.ones_like(y)) for y in (out, expected))
     for ours, theirs in zip(grads, eager, strict=True):
         assert bool((~ours.isfinite() | theirs.isfinite()).all())
+
+
+# Under checkpointing, which runs a function once for its output alone.
+
+
+def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(function, x, use_reentrant=False)
+    return out
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.gelu(x, impl="triton"),
+        lambda x: functional.gelu(x, "tanh", bits=4, impl="triton"),
+        lambda x: silu_mul(x, x.flip(0), impl="triton"),
+        lambda x: functional.rms_norm(x, torch.ones(128, dtype=x.dtype, device=DEVICE), 1e-5, impl="triton"),
+        lambda x: functional.layer_norm(x, (128,), impl="triton"),
+    ],
+    ids=["gelu", "gelu_tanh", "silu_mul", "rms_norm", "layer_norm"],
+)
+def test_codes_that_are_thrown_away_are_not_written(
+    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = on_device(2 * normal(20, 128), torch.bfloat16).requires_grad_()
+    grad = on_device(normal(20, 128, seed=1), torch.bfloat16)
+    expected = function(x)
+    (expected_grad,) = torch.autograd.grad(expected, x, grad)
+
+    poison = 0xAB
+    buffers: list[Tensor] = []
+
+    def poisoned(like: Tensor, how: Saving) -> Tensor:
+        buffers.append(_launch.buffer(like, how).fill_(poison))
+        return buffers[-1]
+
+    for module in (_fused_activations, _fused_norms):
+        monkeypatch.setattr(module, "buffer", poisoned)
+    out = checkpointed(function, x)
+    unwritten = len(buffers)
+    assert unwritten > 0
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.autograd.grad(out, x, grad)[0], expected_grad)
+    assert len(buffers) == 2 * unwritten
+    assert [bool((b == poison).all()) for b in buffers] == [True] * unwritten + [False] * unwritten
+
+
+def test_what_is_run_for_its_output_alone_is_not_computed_again_from_its_codes() -> None:
+    x = on_device(normal(NUMEL), torch.float32).requires_grad_()
+    weight = on_device(normal(NUMEL, seed=1), torch.float32).requires_grad_()
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpointed(lambda x: functional.gelu(x, impl="triton"), x) * weight
+
+    (grad,) = torch.autograd.grad(pyactcomp.compress(Scaled(), min_bytes=0)(x).sum(), weight)
+    exact = F.gelu(x.detach().double()).cpu()
+    # As of check_gelu, and what packing the product's operand adds.
+    assert_within(grad, exact, 12 * EPS * x.detach().double().abs().cpu() + error_of(F.gelu(x.detach()), 8, 64))
 
 
 # Without codes.
@@ -380,6 +442,19 @@ def assert_bitwise(ours: Tensor, theirs: Tensor) -> None:
     assert not first, (
         f"{int(differ.sum())} of {differ.numel()} differ: {[(float(ours[i]), float(theirs[i])) for i in first]}"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_silu_of_every_number_of_16_bits_is_bitwise_eager(dtype: torch.dtype, bits: int | None) -> None:
+    every = torch.arange(2**16, dtype=torch.int32, device=DEVICE).to(torch.int16).view(dtype)
+    # Tiles that hold what the short way of a division does not serve take the long one, so they are tried without too.
+    served = every[every.float().abs() <= 64]
+    mixed = served.repeat(kernels.TILE)[: served.numel() // kernels.TILE * kernels.TILE + kernels.TILE]
+    for gate in (every, mixed):
+        ours = silu_mul(gate.clone().requires_grad_(), torch.ones_like(gate), bits=bits, impl="triton")
+        assert_bitwise(ours, F.silu(gate))
 
 
 @pytest.mark.gpu

@@ -110,11 +110,29 @@ def assert_exact(text: str, multiply_adds: int, *, flushing: tuple[str, ...] = (
     assert sum(i.startswith(("fma.", "mad.rn")) for i in instructions) == multiply_adds
 
 
-# The quotient of each element takes two; the last, partial tile and stochastic rounding divide.
+RCP, EX2 = "rcp.approx.ftz.f32", "ex2.approx.ftz.f32"
+
+
+def multiply_adds(per_thread: int, run: int, *, stochastic: bool = False) -> int:
+    """Return those of encoding an ordinary tile: two each for a quotient, a step and the reciprocal of a step.
+
+    A thread holds runs of consecutive elements, each in a group of its own, of which it computes the step.
+    Stochastic rounding divides.
+    """
+    groups = per_thread // run
+    return 2 * groups + (0 if stochastic else 2 * per_thread + 2 * groups)
+
+
+# The last, partial tile divides.
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("bits", "stochastic"), [(8, False), (4, True), (2, False)])
 def test_encode_is_exact(dtype: str, bits: int, stochastic: bool) -> None:
-    assert_exact(encode(dtype, bits, stochastic), 0 if stochastic else 2 * PER_THREAD)
+    # Codes of 8 bits of a thread's elements are one 16-byte store.
+    run = 16 if bits == 8 else {"bf16": 8, "fp16": 8, "fp32": 4}[dtype]
+    flushing = () if stochastic else (RCP,)
+    assert_exact(
+        encode(dtype, bits, stochastic), multiply_adds(PER_THREAD, run, stochastic=stochastic), flushing=flushing
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -136,19 +154,17 @@ def test_widening_moves_in_16_byte_accesses() -> None:
     assert text.count("st.global.v4.b32") >= elements * 4 // 16
 
 
-# exp of gelu's derivative and density is approximate on purpose, as torch's; rsqrt gets arguments of at least 1.
-RSQRT = "rsqrt.approx.ftz.f32"
-
-
+# Exponentials and reciprocals of gelu are approximate on purpose, as torch's; what is flushed of them is 2**-126 of 1.
 @pytest.mark.parametrize("tanh", [False, True])
 def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool) -> None:
     constants = {"TANH": tanh, "BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "COMPILED": True}
-    # The polynomial's five, in whole and partial tiles, and the quotient's two.
-    polynomial = 0 if tanh else 2 * 5 * PER_THREAD
+    # In whole and partial tiles: one of the cube; or five of the polynomial.
+    polynomial = 2 * (1 if tanh else 5) * PER_THREAD
     forward = ptx(_activation_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
-    assert_exact(forward, polynomial + 2 * PER_THREAD, flushing=(RSQRT,))
+    assert_exact(forward, polynomial + multiply_adds(PER_THREAD, 8), flushing=(RCP, EX2))
     backward = ptx(_activation_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
-    assert_exact(backward, polynomial, flushing=(RSQRT,))
+    # Two more of the slope and the derivative; or one of the derivative.
+    assert_exact(backward, polynomial + 2 * (2 if tanh else 1) * PER_THREAD, flushing=(RCP, EX2))
 
 
 @pytest.mark.parametrize("kernel", [*CODEC_KERNELS, *FUSED_KERNELS], ids=lambda kernel: kernel.__name__)

@@ -16,15 +16,18 @@ from ..kernels.triton_ops import (
     encode_any_tile,
     encode_tile,
     load_tile,
+    power_of_two,
+    reciprocal,
     store_codes,
     store_raw,
     tile_offsets,
     to_raw,
 )
-from ._kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, reciprocal, restore, rounded
+from ._kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, restore, rounded
 
 # gelu(x) by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): nothing cancels.
 _TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
 # erfc(z) = (a1 t + ... + a5 t**5) exp(-z**2), t = 1 / (1 + p z), z >= 0, within 1.5e-7: Abramowitz and Stegun,
@@ -41,38 +44,40 @@ _TANH_IS_IDENTITY = tl.constexpr(2.0**-40)
 
 
 @triton.jit
-def _normal(x):
+def _normal(x, COMPILED: tl.constexpr):
     """Return the normal distribution's Phi(x) and exp(-x**2 / 2)."""
-    t = reciprocal(tl.fma(tl.abs(x), _P, 1.0))
-    exponential = tl.exp(-0.5 * x * x)
+    t = reciprocal(tl.fma(tl.abs(x), _P, 1.0), COMPILED)
+    exponential = power_of_two(x * x * (-0.5 * _LOG2_E), COMPILED)
     polynomial = tl.fma(tl.fma(tl.fma(tl.fma(t, _A5, _A4), t, _A3), t, _A2), t, _A1)
     tail = polynomial * t * exponential
     return tl.where(x < 0, tail, 1.0 - tail), exponential
 
 
 @triton.jit
-def _sigmoid_two_u(x):
-    return reciprocal(1.0 + tl.exp(-_TWO_SQRT_TWO_OVER_PI * (x + _CUBIC * x * x * x)))
+def _sigmoid_two_u(x, COMPILED: tl.constexpr):
+    A: tl.constexpr = -_TWO_SQRT_TWO_OVER_PI * _LOG2_E
+    return reciprocal(1.0 + power_of_two(x * tl.fma(x * x, A * _CUBIC, A), COMPILED), COMPILED)
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr):
+def _gelu(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
     if TANH:
-        y = x * _sigmoid_two_u(x)
+        y = x * _sigmoid_two_u(x, COMPILED)
     else:
-        phi, _ = _normal(x)
+        phi, _ = _normal(x, COMPILED)
         y = x * phi
     return y
 
 
 @triton.jit
-def _gelu_derivative(x, TANH: tl.constexpr):
+def _gelu_derivative(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
     if TANH:
-        s = _sigmoid_two_u(x)
-        d = s + x * s * (1.0 - s) * _TWO_SQRT_TWO_OVER_PI * (1.0 + 3.0 * _CUBIC * x * x)
+        s = _sigmoid_two_u(x, COMPILED)
+        slope = tl.fma(x * x, 3.0 * _CUBIC * _TWO_SQRT_TWO_OVER_PI, _TWO_SQRT_TWO_OVER_PI)
+        d = tl.fma(x * s * (1.0 - s), slope, s)
     else:
-        phi, exponential = _normal(x)
-        d = phi + x * exponential * _INV_SQRT_TWO_PI
+        phi, exponential = _normal(x, COMPILED)
+        d = tl.fma(x * exponential, _INV_SQRT_TWO_PI, phi)
     return d
 
 
@@ -91,7 +96,7 @@ def gelu_forward_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute gelu of [numel] elements and pack them; last tile first, as ``encode_kernel``."""
+    """Compute gelu of [numel] elements and pack them, unless BITS are 0; last tile first, as ``encode_kernel``."""
     TILE: tl.constexpr = GROUPS * GROUP
     DTYPE: tl.constexpr = out.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -100,15 +105,17 @@ def gelu_forward_kernel(
     key = key0.to(tl.uint32)
     if numel - start >= TILE:
         values = load_tile(x + start, TILE, GROUP, GROUPS, False)
-        codes, parameters = encode_tile(values, index, high, key, BITS, STOCHASTIC, False, COMPILED)
-        store_codes(packed, codes, parameters, start, TILE, numel, BITS, RUN, False)
-        store_raw(out + start, to_raw(_gelu(values, TANH), DTYPE, COMPILED), TILE, False)
+        if BITS != 0:
+            codes, parameters = encode_tile(values, index, high, key, BITS, STOCHASTIC, False, COMPILED)
+            store_codes(packed, codes, parameters, start, TILE, numel, BITS, RUN, False)
+        store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), TILE, False)
     else:
         left = (numel - start).to(tl.int32)
         values = load_tile(x + start, left, GROUP, GROUPS, True)
-        codes, parameters = encode_any_tile(values, index, high, key, BITS, STOCHASTIC, False)
-        store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, True)
-        store_raw(out + start, to_raw(_gelu(values, TANH), DTYPE, COMPILED), left, True)
+        if BITS != 0:
+            codes, parameters = encode_any_tile(values, index, high, key, BITS, STOCHASTIC, False)
+            store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, True)
+        store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), left, True)
 
 
 @triton.jit
@@ -129,7 +136,9 @@ def _gelu_backward(
     RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    store_raw(out + start, to_raw(g * _gelu_derivative(x, TANH), out.dtype.element_ty, COMPILED), left, PARTIAL)
+    store_raw(
+        out + start, to_raw(g * _gelu_derivative(x, TANH, COMPILED), out.dtype.element_ty, COMPILED), left, PARTIAL
+    )
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -170,7 +179,7 @@ def _gelu_redo(
 ):
     RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    store_raw(out + start, to_raw(_gelu(x, TANH), out.dtype.element_ty, COMPILED), left, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(x, TANH, COMPILED), out.dtype.element_ty, COMPILED), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])

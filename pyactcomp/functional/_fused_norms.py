@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import triton as codec_kernels
-from ._launch import buffer, copy_buffer, keys, launcher
+from ._launch import buffer, copy_buffer, keys, launcher, written_bits
 from ._saving import Saving
 
 # A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
@@ -92,7 +92,8 @@ class Norm:
         packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None)
-        plan = _plan(self._form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
+        form = self._form._replace(bits=written_bits(self._form.bits))
+        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
         given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
         plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how)))

@@ -47,10 +47,3 @@ def rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     else:
         y = x.to(DTYPE).to(tl.float32)
     return y
-
-
-@triton.jit
-def reciprocal(x):
-    """Return 1 / x for x >= 1 within 4 ulp, in a quarter of the instructions of a correctly rounded division."""
-    root = tl.rsqrt(x)
-    return root * root

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import format as fmt
 from ..kernels import triton as codec_kernels
 from ..redo import stand_for
+from ..torch_private import saves_are_dropped
 from ._saving import Saving
 
 
@@ -35,6 +36,11 @@ def launcher(
 def keys(how: Saving) -> tuple[int, int]:
     """Return the two keys of stochastic rounding, or zeros where rounding is to nearest."""
     return fmt.random_keys(how.seed) if how.stochastic else (0, 0)
+
+
+def written_bits(bits: int | None) -> int | None:
+    """Return the bits of the codes that a kernel has to write: 0 where they are thrown away, in a buffer that is."""
+    return 0 if bits is not None and saves_are_dropped() else bits
 
 
 def buffer(x: Tensor, how: Saving) -> Tensor:

@@ -75,9 +75,8 @@ def _centred(x, N: tl.constexpr, CENTRED: tl.constexpr):
 
 @triton.jit
 def _halves_added(x):
-    HALF: tl.constexpr = x.shape[0] // 2
-    low, high = tl.split(tl.trans(tl.reshape(x, [2, HALF])))
-    return low + high
+    # A sum of two has one order.
+    return tl.sum(tl.reshape(x, [2, x.shape[0] // 2]), 0)
 
 
 @triton.jit
@@ -138,7 +137,7 @@ def norm_forward_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Normalise rows and pack what was normalised, ROWS rows a program, the last ones first.
+    """Normalise rows and pack what was normalised, or with 0 BITS nothing, ROWS rows a program, the last ones first.
 
     That is x, or x + residual in the wider of their types. CENTRED rows are a layer norm; others are divided by their
     root mean square, and rounded to the type of x before they meet the weight.
@@ -155,7 +154,7 @@ def norm_forward_kernel(
         values = _rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE, COMPILED)
     if BITS == COPY:
         store_raw(packed + start, to_raw(values, DTYPE, COMPILED), N, PARTIAL)
-    else:
+    elif BITS != 0:
         index, high = element_index(start, key1, GROUP, GROUPS)
         codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
         store_codes(packed, codes, parameters, start, N, numel, BITS, RUN, PARTIAL)

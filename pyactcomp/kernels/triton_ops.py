@@ -1,8 +1,8 @@
 """The packed format as Triton functions on tiles of shape [groups, group_size].
 
 ``reference.py`` says what is computed. An ordinary group takes the short way: no masks, no clamps, no special
-values. What does not fit shows itself there (see ``encode_tile``), and its tile is done again the long way, behind
-a scalar branch.
+values. What does not fit shows itself there (see ``encode_ordinary_tile``), and its tile is done again the long way,
+behind a scalar branch.
 
 The interpreter has no fused multiply-add and truncates when it converts to bfloat16: ``COMPILED`` says what runs.
 The functions are Triton's language, not Python.
@@ -30,7 +30,7 @@ _ROUNDER = tl.constexpr(12582912.0)
 _UNIFORM_STEP = tl.constexpr(2.0**-24)
 _ROUNDER_BITS = tl.constexpr(fmt.float32_bits(12582912.0))
 # Above the bits of any code plus _ROUNDER, below those of NaN.
-_NO_CODE_BITS = tl.constexpr(fmt.float32_bits(2.0**24))
+NO_CODE_BITS = tl.constexpr(fmt.float32_bits(2.0**24))
 
 
 @triton.jit
@@ -111,17 +111,58 @@ def _round_up_positive_to_bfloat16(x):
 
 
 @triton.jit
-def _divide(a, b, reciprocal, BY_RECIPROCAL: tl.constexpr):
-    """Return a / b, ``reciprocal`` being the correctly rounded 1 / b.
+def negative(x):
+    """Return -x, which an instruction that reads it does on the way; Triton's own is one of its own, 0 - x."""
+    return x * -1.0
 
-    BY_RECIPROCAL takes one multiplication and two fused multiply-adds instead of about nine instructions. The
-    result is correctly rounded (Markstein's theorem) where the remainder is exact, hence, with ``b`` a bfloat16
-    of at least 2**-118, from 1/2 on. Below it may be off by an ulp, which rounds to the same code.
+
+@triton.jit
+def reciprocal(x, COMPILED: tl.constexpr):
+    """Return 1 / x within an ulp for normal x up to 2**126: one instruction, where a division takes nine."""
+    if COMPILED:
+        result = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        result = 1.0 / x
+    return result
+
+
+@triton.jit
+def power_of_two(x, COMPILED: tl.constexpr):
+    """Return 2 ** x within 2 ulp, below 2**-126 zero: one instruction, where ``tl.exp2`` takes four for subnormals."""
+    if COMPILED:
+        result = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        result = tl.exp2(x)
+    return result
+
+
+@triton.jit
+def _reciprocal_of_step(step, COMPILED: tl.constexpr):
+    """Return the correctly rounded 1 / step, a bfloat16 from MIN_STEP to 2**126, or NaN.
+
+    A step of Newton's leaves a relative error of 2**-46, and the reciprocal of 8 bits, unless it is a float32, is
+    2**-33 or more from the middle between two.
+    """
+    if COMPILED:
+        close = reciprocal(step, COMPILED)
+        result = tl.fma(close, tl.fma(negative(step), close, 1.0), close)
+    else:
+        result = tl.div_rn(1.0, step)
+    return result
+
+
+@triton.jit
+def divide(a, b, reciprocal, BY_RECIPROCAL: tl.constexpr):
+    """Return a / b, ``reciprocal`` being 1 / b.
+
+    BY_RECIPROCAL takes one multiplication and two fused multiply-adds; ``tl.div_rn`` about nine instructions and a
+    branch for each element, which the next ones wait for. Correctly rounded (Markstein's theorem) where
+    ``reciprocal`` is and the remainder is exact: where the last bit of the quotient times that of ``b`` is 2**-149 or
+    more, and the quotient normal. A zero keeps its sign.
     """
     if BY_RECIPROCAL:
         quotient = a * reciprocal
-        remainder = tl.fma(quotient, -b, a)
-        result = tl.fma(remainder, reciprocal, quotient)
+        result = tl.fma(tl.fma(quotient, b, negative(a)), negative(reciprocal), quotient)
     else:
         result = tl.div_rn(a, b)
     return result
@@ -176,6 +217,49 @@ def encode_any_tile(x, index, high, key, BITS: tl.constexpr, STOCHASTIC: tl.cons
 
 
 @triton.jit
+def encode_ordinary_tile(
+    x,
+    index,
+    high,
+    key,
+    BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    KEEP_POSITIVE: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Return codes in the low bits of uint32 [groups, group_size], and parameters (uint32) [groups, 1].
+
+    Where ``without_code`` says so of what holds the codes, the tile is not ordinary: ``encode_any_tile`` encodes it.
+    ``index`` is the low half of the elements' indices, ``high`` the keyed hash of the high half.
+    """
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    lowest = tl.min(x, 1, keep_dims=True)
+    highest = tl.max(x, 1, keep_dims=True)
+    minimum = _round_down_to_bfloat16(lowest + 0.0)
+    # Exact from MIN_STEP on, where the last bit of the quotient is 2**-141.
+    step = divide(highest - minimum, LEVELS * 1.0, 1.0 / LEVELS, COMPILED)
+    step = tl.maximum(_round_up_positive_to_bfloat16(step), _MIN_STEP)
+    parameters = (_bits(minimum) >> 16) | _bits(step)
+    # A group out of the ordinary range, an infinity or a NaN makes a quotient NaN.
+    ordinary = tl.maximum(highest, -lowest) <= _MAX_FINITE
+    divisor = tl.where(ordinary, step, float("nan"))
+    # Exact from 1/2 on, where the last bit of the quotient is 2**-24 and that of the step 2**-125. Below it may be off
+    # by an ulp, which rounds to the same code, but not stochastically.
+    quotient = divide(x - minimum, divisor, _reciprocal_of_step(divisor, COMPILED), COMPILED and not STOCHASTIC)
+    # No clamp: minimum is rounded down and step up, so that a quotient of an ordinary group is from 0 to LEVELS.
+    bits = _bits(_round_codes(quotient, index, high, key, STOCHASTIC) + _ROUNDER)
+    if KEEP_POSITIVE:
+        bits = tl.where((minimum == 0.0) & (x > 0.0), tl.maximum(bits, _ROUNDER_BITS + 1), bits)
+    return bits, parameters
+
+
+@triton.jit
+def without_code(bits):
+    """Return whether a tile of ``encode_ordinary_tile`` has to be encoded again."""
+    return tl.max(bits) >= NO_CODE_BITS
+
+
+@triton.jit
 def encode_tile(
     x,
     index,
@@ -186,29 +270,10 @@ def encode_tile(
     KEEP_POSITIVE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Return codes (uint8) [groups, group_size] and parameters (uint32) [groups, 1] of a float32 tile.
-
-    ``index`` is the low half of the elements' indices, ``high`` the keyed hash of the high half.
-    """
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    lowest = tl.min(x, 1, keep_dims=True)
-    highest = tl.max(x, 1, keep_dims=True)
-    minimum = _round_down_to_bfloat16(lowest + 0.0)
-    step = tl.div_rn(highest - minimum, LEVELS * 1.0)
-    step = tl.maximum(_round_up_positive_to_bfloat16(step), _MIN_STEP)
-    parameters = (_bits(minimum) >> 16) | _bits(step)
-    # A group out of the ordinary range, an infinity or a NaN makes a quotient NaN. Stochastic rounding needs
-    # the exact quotient below 1/2 too.
-    ordinary = tl.maximum(highest, -lowest) <= _MAX_FINITE
-    divisor = tl.where(ordinary, step, float("nan"))
-    quotient = _divide(x - minimum, divisor, tl.div_rn(1.0, divisor), COMPILED and not STOCHASTIC)
-    # No clamp: minimum is rounded down and step up, so that a quotient of an ordinary group is from 0 to LEVELS.
-    bits = _bits(_round_codes(quotient, index, high, key, STOCHASTIC) + _ROUNDER)
-    largest = tl.max(bits)
-    if KEEP_POSITIVE:
-        bits = tl.where((minimum == 0.0) & (x > 0.0), tl.maximum(bits, _ROUNDER_BITS + 1), bits)
+    """Return codes (uint8) [groups, group_size] and parameters (uint32) [groups, 1] of a float32 tile."""
+    bits, parameters = encode_ordinary_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE, COMPILED)
     codes = bits.to(tl.uint8)
-    if largest >= _NO_CODE_BITS:
+    if without_code(bits):
         codes, parameters = encode_any_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE)
     return codes, parameters
 
@@ -217,8 +282,20 @@ def encode_tile(
 def decode_tile(codes, parameters):
     """Return the float32 values of ordinary codes (uint8) [groups, group_size], parameters (uint32) [groups, 1]."""
     # 2**23 + code has the code in its low bits: an exact conversion without a conversion instruction.
-    scaled = (_float(codes.to(tl.uint32) | 0x4B000000) - 8388608.0) * _float(parameters & 0x7FFF0000)
-    return scaled + _float(parameters << 16)
+    minimum, step = _minimum_and_step(parameters)
+    return (_float(codes.to(tl.uint32) | 0x4B000000) - 8388608.0) * step + minimum
+
+
+@triton.jit
+def _minimum_and_step(parameters):
+    return _float(parameters << 16), _float(parameters & 0x7FFF0000)
+
+
+@triton.jit
+def bounds_of(parameters, BITS: tl.constexpr):
+    """Return float32 between which the elements of ordinary groups lie, [groups, 1] each."""
+    minimum, step = _minimum_and_step(parameters)
+    return minimum, tl.fma(step, ((1 << BITS) - 1) * 1.0, minimum)
 
 
 @triton.jit
