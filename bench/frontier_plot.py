@@ -14,7 +14,7 @@ OURS, PEERS = "#c8324a", "#7a8594"
 TINT = "#faeef0"
 DRAWN = {
     "vanilla": INK, "lossless": OURS, "int8": OURS, "int8+ckpt": OURS, "ckpt": PEERS, "ckpt2": PEERS, "liger": PEERS,
-    "liger+ckpt": PEERS, "compile": PEERS, "compile0.5": PEERS, "save_on_cpu": PEERS,
+    "liger+ckpt": PEERS, "compile": PEERS, "compile0.5": PEERS, "compile-blocks": PEERS, "save_on_cpu": PEERS,
 }  # fmt: skip
 """The methods that are drawn, and their colours; variants of int8 are in the tables only."""
 TITLES = {

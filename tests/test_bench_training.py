@@ -77,6 +77,36 @@ def test_compile_covers_the_whole_module_under_its_budget(
     assert compiled == [module]
 
 
+def test_blocks_are_compiled_each_for_its_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import config
+    from torch._dynamo.testing import CompileCounter
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.dense = nn.Linear(width, width + 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.dense(x))
+
+    counter = CompileCounter()
+    compiled_with: list[dict[str, object]] = []
+    compile_of = nn.Module.compile
+
+    def compile(module: nn.Module, **options: object) -> None:
+        compiled_with.append(options)
+        compile_of(module, backend=counter, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    blocks = [Block(width) for width in range(1, 13)]
+    with config.patch(recompile_limit=8):
+        methods.METHODS["compile-blocks"].apply(nn.Sequential(*blocks), blocks)
+        for block in blocks:
+            block(torch.zeros(2, block.dense.in_features))
+    assert compiled_with == [{"dynamic": False}] * len(blocks)
+    assert counter.frame_count == len(blocks)
+
+
 def test_liger_patches_the_model_inside_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     patched: list[nn.Module] = []
     package = SimpleNamespace(apply_liger_kernel_to_llama=lambda model: patched.append(model))
