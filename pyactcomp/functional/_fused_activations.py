@@ -23,10 +23,10 @@ from ._saving import Saving
 if TYPE_CHECKING:
     from ._silu_mul import UpAgain
 
-# Kernels of several operands: eight elements a thread, so one 16-byte access of bfloat16 to each operand. Measured on an
-# H200 over tiles of 512 to 2048, 1 to 8 warps and limits of 64 to 96 registers, silu_mul of 134 million bfloat16, as a
-# share of the copy's rate: forward 0.79 with 1024, 4, 64, the same with as many a thread in other tiles, and 0.47 to 0.80
-# with 16; backward 0.98.
+# Kernels of several operands: eight elements a thread, so one 16-byte access of bfloat16 to each operand. Measured on
+# an H200 over tiles of 512 to 2048, 1 to 8 warps and limits of 64 to 96 registers, silu_mul of 134 million bfloat16, as
+# a share of the copy's rate: forward 0.79 with 1024, 4, 64, the same with as many a thread in other tiles, and 0.47 to
+# 0.80 with 16; backward 0.98.
 _WARPS = 4
 _FLAT_TILE = int(FLAT_TILE.value)
 

@@ -52,7 +52,7 @@ def _divisor(x, COMPILED: tl.constexpr):
 def _ordinary_divisor(x, COMPILED: tl.constexpr):
     """Return ``_divisor(x)`` for |x| up to _FAR, in 7 instructions instead of 10: nothing saturates."""
     if COMPILED:
-        # libdevice's exp: 2**f * 2**j, j = floor(-x log2(e)), whose sum with the bias of an exponent is in the low bits.
+        # libdevice's exp: 2**f * 2**j, j = floor(-x log2(e)). With the bias of an exponent, j is in the low bits.
         shifted = libdevice.fma_rd(x, _MINUS_LOG2_E, _ROUNDER + _BIAS)
         j = shifted - (_ROUNDER + _BIAS)
         f = tl.fma(x, _MINUS_LOG2_E, negative(j))
