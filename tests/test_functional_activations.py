@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from functional_checks import SEED, assert_codes_saved, normal, saved_by
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from pyactcomp import dequantize, functional, quantize, redo
+from pyactcomp import codec, dequantize, functional, quantize, redo
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional._dropout import dropout
 from pyactcomp.functional._new_gelu import _chain, new_gelu
@@ -228,6 +231,30 @@ def test_silu_mul_of_two_dtypes_is_torchs() -> None:
 def test_one_bit_an_element_is_saved(name: str) -> None:
     x = leaf(70, 16)
     assert [(s.dtype, s.numel()) for s in saved_by(lambda: FUNCTIONS[name][0](x))] == [(torch.uint8, 70 * 16 // 8)]
+
+
+@pytest.mark.parametrize("name", ["relu", "dropout"])
+def test_bits_that_checkpointing_throws_away_are_not_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, theirs = FUNCTIONS[name]
+    x = leaf(70, 16)
+    packed: list[int] = []
+    bind = codec.bind
+
+    def counting(*form: Any) -> SimpleNamespace:
+        kernel = bind(*form)
+
+        def encode(source: Tensor, out: Tensor, seed: int) -> None:
+            packed.append(source.numel())
+            kernel.encode(source, out, seed)
+
+        return SimpleNamespace(encode=encode, decode=kernel.decode)
+
+    monkeypatch.setattr(codec, "bind", counting)
+    out = checkpoint(function, x, use_reentrant=False)
+    assert packed == []
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert packed == [x.numel()]
+    assert torch.equal(grad, torch.autograd.grad(theirs(x).sum(), x)[0])
 
 
 def test_relu_in_place_writes_its_input() -> None:

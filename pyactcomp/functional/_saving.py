@@ -15,7 +15,7 @@ from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
 from ..redo import stand_for
-from ..torch_private import dispatch_mode_active, has_no_memory, inside_functorch
+from ..torch_private import dispatch_mode_active, has_no_memory, inside_functorch, saves_are_dropped
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
@@ -70,7 +70,8 @@ class Saving:
             # Without the operator around the kernel, which graphs want, in half the host's time.
             kernel = codec.bind(self.impl, torch.bool, 1, self.group_size, False, False, mask.device)
             buffer = torch.empty(fmt.packed_bool_nbytes(mask.numel()), dtype=torch.uint8, device=mask.device)
-            kernel.encode(mask, buffer, 0)
+            if not saves_are_dropped():
+                kernel.encode(mask, buffer, 0)
             packed = Packed(buffer, tuple(mask.shape), mask.stride(), torch.bool, 1, self.group_size)
         return stand_for(packed.buffer, mask), _restore(packed, self.impl)
 
