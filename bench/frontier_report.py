@@ -84,7 +84,18 @@ def steps_table(rows: Iterable[Row]) -> str:
         "run, and `vanilla-again` shows that run's drift. act: allocated by the forward; peak - base: above weights "
         "and optimizer state; gradient error: relative L2 over all gradients of step 1, beside vanilla against vanilla."
     )
-    return section(table(header, lines), note, conditions(found), reasons(found))
+    return section(table(header, lines), note, _hosts(found), conditions(found), reasons(found))
+
+
+def _hosts(rows: Iterable[Row]) -> str:
+    """Return how fast Python ran beside the steps, where that differs."""
+    loops = sorted(row["host_loop_ms"] for row in rows if "host_loop_ms" in row)
+    if not loops or loops[-1] - loops[0] <= SPREAD * loops[0]:
+        return ""
+    return (
+        f"A fixed loop of Python took from {loops[0]:.0f} to {loops[-1]:.0f} ms on the hosts of these rows: steps that "
+        "wait for the host differ as much from one machine to the next."
+    )
 
 
 @dataclass(frozen=True)

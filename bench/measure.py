@@ -91,6 +91,22 @@ def device_task(
     return task, timer
 
 
+def host_loop_ms() -> float:
+    """Return the milliseconds of a fixed loop of Python, the fastest of five.
+
+    Where a step waits for the host, machines of one GPU differ as this does.
+    """
+
+    def loop() -> float:
+        begin = time.perf_counter()
+        sums: dict[int, int] = {}
+        for i in range(200_000):
+            sums[i & 255] = sums.get(i & 255, 0) + i
+        return (time.perf_counter() - begin) * 1e3
+
+    return min(loop() for _ in range(5))
+
+
 def step_times(step: Callable[[], Any], count: int, device: str) -> list[float]:
     """Return the milliseconds of ``count`` consecutive calls, by CUDA events on a GPU."""
     if device != "cuda":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .measure import step_times
+from .measure import host_loop_ms, step_times
 from .methods import Context, Method, implementation
 from .rows import Row, summary
 from .workloads import Batch, Workload
@@ -192,6 +192,7 @@ def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_l
         "batch": workload.batch_size(tiny),
         "first_loss": first_loss,
         "leftover_bytes": leftover,
+        "host_loop_ms": round(host_loop_ms(), 2),
         **(implementation(trainer.module) if method.ours else {}),
         **memory,
         **errors,

@@ -58,6 +58,16 @@ def test_report_shows_the_range_of_steps_that_wait_for_the_host() -> None:
     assert "| 110.0 (105 to 121) | 1.10 |" in table
 
 
+@pytest.mark.parametrize(("loops", "said"), [((10.0, 10.4), False), ((10.0, 17.0), True)])
+def test_report_says_how_far_apart_the_hosts_were(loops: tuple[float, float], said: bool) -> None:
+    rows_of = [
+        step_row("vanilla", 100.0, 20, 24, "first"),
+        step_row("int8", 110.0, 10, 12, "first", host_loop_ms=loops[1]),
+        step_row("ckpt", 110.0, 10, 12, "first", host_loop_ms=loops[0]),
+    ]
+    assert ("from 10 to 17 ms on the hosts" in frontier_report.steps_table(rows_of)) is said
+
+
 def test_report_fills_the_blocks_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write(tmp_path, "frontier", [
