@@ -29,6 +29,8 @@ PLACES = (
     (7, 26, "left"), (-7, -32, "right"),
 )  # fmt: skip
 """Where a name may stand beside its point, the best first: across and up in points, and the side that is fixed."""
+ADJACENT = 14
+"""Points up or down to which a name needs no line to its point."""
 GIB = 2**30
 
 Place = tuple[int, int, str]
@@ -179,4 +181,10 @@ def _label(axes: Any, points: list[Point]) -> None:
             text.set_horizontalalignment(place[2])
             return text.get_window_extent(renderer)
 
-        taken.append(box_at(min(PLACES, key=lambda place: cost(place, box_at(place)))))
+        chosen = min(PLACES, key=lambda place: cost(place, box_at(place)))
+        taken.append(box_at(chosen))
+        if abs(chosen[1]) > ADJACENT:
+            # Further away than the next line of text: say whose name it is.
+            line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3}
+            end = (chosen[0], chosen[1] + (0 if chosen[1] > 0 else 7))
+            axes.annotate("", (point.x, point.y), end, textcoords="offset points", arrowprops=line, zorder=3)
