@@ -93,8 +93,8 @@ def _hosts(rows: Iterable[Row]) -> str:
     if not loops or loops[-1] - loops[0] <= SPREAD * loops[0]:
         return ""
     return (
-        f"A fixed loop of Python took from {loops[0]:.0f} to {loops[-1]:.0f} ms on the hosts of these rows: steps that "
-        "wait for the host differ as much from one machine to the next."
+        f"Beside these steps a fixed loop of Python took from {loops[0]:.0f} to {loops[-1]:.0f} ms: so far apart were "
+        "the hosts that some of them wait for."
     )
 
 

@@ -38,9 +38,10 @@ class Recipe:
     ----------
     out : Tensor
         The output. It must be dense and own its storage.
-    compute : callable
+    compute : callable, optional
         From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values, shape and
-        strides of ``out``. It must hold what the operator keeps for backward, never ``out`` or the graph.
+        strides of ``out``. It must hold what the operator keeps for backward, never ``out`` or the graph. Without it
+        the output is stored, but casts of it once.
     operands : tuple of Tensor
         Tensors that ``compute`` reads as they are, such as a weight: written to since, they raise autograd's error.
     depth : int
@@ -58,6 +59,7 @@ class Recipe:
         "_redone",
         "_versions",
         "casts",
+        "computes",
         "depth",
         "dtype",
         "shape_reader",
@@ -68,7 +70,7 @@ class Recipe:
     def __init__(
         self,
         out: Tensor,
-        compute: Compute,
+        compute: Compute | None,
         operands: tuple[Tensor, ...] = (),
         depth: int = 1,
         casts: bool = True,
@@ -80,7 +82,8 @@ class Recipe:
         self._redone: ref[Redone] | None = None
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth
-        self.casts = casts
+        self.computes = compute is not None
+        self.casts = casts and self.computes
         self.shape_reader = shape_reader
         self.dtype = out.dtype
         self.storage = ref(out.untyped_storage())
@@ -101,6 +104,7 @@ class Recipe:
         """Compute the output again, or raise autograd's error if an operand was written to."""
         for operand, version in zip(self._operands, self._versions, strict=True):
             check_version(operand, version)
+        assert self._compute is not None
         return self._compute(dtype)
 
     def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
@@ -147,7 +151,8 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     """Let operators that save ``out``, a view of it or autocast's cast of it keep its recipe instead.
 
     To be called in the ``forward`` of an autograd function, with its context and its output. The recipe lives as long
-    as the output or what saved it. Where what is saved is thrown away there is none: kernels write no codes then.
+    as the output or what saved it. Where what is saved is thrown away kernels write no codes, so there is nothing to
+    compute from.
 
     Parameters
     ----------
@@ -155,8 +160,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
-    if not saves_are_dropped():
-        attach(ctx, out, Recipe(out, compute, operands))
+    attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
 def stand_for(codes: Tensor, x: Tensor) -> Tensor:
@@ -197,7 +201,7 @@ def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] 
             recipe = build(out, node)
             if recipe is not None:
                 attach(node, out, recipe)
-    if recipe is None or not recipe.serves(tensor) or tensor.dtype is not out.dtype:
+    if recipe is None or not recipe.computes or not recipe.serves(tensor) or tensor.dtype is not out.dtype:
         return None
     return recipe, out, recipe.dtype
 
@@ -243,7 +247,7 @@ def again(tensor: Tensor) -> Callable[[], Tensor] | None:
         recipe = None if known is None or not known[0].casts else known[0]
     elif recipe is not None and not recipe.serves(tensor):
         recipe = None
-    if recipe is None:
+    if recipe is None or not recipe.computes:
         return None
     dtype, shape = tensor.dtype, tensor.size()
     # What was cast may have been reshaped before.

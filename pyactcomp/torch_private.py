@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -46,17 +48,28 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
 def under_checkpoint() -> bool:
     """Return whether what is saved now is torch.utils.checkpoint's, to be thrown away or freshly made again."""
     top = top_saved_tensor_hooks()
-    return top is not None and top[0].__module__ == "torch.utils.checkpoint"
+    return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+@functools.cache
+def _code_of_dropping_hook() -> CodeType | None:
+    """Return the code of the hook by which torch.utils.checkpoint throws away what a first run saves."""
+    hooks = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)
+    constants = hooks.__init__.__code__.co_consts if hooks is not None else ()
+    return next((code for code in constants if isinstance(code, CodeType) and code.co_name == "pack_hook"), None)
 
 
 def saves_are_dropped() -> bool:
-    """Return whether what is saved now is thrown away unread: torch.utils.checkpoint runs a function for its output."""
+    """Return whether what is saved now is thrown away unread: torch.utils.checkpoint runs a function for its output.
+
+    By the hook's code, since what wraps a hook takes over its names. While torch.compile traces, it is False: to look
+    would end the graph.
+    """
+    if torch.compiler.is_compiling():
+        return False
     top = top_saved_tensor_hooks()
-    return (
-        top is not None
-        and top[0].__module__ == "torch.utils.checkpoint"
-        and top[0].__qualname__.startswith("_checkpoint_hook.")
-    )
+    code = None if top is None else getattr(top[0], "__code__", None)
+    return code is not None and code is _code_of_dropping_hook()
 
 
 def saved_tensor_hooks_enabled() -> bool:

@@ -66,7 +66,10 @@ def check_gelu(x: Tensor, grad: Tensor, approximate: str, bits: int, group_size:
     exact.backward(grad.cpu().double())
     assert wide.grad is not None
     # A dozen float32 operations on magnitudes of at most |x|, or of at most 1.2 in the derivative; Abramowitz and
-    # Stegun's formula is within half an ulp of 1. The second derivative is at most 0.8.
+    # Stegun's formula is within half an ulp of 1. The second derivative is at most 0.8. By tanh, 1 - s cancels: what s
+    # is off by, up to 2 ulp of 1, is taken times x and the slope of its argument, until s rounds to 1, below 6.
     g = grad.cpu().double().abs()
+    a = wide.detach().abs().clamp(max=6)
+    cancelled = 2 * EPS * a * 1.6 * (1 + 0.1342 * a * a) if approximate == "tanh" else 0.0
     assert_within(out, exact.detach(), 12 * EPS * wide.detach().abs())
-    assert_within(leaf.grad, wide.grad, 0.8 * error_of(x, bits, group_size) * g + 1.2 * 12 * EPS * g)
+    assert_within(leaf.grad, wide.grad, 0.8 * error_of(x, bits, group_size) * g + (1.2 * 12 * EPS + cancelled) * g)

@@ -49,6 +49,16 @@ def test_gelu_gradient_is_within_its_bound(dtype: torch.dtype, approximate: str)
     check_gelu(x, on_device(normal(*shape, seed=1), dtype), approximate, 8, 64, "triton")
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_far_from_zero_is_the_identity_or_nothing(approximate: str) -> None:
+    for sign in (1, -1):
+        # Codes move an element by 8 at most. A reciprocal of 1 that were not 1 would be multiplied by x cubed.
+        x = on_device(sign * torch.linspace(20, 4000, 3 * kernels.TILE), torch.float32).requires_grad_()
+        out = functional.gelu(x, approximate, impl="triton")
+        assert torch.equal(out, x.detach().clamp(min=0))
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], (x > 0).float())
+
+
 def test_gelu_takes_the_gradient_in_any_layout() -> None:
     x = on_device(normal(2, 8, 5, 7), torch.float32).to(memory_format=torch.channels_last)
     grad = on_device(normal(2, 8, 5, 7, seed=1), torch.float32)

@@ -65,7 +65,7 @@ def test_report_says_how_far_apart_the_hosts_were(loops: tuple[float, float], sa
         step_row("int8", 110.0, 10, 12, "first", host_loop_ms=loops[1]),
         step_row("ckpt", 110.0, 10, 12, "first", host_loop_ms=loops[0]),
     ]
-    assert ("from 10 to 17 ms on the hosts" in frontier_report.steps_table(rows_of)) is said
+    assert ("from 10 to 17 ms: so far apart" in frontier_report.steps_table(rows_of)) is said
 
 
 def test_report_fills_the_blocks_and_draws(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from pyactcomp.functional._new_gelu import _chain, new_gelu
 from pyactcomp.functional._relu import relu
 from pyactcomp.functional._rope import rope
 from pyactcomp.functional._silu_mul import silu_mul
+from pyactcomp.torch_private import top_saved_tensor_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -255,6 +257,33 @@ def test_bits_that_checkpointing_throws_away_are_not_packed(name: str, monkeypat
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert packed == [x.numel()]
     assert torch.equal(grad, torch.autograd.grad(theirs(x).sum(), x)[0])
+
+
+def test_hooks_may_be_methods_of_tensors() -> None:
+    x = leaf(70, 16)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.cpu, lambda saved: saved):
+        out = functional.gelu(x)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.autograd.grad(functional.gelu(x).sum(), x)[0])
+
+
+def test_what_takes_the_names_of_the_hook_that_throws_away_is_served() -> None:
+    x = leaf(70, 16)
+    saved: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        hooks = top_saved_tensor_hooks()
+        assert hooks is not None
+
+        @functools.wraps(hooks[0])
+        def keeping(tensor: Tensor) -> object:
+            saved.append(tensor)
+            return hooks[0](tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(keeping, hooks[1]):
+            return relu(x)
+
+    checkpoint(function, x, use_reentrant=False)
+    assert torch.equal(saved[0], saved_by(lambda: relu(x))[0])
 
 
 def test_relu_in_place_writes_its_input() -> None:

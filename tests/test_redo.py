@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import policy, redo
@@ -257,6 +259,15 @@ def test_casts_of_a_layer_norm_are_stored_once(block: Block, mode: str) -> None:
     inputs = [t for t in pyactcomp.report(block).tensors if t.shape == (32, 32)]
     assert [t.unique_bytes for t in inputs] == [32 * 32 * 2] * 3
     assert [bool(t.stored_bytes) for t in inputs] == [True, False, False]
+
+
+def test_casts_of_a_checkpointed_norm_are_stored_once(block: Block) -> None:
+    pyactcomp.compress(block, min_bytes=0)
+    block.norm.forward = functools.partial(checkpoint, block.norm.forward, use_reentrant=False)  # type: ignore[method-assign]
+    step(block)
+    # Its codes are thrown away with the rest of its first run, so it is stored: one of its casts.
+    assert reasons_in_projections(block).count(policy.SAME_CAST) == 2
+    assert reasons_in_projections(block).count(policy.REDONE) == 0
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -82,7 +82,8 @@ def _ordinary_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     """Return the EXACT silu(x) of |x| up to _FAR; of types of 16 bits without the branches of a division.
 
     With a reciprocal within an ulp the quotient, before it is rounded to float32, is within 2**-45 of x / divisor.
-    Whether that ever turns a rounding to 16 bits is a finite question: the tests compare all x.
+    Whether that, or an exponential near 1, ever turns a rounding to 16 bits depends on the device, and is a finite
+    question: on a GPU the tests compare all x.
     """
     if DTYPE == tl.float32:
         _, silu = _silu(x, DTYPE, True, COMPILED)

@@ -138,7 +138,7 @@ def power_of_two(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _reciprocal_of_step(step, COMPILED: tl.constexpr):
-    """Return the correctly rounded 1 / step, a bfloat16 from MIN_STEP to 2**126, or NaN.
+    """Return the correctly rounded 1 / step, a bfloat16 from MIN_STEP to below 2**126, or NaN.
 
     A step of Newton's leaves a relative error of 2**-46, and the reciprocal of 8 bits, unless it is a float32, is
     2**-33 or more from the middle between two.
