@@ -115,6 +115,28 @@ def _silu_mul_gradients(gate, up, grad, DTYPE: tl.constexpr, EXACT: tl.constexpr
 
 
 @triton.jit
+def _compute_any(
+    gate,
+    up,
+    index,
+    high,
+    key,
+    DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PACK_UP: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Return silu of a gate tile, and codes and parameters of it and of ``up`` if PACK_UP, whatever they hold."""
+    _, silu = _silu(gate, DTYPE, True, COMPILED)
+    codes, parameters = encode_any_tile(gate, index, high, key, BITS, STOCHASTIC, False)
+    up_codes, up_parameters = codes, parameters
+    if PACK_UP:
+        up_codes, up_parameters = encode_any_tile(up, index, high, key, BITS, STOCHASTIC, False)
+    return silu, codes, parameters, up_codes, up_parameters
+
+
+@triton.jit
 def _silu_mul_forward(
     gate,
     up,
@@ -142,11 +164,9 @@ def _silu_mul_forward(
     key = key0.to(tl.uint32)
     # To the bit as torch: a deep model amplifies roundings to bfloat16 that turn, to 2.7 % of the gradient of a Llama.
     if PARTIAL:
-        _, silu = _silu(g, DTYPE, True, COMPILED)
-        g_codes, g_parameters = encode_any_tile(g, index, high, key, BITS, STOCHASTIC, False)
-        u_codes, u_parameters = g_codes, g_parameters
-        if PACK_UP:
-            u_codes, u_parameters = encode_any_tile(u, index, high, key, BITS, STOCHASTIC, False)
+        silu, g_codes, g_parameters, u_codes, u_parameters = _compute_any(
+            g, u, index, high, key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
+        )
     else:
         silu = _ordinary_silu(g, DTYPE, COMPILED)
         g_bits, g_parameters = encode_ordinary_tile(g, index, high, key, BITS, STOCHASTIC, False, COMPILED)
@@ -159,11 +179,9 @@ def _silu_mul_forward(
         lowest, highest = bounds_of(g_parameters, BITS)
         far = tl.where(tl.maximum(highest, negative(lowest)) > _FAR, NO_CODE_BITS, 0).to(tl.uint32)
         if without_code(tl.maximum(tl.maximum(g_bits, u_bits), far)):
-            _, silu = _silu(g, DTYPE, True, COMPILED)
-            g_codes, g_parameters = encode_any_tile(g, index, high, key, BITS, STOCHASTIC, False)
-            u_codes, u_parameters = g_codes, g_parameters
-            if PACK_UP:
-                u_codes, u_parameters = encode_any_tile(u, index, high, key, BITS, STOCHASTIC, False)
+            silu, g_codes, g_parameters, u_codes, u_parameters = _compute_any(
+                g, u, index, high, key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
+            )
     store_raw(out + start, to_raw(silu * u, DTYPE, COMPILED), left, PARTIAL)
     store_codes(packed_gate, g_codes, g_parameters, start, left, numel, BITS, RUN, PARTIAL)
     if PACK_UP:
