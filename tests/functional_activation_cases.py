@@ -176,6 +176,20 @@ def test_silu_mul_with_up_made_again_restores_gate_alone(dtype: torch.dtype) -> 
     assert_within(ours[3], exact[3].double().cpu(), eps * scale * weight)
 
 
+def test_silu_mul_without_codes_keeps_gate_alone_where_up_is_made_again() -> None:
+    gate, up = (on_device(normal(NUMEL, seed=seed), torch.bfloat16).requires_grad_() for seed in (0, 1))
+    grad = on_device(normal(NUMEL, seed=2), torch.bfloat16)
+    results = []
+    for again in (lambda: up, None):
+        outputs: list[Tensor] = []
+        saved = saved_by(lambda: outputs.append(silu_mul(gate, up, up_again=again, bits=None, impl="triton")))  # noqa: B023
+        assert [s.data_ptr() for s in saved] == [t.data_ptr() for t in ((gate, up) if again is None else (gate,))]
+        recomputed = recipe_of(outputs[0]).compute(torch.bfloat16)
+        results.append((outputs[0], recomputed, *torch.autograd.grad(outputs[0], (gate, up), grad)))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("bits", [8, None])
 def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
     gate = on_device(torch.tensor(SPECIALS).repeat(64), torch.float32)

@@ -155,22 +155,20 @@ def silu_mul(
     dtype = gate.dtype
     out = on.empty(dtype)
     exact = how.bits is None
+    keeps_up = up_again is None
     # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
-    form = () if exact else (how.bits, how.group_size, _FLAT_TILE // how.group_size)
-    if exact:
-        kept: tuple[Tensor, ...] = (gate, up)
-    else:
-        kept = tuple(buffer(x, how) for x in ((gate, up) if up_again is None else (gate,)))
+    groups = (how.bits, how.group_size, _FLAT_TILE // how.group_size)
+    form = () if exact else (*groups, keeps_up)
+    operands = (gate, up) if keeps_up else (gate,)
+    kept = operands if exact else tuple(buffer(x, how) for x in operands)
     if written_bits(how.bits):
-        constants = (*form, how.stochastic, up_again is None)
+        constants = (*groups, how.stochastic, keeps_up)
         tensors = (gate, up, out, kept[0], kept[-1])
         # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
         on.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
     else:
         on.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (gate, up, out))
-    if not exact:
-        form = (*form, up_again is None)
 
     def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
