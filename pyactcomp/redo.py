@@ -59,7 +59,6 @@ class Recipe:
         "_redone",
         "_versions",
         "casts",
-        "computes",
         "depth",
         "dtype",
         "shape_reader",
@@ -82,7 +81,6 @@ class Recipe:
         self._redone: ref[Redone] | None = None
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth
-        self.computes = compute is not None
         self.casts = casts and self.computes
         self.shape_reader = shape_reader
         self.dtype = out.dtype
@@ -95,6 +93,11 @@ class Recipe:
         if self._copies is None:
             self._copies = {}
         return self._copies
+
+    @property
+    def computes(self) -> bool:
+        """Whether the output can be computed again."""
+        return self._compute is not None
 
     def serves(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` holds, provably, what is computed again: its storage was not written to since."""
@@ -245,9 +248,9 @@ def again(tensor: Tensor) -> Callable[[], Tensor] | None:
     if recipe is None and tensor.grad_fn is not None and tensor.grad_fn.name() == CAST:
         known = cast_recipe(tensor, tensor.grad_fn)
         recipe = None if known is None or not known[0].casts else known[0]
-    elif recipe is not None and not recipe.serves(tensor):
+    elif recipe is not None and not (recipe.computes and recipe.serves(tensor)):
         recipe = None
-    if recipe is None or not recipe.computes:
+    if recipe is None:
         return None
     dtype, shape = tensor.dtype, tensor.size()
     # What was cast may have been reshaped before.

@@ -13,6 +13,7 @@ from triton.language.extra import libdevice
 
 from ..kernels.triton_ops import (
     NO_CODE_BITS,
+    ROUNDER,
     bounds_of,
     divide,
     element_index,
@@ -34,7 +35,6 @@ _FAR = tl.constexpr(64.0)
 # log2(e) in two float32 parts, as libdevice has it.
 _MINUS_LOG2_E = tl.constexpr(-1.4426950216293335)
 _MINUS_LOG2_E_REST = tl.constexpr(-1.925963033500011e-08)
-_ROUNDER = tl.constexpr(12582912.0)
 _BIAS = tl.constexpr(127.0)
 
 
@@ -53,8 +53,8 @@ def _ordinary_divisor(x, COMPILED: tl.constexpr):
     """Return ``_divisor(x)`` for |x| up to _FAR, in 7 instructions instead of 10: nothing saturates."""
     if COMPILED:
         # libdevice's exp: 2**f * 2**j, j = floor(-x log2(e)). With the bias of an exponent, j is in the low bits.
-        shifted = libdevice.fma_rd(x, _MINUS_LOG2_E, _ROUNDER + _BIAS)
-        j = shifted - (_ROUNDER + _BIAS)
+        shifted = libdevice.fma_rd(x, _MINUS_LOG2_E, ROUNDER + _BIAS)
+        j = shifted - (ROUNDER + _BIAS)
         f = tl.fma(x, _MINUS_LOG2_E, negative(j))
         f = tl.fma(x, _MINUS_LOG2_E_REST, f)
         power = (shifted.to(tl.uint32, bitcast=True) << 23).to(tl.float32, bitcast=True)

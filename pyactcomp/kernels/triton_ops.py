@@ -26,10 +26,10 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _ALIGNMENT = tl.constexpr(fmt.ALIGNMENT)
 
 # x + 1.5 * 2**23 rounds x half to even to an integer, which are then the low bits: no conversion is needed.
-_ROUNDER = tl.constexpr(12582912.0)
+ROUNDER = tl.constexpr(12582912.0)
 _UNIFORM_STEP = tl.constexpr(2.0**-24)
 _ROUNDER_BITS = tl.constexpr(fmt.float32_bits(12582912.0))
-# Above the bits of any code plus _ROUNDER, below those of NaN.
+# Above the bits of any code plus ROUNDER, below those of NaN.
 NO_CODE_BITS = tl.constexpr(fmt.float32_bits(2.0**24))
 
 
@@ -176,10 +176,10 @@ def uniform(index, high, key):
 
 @triton.jit
 def _round_codes(quotient, index, high, key, STOCHASTIC: tl.constexpr):
-    """Round stochastically to an integer held as float32; to nearest, leave it to the ``_ROUNDER``."""
+    """Round stochastically to an integer held as float32; to nearest, leave it to the ``ROUNDER``."""
     if STOCHASTIC:
         # tl.floor is flushing of subnormal numbers when compiled.
-        nearest = (quotient + _ROUNDER) - _ROUNDER
+        nearest = (quotient + ROUNDER) - ROUNDER
         whole = nearest - (nearest > quotient).to(tl.float32)
         quotient = whole + (uniform(index, high, key) < quotient - whole).to(tl.float32)
     return quotient
@@ -208,7 +208,7 @@ def encode_any_tile(x, index, high, key, BITS: tl.constexpr, STOCHASTIC: tl.cons
     if KEEP_POSITIVE:
         rounded = tl.where((minimum == 0.0) & (clamped > 0.0), tl.maximum(rounded, 1.0), rounded)
     # The clamp comes before the final rounding, which is the same: both ends are integers.
-    codes = _bits(tl.minimum(tl.maximum(rounded, 0.0), largest) + _ROUNDER)
+    codes = _bits(tl.minimum(tl.maximum(rounded, 0.0), largest) + ROUNDER)
     codes = tl.where(x == float("-inf"), FLAGGED + 1, codes)
     codes = tl.where(x == float("inf"), FLAGGED + 2, codes)
     codes = tl.where(x != x, FLAGGED + 3, codes)
@@ -247,7 +247,7 @@ def encode_ordinary_tile(
     # by an ulp, which rounds to the same code, but not stochastically.
     quotient = divide(x - minimum, divisor, _reciprocal_of_step(divisor, COMPILED), COMPILED and not STOCHASTIC)
     # No clamp: minimum is rounded down and step up, so that a quotient of an ordinary group is from 0 to LEVELS.
-    bits = _bits(_round_codes(quotient, index, high, key, STOCHASTIC) + _ROUNDER)
+    bits = _bits(_round_codes(quotient, index, high, key, STOCHASTIC) + ROUNDER)
     if KEEP_POSITIVE:
         bits = tl.where((minimum == 0.0) & (x > 0.0), tl.maximum(bits, _ROUNDER_BITS + 1), bits)
     return bits, parameters
