@@ -166,13 +166,17 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
+def is_reported() -> bool:
+    """Return whether a report is made of what is saved now; of most forwards none is."""
+    if torch.compiler.is_compiling():  # to look would end the graph here
+        return False
+    top = top_saved_tensor_hooks()
+    return top is not None and getattr(getattr(top[0], "__self__", None), "recorder", None) is not None
+
+
 def stand_for(codes: Tensor, x: Tensor) -> Tensor:
     """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns them."""
-    if torch.compiler.is_compiling():  # it would end the graph here
-        return codes
-    top = top_saved_tensor_hooks()
-    # Most forwards are not reported on.
-    if top is not None and getattr(getattr(top[0], "__self__", None), "recorder", None) is not None:
+    if is_reported():
         packs = Packs(tuple(x.shape), x.dtype, x.nbytes, ref(x.untyped_storage()))
         codes._pyactcomp_packs = packs  # type: ignore[attr-defined]
     return codes

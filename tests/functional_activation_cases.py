@@ -190,6 +190,42 @@ def test_silu_mul_without_codes_keeps_gate_alone_where_up_is_made_again() -> Non
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_silu_mul_in_place_is_the_same_in_less_memory(dtype: torch.dtype, again: bool) -> None:
+    results = []
+    for inplace in (False, True):
+        gate, source, grad = (on_device(2 * normal(NUMEL, seed=seed), dtype) for seed in (0, 1, 2))
+        gate.requires_grad_()
+        up = source.clone().requires_grad_() * 1
+        made: list[Tensor] = []
+
+        def up_again() -> Tensor:
+            made.append(source.clone())  # noqa: B023
+            return made[-1]  # noqa: B023
+
+        out = silu_mul(gate, up, up_again=up_again if again else None, inplace=inplace, impl="triton")
+        recipe = recipe_of(out)
+        redone = recipe.compute(dtype)
+        of_gate, of_up = torch.autograd.grad(out, (gate, up), grad)
+        shared = [out.data_ptr() == up.data_ptr(), of_up.data_ptr() == grad.data_ptr()]
+        shared += [of_gate.data_ptr() == made[-1].data_ptr()] if again else []
+        assert shared == [inplace] * len(shared)
+        assert up._version == int(inplace)
+        results.append((out.detach(), redone, of_gate, of_up))
+    for theirs, ours in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_silu_mul_in_place_leaves_memory_that_others_share() -> None:
+    both = on_device(normal(2, NUMEL), torch.bfloat16).requires_grad_()
+    gate, up = both.unbind()
+    before = up.detach().clone()
+    out = silu_mul(gate, up, inplace=True, impl="triton")
+    assert torch.equal(up, before)
+    assert torch.equal(out, silu_mul(gate, up, impl="triton"))
+
+
 @pytest.mark.parametrize("bits", [8, None])
 def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
     gate = on_device(torch.tensor(SPECIALS).repeat(64), torch.float32)

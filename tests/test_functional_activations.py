@@ -316,6 +316,7 @@ def test_rope_differentiates_tables_that_require_grad() -> None:
     ("compute", "error", "match"),
     [
         (lambda x: silu_mul(x, x[:3]), ValueError, "one shape"),
+        (lambda x: silu_mul(x, x, inplace=True, bits=None), ValueError, "leave one of them out"),
         (lambda x: silu_mul(x, 3), TypeError, "up must be a floating-point"),
         (lambda x: new_gelu(x.int()), TypeError, "x must be a floating-point"),
         (lambda x: relu(None), TypeError, "x must be a floating-point"),

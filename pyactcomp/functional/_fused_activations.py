@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .. import format as fmt
 from ..kernels import triton as codec_kernels
 from ..layouts import Layout, layout_of
-from ..redo import Compute, stand_for
+from ..redo import Compute, is_reported, stand_for
 from . import _activation_kernels, _silu_mul_kernels
 from ._kernel_parts import FLAT_TILE
 from ._launch import buffer, keys, launcher, written_bits
@@ -67,6 +68,10 @@ _elementwise = functools.lru_cache(maxsize=1024)(_Elementwise)
 
 def _dense(x: Tensor) -> Tensor:
     return x if layout_of(x).dense else x.contiguous()
+
+
+def _owns_memory(x: Tensor) -> bool:
+    return x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _like(x: Tensor) -> _Elementwise:
@@ -142,9 +147,11 @@ PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def silu_mul(
-    gate: Tensor, up: Tensor, up_again: UpAgain | None, how: Saving
+    gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving
 ) -> tuple[Tensor, tuple[Tensor, ...], PairBackward, Compute]:
     """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the redo.
+
+    In place, an element is written where the only thread that reads it has read it, and its value depends on that.
 
     A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits, a
     byte less, more and more where ``up_again`` makes ``up`` again; without codes 6, 10 and 6.
@@ -153,7 +160,12 @@ def silu_mul(
     on = _like(gate)
     up = on.arrange(up)
     dtype = gate.dtype
-    out = on.empty(dtype)
+    # In a report each tensor counts by memory of its own.
+    if inplace and _owns_memory(up) and not is_reported():
+        increment_version(up)
+        out = up.data
+    else:
+        out = on.empty(dtype)
     exact = how.bits is None
     keeps_up = up_again is None
     # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
@@ -172,9 +184,12 @@ def silu_mul(
 
     def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
-        grad_gate, grad_up = on.empty(dtype), on.empty(dtype)
+        grad = on.arrange(grad)
         up = up if up_again is None else on.arrange(up)
-        tensors = (kept_gate, up, on.arrange(grad), grad_gate, grad_up)
+        # Each over what it is computed from: that of gate from up.
+        grad_gate = up if inplace and up_again is not None else on.empty(dtype)
+        grad_up = grad if inplace else on.empty(dtype)
+        tensors = (kept_gate, up, grad, grad_gate, grad_up)
         on.launch(_silu_mul_kernels, kernel, form, tensors)
         return grad_gate, grad_up
 

@@ -38,13 +38,13 @@ class UpAgain:
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: UpAgain | None, how: Saving) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving) -> Tensor:
         ctx.up_again = up_again
         fused = gate.dtype is up.dtype and how.runs_kernels(gate) and (how.bits is not None or EXACT_ON_CUDA)
         if fused:
             from . import _fused_activations
 
-            out, kept, ctx.fused_backward, compute = _fused_activations.silu_mul(gate, up, up_again, how)
+            out, kept, ctx.fused_backward, compute = _fused_activations.silu_mul(gate, up, up_again, inplace, how)
             ctx.save_for_backward(*kept)
             redo.offer(ctx, out, compute, *(t.detach() for t in kept))
             return out
@@ -70,12 +70,12 @@ class _SiluMul(torch.autograd.Function):
         kept_gate, *kept_up = ctx.saved_tensors
         up = kept_up[0] if ctx.up_again is None else ctx.up_again.take()
         if ctx.fused_backward is not None:
-            return (*ctx.fused_backward(kept_gate, up, grad), None, None)
+            return (*ctx.fused_backward(kept_gate, up, grad), None, None, None)
         gate = ctx.restore_gate(kept_gate)
         if ctx.up_again is None:
             up = ctx.restore_up(up)
         grad_gate = torch.ops.aten.silu_backward((grad * up).to(gate.dtype), gate)
-        return grad_gate, (grad * F.silu(gate)).to(up.dtype), None, None
+        return grad_gate, (grad * F.silu(gate)).to(up.dtype), None, None, None
 
 
 def _up(kept: Tensor | None, restore: Restore | None) -> Tensor:
@@ -89,6 +89,7 @@ def silu_mul(
     up: Tensor,
     *,
     up_again: Callable[[], Tensor] | None = None,
+    inplace: bool = False,
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
@@ -103,6 +104,11 @@ def silu_mul(
     up_again : callable, optional
         Computes ``up`` again, which then is not kept: where it is one matrix product of something that is stored.
         Called once a backward. With ``bits=None`` it must give the same bits.
+    inplace : bool
+        Whether the fused kernels may write the product over ``up`` and gradients over that of the product and over what
+        ``up_again`` returned, which takes two tensors less at once. For an ``up`` that a matrix product made and a
+        product that goes to one matrix product: what else reads ``up``, or shares the product's gradient as the other
+        side of a sum does, would read what was written over it.
     bits, group_size, rounding, seed, impl
         As in :func:`linear`. With ``bits=None`` outputs and gradients are those of torch's operators to the bit.
 
@@ -116,7 +122,8 @@ def silu_mul(
     TypeError
         If ``gate`` or ``up`` is no floating-point tensor.
     ValueError
-        If their shapes differ or an option has no such value.
+        If their shapes differ, an option has no such value, or ``inplace`` is asked for with ``bits=None``, which keeps
+        ``up`` itself.
     ImplementationUnavailableError
         If ``impl`` cannot serve their device.
 
@@ -140,7 +147,9 @@ def silu_mul(
     check_float_tensor("up", up)
     if gate.shape != up.shape:
         raise ValueError(f"silu_mul expects gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+    if inplace and bits is None:
+        raise ValueError("inplace=True writes over up, which bits=None keeps; leave one of them out")
     if not recorded(gate, up):
         return F.silu(gate) * up
     again = None if up_again is None else UpAgain(up_again)
-    return cast(Tensor, _SiluMul.apply(gate, up, again, how))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SiluMul.apply(gate, up, again, inplace, how))  # type: ignore[no-untyped-call]
