@@ -70,7 +70,7 @@ def _with_version_of(tensor: Tensor, data: Tensor) -> Tensor:
     return probe
 
 
-def _version_probe(tensor: Tensor) -> Tensor:
+def version_probe(tensor: Tensor) -> Tensor:
     """Return an empty tensor with the version counter of ``tensor``."""
     key = tensor.dtype, tensor.device
     empty = _EMPTY.get(key)
@@ -302,7 +302,7 @@ class Gathered:
 
     def __init__(self, region: Region, tensor: Tensor) -> None:
         self.region = region
-        self._probe = _version_probe(tensor)
+        self._probe = version_probe(tensor)
         self._version = tensor._version
         self._layout = layout_of(tensor)
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from functional_checks import EPS, SEED, assert_codes_saved, assert_within, normal, saved_by
 from native_cases import DTYPES
-from norm_checks import case, check, gradient_of, recipe_of
+from norm_checks import EPSILON, Case, case, check, gradient_of, recipe_of
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
 from pyactcomp.functional import _fused_norms
+from pyactcomp.functional._add_rms_norm import add_rms_norm
 from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
 from pyactcomp.functional._rms_norm import rms_norm
 from pyactcomp.functional._saving import saving
@@ -187,6 +189,98 @@ def test_fused_gradients_are_those_of_the_separate_passes(centred: bool, length:
         assert float((fused - separate).abs().max()) <= limit
 
 
+def sums_and_gradients(c: Case, weight_dtype: torch.dtype, separate: bool, checkpointed: bool = False) -> list[Tensor]:
+    """Return the norm, the sum and the gradients of x, residual and weight, by one function or by two."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (c.x, c.residual, c.weight.to(weight_dtype))]
+
+    def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if not separate:
+            return add_rms_norm(x, residual, weight, EPSILON, impl="triton")
+        total = x if residual is None else x + residual
+        copy = residual is not None or (checkpointed and x.dtype.itemsize == 2)
+        return rms_norm(total, weight, EPSILON, copy=copy, impl="triton"), total
+
+    normal_rows, total = (
+        checkpoint(run, *leaves, use_reentrant=False) if checkpointed and not separate else run(*leaves)
+    )
+    of_total = normal(*c.x.shape, seed=7).to(total)
+    torch.autograd.backward([normal_rows, total], [c.grad.to(normal_rows.dtype), of_total])
+    return [normal_rows.detach(), total.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+# One row a program, whose mean square is summed in one order.
+@pytest.mark.parametrize("shape", [(5, 256), (3, 768), (3, 2048), (3, 192)], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "residual"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float16, None),
+        (torch.float32, None),
+    ],
+    ids=str,
+)
+def test_norm_and_sum_are_those_of_the_separate_functions(
+    dtype: torch.dtype, residual: torch.dtype | None, checkpointed: bool, shape: tuple[int, ...]
+) -> None:
+    c = case(*shape, dtype=dtype, residual=residual, centred=False, device=DEVICE)
+    ours, theirs = (sums_and_gradients(c, torch.float32, separate, checkpointed) for separate in (False, True))
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    assert torch.equal(ours[1], theirs[1])
+    for got, expected in zip(ours, theirs, strict=True):
+        # Interpreted, the order of a sum is that of the elements; compiled, it is that of a layout of its own.
+        order = 0.0 if kernels.interpreted() else shape[-1] * EPS + torch.finfo(expected.dtype).eps
+        exact = expected.double().cpu()
+        assert_within(got, exact, order * (exact.abs() + 1))
+
+
+def test_sum_is_kept_itself_and_x_in_codes() -> None:
+    x, residual = (normal(5, 256, seed=seed).to(DEVICE, torch.bfloat16).requires_grad_() for seed in (0, 1))
+    outputs: list[tuple[Tensor, Tensor]] = []
+    saved = saved_by(lambda: outputs.append(add_rms_norm(x, residual, None, EPSILON, impl="triton")))
+    assert [s.data_ptr() for s in saved if s.dtype is torch.uint8] == [outputs[0][1].data_ptr()]
+    assert sum(s.nbytes for s in saved) == outputs[0][1].nbytes + 5 * 4
+    assert torch.equal(recipe_of(outputs[0][0]).compute(torch.bfloat16), outputs[0][0])
+    assert_codes_saved(saved_by(lambda: add_rms_norm(x, None, None, EPSILON, impl="triton")[0]), x, 8, 64, None)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_writing_to_what_is_kept_is_an_error(given: bool, checkpointed: bool) -> None:
+    x, residual = (normal(5, 256, seed=seed).to(DEVICE, torch.bfloat16).requires_grad_() for seed in (0, 1))
+
+    def run(x: Tensor, residual: Tensor) -> Tensor:
+        x = x * 1
+        out, total = add_rms_norm(x, residual if given else None, None, EPSILON, impl="triton")
+        (total if given else x).detach().add_(1.0)
+        return out
+
+    out = checkpoint(run, x, residual, use_reentrant=False) if checkpointed else run(x, residual)
+    if given or checkpointed:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    else:  # of which there are codes
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_norm_or_sum_alone_has_a_gradient(used: int) -> None:
+    c = case(5, 256, dtype=torch.bfloat16, residual=torch.float32, centred=False, device=DEVICE)
+    assert c.residual is not None
+    x, residual = (t.clone().requires_grad_() for t in (c.x, c.residual))
+    outputs = add_rms_norm(x, residual, None, EPSILON, impl="triton")
+    grads = torch.autograd.grad(outputs[used], (x, residual), c.grad)
+    assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32]
+    total = (c.x + c.residual).requires_grad_()
+    alone = rms_norm(total, None, EPSILON, copy=True, impl="triton") if used == 0 else total * 1
+    (expected,) = torch.autograd.grad(alone, total, c.grad)
+    for got in grads:
+        limit = 256 * EPS + torch.finfo(got.dtype).eps
+        assert_within(got, expected.double().cpu(), limit * (expected.abs() + 1).double().cpu())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [256, 200])
 @pytest.mark.parametrize("bits", [None, 8])
@@ -243,3 +337,5 @@ def test_output_of_rms_norm_is_bitwise_that_of_the_operators(length: int) -> Non
     wide = x.float()
     exact = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
     assert torch.equal(rms_norm(x.clone().requires_grad_(), weight, 1e-6, impl="triton"), exact)
+    half = (x / 2).requires_grad_()
+    assert torch.equal(add_rms_norm(half, half.detach(), weight, 1e-6, impl="triton")[0], exact)

@@ -67,17 +67,17 @@ def test_forward_is_exact_in_what_it_packs(
         ("bf16", "bf16", 128, 32, 16, 8),
     ],
 )
-@pytest.mark.parametrize("form", ["layer_norm", "rows", "sum", "rms_norm"])
+@pytest.mark.parametrize("form", ["layer_norm", "rows", "sum", "rms_norm", "beside"])
 def test_backward_is_exact(
     form: str, grad: str, x: str, length: int, groups: int, rows: int, warps: int, tmp_path: Path
 ) -> None:
     needs = {f"NEEDS_{name}": True for name in ("INPUT", "WEIGHT", "BIAS")}
-    flags = {"CENTRED": form != "rms_norm", "TWICE": form == "sum", "INDEXED": form == "rows", **needs}
+    flags = {"CENTRED": form not in ("rms_norm", "beside"), "TWICE": form == "sum", "INDEXED": form == "rows", **needs}
     text = ptx(
         _norm_kernels.norm_backward_kernel,
-        f"*u8 *fp32 *fp32 *{grad} *i32 *{x} *bf16 *fp32 *fp32 i64",
+        f"*u8 *fp32 *fp32 *{grad} *{x} *i32 *{x} *bf16 *fp32 *fp32 i64",
         warps,
-        **constants(length, groups, rows, **flags),
+        **constants(length, groups, rows, ADDED=form == "beside", **flags),
     )
     assert_exact(text, 0)
     assert_no_spills(text, tmp_path)
@@ -95,19 +95,21 @@ def test_redo_is_exact(out: str, length: int, groups: int, rows: int, tmp_path: 
 def test_kernels_that_keep_a_copy_do_not_spill(tmp_path: Path) -> None:
     # A Llama's rows, bfloat16 throughout.
     form = constants(2048, 32, 1, CENTRED=False, BITS=int(_norm_kernels.COPY.value))
-    none = {"HAS_BIAS": False, "HAS_RESIDUAL": False, "INDEXED": False, "STOCHASTIC": False}
-    forward = ptx(
-        _norm_kernels.norm_forward_kernel,
-        "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i64 fp32 u32 u32",
-        4,
-        **form,
-        **none,
-    )
-    assert_no_spills(forward, tmp_path)
-    # Two stores of the same width: of the output and of the copy.
-    assert forward.count("st.global.v4.b32") == 2 * (2048 // (32 * 4)) * 2 // 16
+    for residual in (False, True):
+        forward = ptx(
+            _norm_kernels.norm_forward_kernel,
+            "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i64 fp32 u32 u32",
+            4,
+            **form,
+            **{"HAS_BIAS": False, "HAS_RESIDUAL": residual, "INDEXED": False, "STOCHASTIC": False},
+        )
+        assert_no_spills(forward, tmp_path)
+        # Two stores of the same width: of the output and of the copy.
+        assert forward.count("st.global.v4.b32") == 2 * (2048 // (32 * 4)) * 2 // 16
     flags = {"NEEDS_INPUT": True, "NEEDS_WEIGHT": True, "NEEDS_BIAS": False, "TWICE": False, "INDEXED": False}
-    types = "*bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i64"
-    assert_no_spills(ptx(_norm_kernels.norm_backward_kernel, types, 8, **form, **flags), tmp_path)
+    types = "*bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i64"
+    for added in (False, True):
+        backward = ptx(_norm_kernels.norm_backward_kernel, types, 8, **form, **flags, ADDED=added)
+        assert_no_spills(backward, tmp_path)
     redo = ptx(_norm_kernels.norm_redo_kernel, "*bf16 *fp32 *bf16 *bf16 *bf16 i64", 4, **form, HAS_BIAS=False)
     assert_no_spills(redo, tmp_path)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pyactcomp import redo
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional._add_rms_norm import add_rms_norm
 from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
 from pyactcomp.functional._rms_norm import rms_norm
 
@@ -45,6 +46,8 @@ def test_norms_pass_gradcheck() -> None:
     assert check(lambda *a: add_layer_norm(*a[:2], 4, *a[2:], bits=None), (x, residual, weight, bias))
     assert check(lambda *a: rms_norm(*a, 1e-3, bits=None), (x, weight))
     assert check(lambda a: rms_norm(a, None, 1e-3, bits=None), (x,))
+    assert check(lambda *a: add_rms_norm(*a, 1e-3, bits=None), (x, residual, weight))
+    assert check(lambda a: add_rms_norm(a, None, None, 1e-3, bits=None), (x,))
 
 
 def results(compute: Callable[..., Tensor], leaves: list[Tensor | None], grad: Tensor) -> list[Tensor]:
@@ -87,6 +90,22 @@ def test_exact_rms_norm_is_bitwise_that_of_its_operators(dtype: torch.dtype, wei
     grad = normal(2, 5, 96, seed=2)
     ours = results(lambda x, w: rms_norm(x, w, 1e-6, bits=None), leaves, grad)
     assert bitwise(ours, results(separate, leaves, grad))
+
+
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
+def test_norm_and_sum_without_kernels_are_those_of_the_separate_functions(residual: torch.dtype | None) -> None:
+    c = case(5, 256, dtype=torch.bfloat16, residual=residual, centred=False)
+    found: list[list[Tensor]] = []
+    for separate in (False, True):
+        x, beside, weight = (None if t is None else t.clone().requires_grad_() for t in (c.x, c.residual, c.weight))
+        assert x is not None
+        total = x if beside is None else x + beside
+        pair = (rms_norm(total, weight, 1e-6, copy=beside is not None), total)
+        if not separate:
+            pair = add_rms_norm(x, beside, weight, 1e-6)
+        torch.autograd.backward(pair, [c.grad.to(pair[0].dtype), c.grad.to(pair[1].dtype)])
+        found.append([*pair, *(t.grad for t in (x, beside, weight) if t is not None)])
+    assert bitwise(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -269,6 +288,9 @@ X = normal(4, 64)
         (lambda: layer_norm(X, 64, rows=[0, 1, 2, 3]), TypeError, "got list"),  # type: ignore[arg-type]
         (lambda: add_layer_norm(X, X[:2], 64), ValueError, r"residual of \(4, 64\), got \(2, 64\)"),
         (lambda: add_layer_norm(X, X.int(), 64), TypeError, "residual must be a floating-point"),
+        (lambda: add_rms_norm(X, X[:2], None, 1e-6), ValueError, r"one shape, got \(4, 64\) and \(2, 64\)"),
+        (lambda: add_rms_norm(X, X.int(), None, 1e-6), TypeError, "residual must be a floating-point"),
+        (lambda: add_rms_norm(X, X, X, 1e-6), ValueError, r"add_rms_norm expects x .* got \(4, 64\) and \(4, 64\)"),
         (lambda: rms_norm(X, X, 1e-6), ValueError, r"got \(4, 64\) and \(4, 64\)"),
         (lambda: rms_norm(X.int(), None, 1e-6), TypeError, "x must be a floating-point"),
         (lambda: rms_norm(X, None, 1e-6, bits=7), ValueError, "bits must be one of"),

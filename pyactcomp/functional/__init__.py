@@ -9,6 +9,7 @@ codes. ``bits=None`` keeps exact tensors everywhere.
 
 from __future__ import annotations
 
+from ._add_rms_norm import add_rms_norm
 from ._batch_norm import batch_norm
 from ._dropout import dropout
 from ._gelu import gelu
@@ -27,6 +28,7 @@ from ._window_attention import window_attention
 
 __all__ = [
     "add_layer_norm",
+    "add_rms_norm",
     "batch_norm",
     "dropout",
     "gelu",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import triton as codec_kernels
-from ._launch import buffer, copy_buffer, keys, launcher, written_bits
+from ._launch import buffer, bytes_of, copy_buffer, keys, launcher, written_bits
 from ._saving import Saving
 
 # A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
@@ -85,14 +85,23 @@ class Norm:
         bias: Tensor | None,
         indices: Tensor | None,
         dtype: torch.dtype,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``."""
+        """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``.
+
+        With ``total`` a copy is kept there: x itself, or memory for the sum, which is then written in any case.
+        """
         numel = x.numel()
         out = torch.empty_like(x, dtype=dtype)
-        packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
+        if total is not None:
+            packed = bytes_of(total)
+            bits = 0 if residual is None else self._form.bits
+        else:
+            packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
+            bits = written_bits(self._form.bits)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None)
-        form = self._form._replace(bits=written_bits(self._form.bits))
+        form = self._form._replace(bits=bits)
         plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
         given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
@@ -127,20 +136,32 @@ class Norm:
         grad: Tensor,
         dtypes: tuple[torch.dtype | None, torch.dtype | None],
         needs: tuple[bool, bool],
+        beside: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and residual in ``dtypes``, None for None, and those that weight and bias need."""
+        """Return the gradients of x and residual in ``dtypes``, None for None, and those that weight and bias need.
+
+        To those of x and residual ``beside`` is added, which is of their dtype.
+        """
         grad = grad.contiguous()
         numel = grad.numel()
         # One for both where they are of one type.
         inputs = {d: torch.empty_like(grad, dtype=d) for d in dtypes if d is not None}
         out, *other = inputs.values() or (grad,)
-        flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None)
+        flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None, beside is not None)
         plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
         sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
         # The weight's are first, the bias's last; where neither is wanted, something stands in.
         parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
         results = (out, other[0] if other else out, *parameters)
-        tensors = (self._elements(packed), rstd, _dense(weight, rstd), grad, _dense(indices, rstd), *results)
+        tensors = (
+            self._elements(packed),
+            rstd,
+            _dense(weight, rstd),
+            grad,
+            _dense(beside, grad),
+            _dense(indices, rstd),
+            *results,
+        )
         plan.launch(plan.resident, tensors, (numel,))
         of_parameters = iter(sums.sum(1))
         of_inputs = (None if d is None else inputs[d] for d in dtypes)

@@ -53,3 +53,8 @@ def buffer(x: Tensor, how: Saving) -> Tensor:
 def copy_buffer(x: Tensor) -> Tensor:
     """Return a buffer of bytes for a copy of ``x``, which hooks keep as they keep codes."""
     return stand_for(torch.empty(x.nbytes, dtype=torch.uint8, device=x.device), x)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the bytes of a contiguous ``x``, which hooks keep as they keep codes, as they are."""
+    return stand_for(x.detach().view(-1).view(torch.uint8), x)

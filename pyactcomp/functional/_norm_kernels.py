@@ -80,7 +80,9 @@ def _halves_added(x):
 
 
 @triton.jit
-def _sum_of_squares(x, N: tl.constexpr):
+def _sum_of_squares(
+    x, residual, N: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr
+):
     """Sum the squares of a row of N float32 or 16-bit elements in the order of torch's ``mean``, to the bit.
 
     There a warp takes a row: each lane adds every 32nd vector of four, element by element, then its four sums, and the
@@ -91,6 +93,8 @@ def _sum_of_squares(x, N: tl.constexpr):
     total = tl.zeros([128], tl.float32)
     for k in tl.static_range(N // 128):
         v = load_float(x + k * 128, lanes)
+        if HAS_RESIDUAL:
+            v = _rounded(v + load_float(residual + k * 128, lanes), DTYPE, COMPILED)
         total += v * v
     even, odd = tl.split(tl.reshape(total, [32, 2, 2]))
     first, third = tl.split(even)
@@ -160,9 +164,10 @@ def norm_forward_kernel(
         store_codes(packed, codes, parameters, start, N, numel, BITS, RUN, PARTIAL)
 
     y = _centred(tl.reshape(values, [ROWS, TILE // ROWS]), N, CENTRED)
-    AS_TORCH: tl.constexpr = not (CENTRED or HAS_RESIDUAL or INDEXED) and ROWS == 1 and N % 128 == 0
+    AS_TORCH: tl.constexpr = not (CENTRED or INDEXED) and ROWS == 1 and N % 128 == 0
     if AS_TORCH:
-        variance = tl.full([1, 1], 0.0, tl.float32) + (_sum_of_squares(x + start, N) * (1.0 / N) + eps)
+        squares = _sum_of_squares(x + start, residual + start, N, HAS_RESIDUAL, DTYPE, COMPILED)
+        variance = tl.full([1, 1], 0.0, tl.float32) + (squares * (1.0 / N) + eps)
     else:
         variance = tl.sum(y * y, 1, keep_dims=True) * (1.0 / N) + eps
     if AS_TORCH and COMPILED:
@@ -234,6 +239,7 @@ def norm_backward_kernel(
     rstd,
     weight,
     grad,
+    beside,
     indices,
     out,
     other,
@@ -249,12 +255,15 @@ def norm_backward_kernel(
     NEEDS_BIAS: tl.constexpr,
     TWICE: tl.constexpr,
     INDEXED: tl.constexpr,
+    ADDED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute the gradients from codes; TWICE writes that of the input in the type of ``other`` too.
+
+    Where ADDED, ``beside`` is what the input's gradient is to be added to: each is rounded as autograd has them.
 
     Each program takes every so many tiles, from the last one on, and leaves its sums for weight and bias in its row of
     the [programs, N] results.
@@ -288,6 +297,9 @@ def norm_backward_kernel(
             if CENTRED:
                 common = common + tl.sum(g, 1, keep_dims=True) * (1.0 / N)
             dx = tl.reshape((g - common) * scale, [GROUPS, GROUP])
+            if ADDED:
+                dx = _rounded(dx, beside.dtype.element_ty, COMPILED)
+                dx = dx + load_tile(beside + row * N, N, GROUP, GROUPS, PARTIAL)
             target = _rows_from(out, indices, row, N, ROWS, INDEXED, GROUPS)
             store_raw(target, to_raw(dx, out.dtype.element_ty, COMPILED), N, PARTIAL)
             if TWICE:

@@ -97,6 +97,18 @@ def _redo(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, d
     return _scaled(_wide(x), rstd, weight, x.dtype).to(dtype)
 
 
+def check_rows(name: str, x: Tensor, weight: Tensor | None) -> None:
+    """Raise unless the function ``name`` got float rows and a weight for them."""
+    check_float_tensor("x", x)
+    if weight is not None:
+        check_float_tensor("weight", weight)
+    if x.dim() == 0 or (weight is not None and weight.shape != x.shape[-1:]):
+        got = "None" if weight is None else tuple(weight.shape)
+        raise ValueError(
+            f"{name} expects x of [..., features] and weight of [features], got {tuple(x.shape)} and {got}"
+        )
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -163,14 +175,7 @@ def rms_norm(
     True
     """
     how = saving(bits, group_size, rounding, seed, impl)
-    check_float_tensor("x", x)
-    if weight is not None:
-        check_float_tensor("weight", weight)
-    if x.dim() == 0 or (weight is not None and weight.shape != x.shape[-1:]):
-        got = "None" if weight is None else tuple(weight.shape)
-        raise ValueError(
-            f"rms_norm expects x of [..., features] and weight of [features], got {tuple(x.shape)} and {got}"
-        )
+    check_rows("rms_norm", x, weight)
     if copy and bits is None:
         raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
     if not recorded(x, weight):

@@ -18,7 +18,7 @@ from ..redo import stand_for
 from ..torch_private import dispatch_mode_active, has_no_memory, inside_functorch, saves_are_dropped
 
 Restore = Callable[[Tensor], Tensor]
-Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ def differentiable_once(backward: Backward) -> Backward:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def checked(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise PyactcompError(
                 "backward with create_graph=True went through a function of pyactcomp.functional, which can be "
                 "differentiated only once; use the function of torch.nn.functional there"
             )
-        return backward(ctx, grad)
+        return backward(ctx, *grads)
 
     return checked
 
