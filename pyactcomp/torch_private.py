@@ -25,6 +25,7 @@ __all__ = [
     "history_enabled",
     "inside_functorch",
     "is_batch",
+    "module_hooks_are_global",
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
@@ -70,6 +71,11 @@ def saves_are_dropped() -> bool:
     top = top_saved_tensor_hooks()
     code = None if top is None else getattr(top[0], "__code__", None)
     return code is not None and code is _code_of_dropping_hook()
+
+
+def module_hooks_are_global() -> bool:
+    """Return whether there are hooks that every module's call runs."""
+    return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def saved_tensor_hooks_enabled() -> bool:
@@ -344,6 +350,15 @@ def _test_module_hooks() -> None:
     assert len(module._forward_hooks) == len(module._forward_hooks_always_called) == 1
 
 
+def _test_global_module_hooks() -> None:
+    assert not module_hooks_are_global()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert module_hooks_are_global()
+    finally:
+        handle.remove()
+
+
 def _test_entry_points() -> None:
     memory, accelerator = torch.cuda.memory, torch.accelerator
     callers: dict[str, Callable[..., object]] = {
@@ -395,6 +410,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._current_autograd_node, while saved tensors are unpacked": _test_running_node,
     "Node._input_metadata": _test_source_dtype,
     "Module._forward_pre_hooks, Module._forward_hooks": _test_module_hooks,
+    "torch.nn.modules.module._has_any_global_hook": _test_global_module_hooks,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
+import inspect
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -73,8 +76,8 @@ def kinds(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        (llama, {"GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
-        (qwen3, {"GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
+        (llama, {"DecoderLayer", "GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
+        (qwen3, {"DecoderLayer", "GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
         (gpt2, {"Dropout", "LayerNorm", "LayerNormForLinear", "NewGELU"}),
         (bert, {"Dropout", "GELU", "LayerNorm", "Projections", "ResidualNorm"}),
     ],
@@ -116,6 +119,101 @@ def test_a_norm_of_the_same_name_behind_the_attention_keeps_codes() -> None:
     assert list(transformers_modules.norms_before_gated_mlps(block)) == [norm]
     block.post_feedforward_layernorm = copy.deepcopy(norm)
     assert transformers_modules.norms_before_gated_mlps(block) == {}
+
+
+def test_block_adds_and_normalises_as_its_modules_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama)
+    fuse(model, INT8)
+    separate = copy.deepcopy(model)
+    for layer in separate.model.layers:
+        layer.__class__ = type(built(llama).model.layers[0])
+    given = []
+    own = transformers_modules.add_rms_norm
+
+    def noted(x: Tensor, residual: Tensor | None, *args: object, **options: object) -> tuple[Tensor, Tensor]:
+        given.append(residual is not None)
+        return own(x, residual, *args, **options)
+
+    monkeypatch.setattr(transformers_modules, "add_rms_norm", noted)
+    assert_step_equals(model, separate)
+    assert given == [False, True] * 2
+    # By position or left out, as its own forward takes them.
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    positions = torch.arange(LENGTH)[None]
+    embeddings = model.model.rotary_emb(x, positions)
+    expected = separate.model.layers[0](x, position_embeddings=embeddings)
+    assert torch.equal(model.model.layers[0](x, None, positions, None, False, embeddings), expected)
+    assert torch.equal(model.model.layers[0](x, position_embeddings=embeddings), expected)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        model.model.layers[0](x, None, positions, None, False, embeddings, None)
+
+
+def test_block_with_a_hook_on_a_norm_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama)
+    fuse(model, INT8)
+    seen = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    own, past = transformers_modules.add_rms_norm, []
+
+    def noted(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+        past.append(1)
+        return own(*args, **options)
+
+    monkeypatch.setattr(transformers_modules, "add_rms_norm", noted)
+    step(model)
+    assert seen == [1]
+    assert past == [1, 1]  # of the other block
+
+
+def test_only_blocks_that_pass_all_their_arguments_on_are_known() -> None:
+    layer = type(built(llama).model.layers[0])
+    source = textwrap.dedent(inspect.getsource(layer.forward))
+    known = transformers_modules._is_decoder_layer
+
+    def parsed(text: str) -> ast.FunctionDef:
+        (function,) = ast.parse(text).body
+        assert isinstance(function, ast.FunctionDef)
+        return function
+
+    assert known(parsed(source))
+    for old, new in (
+        ("use_cache=use_cache,", ""),
+        ("position_ids=position_ids", "position_ids=None"),
+        ("residual + hidden_states", "hidden_states + residual"),
+        ("self.mlp(hidden_states)", "self.mlp(hidden_states) * 2"),
+    ):
+        assert old in source
+        assert not known(parsed(source.replace(old, new)))
+
+
+@pytest.mark.parametrize("seen_by", ["nobody", "a hook on up", "a hook on down", "all hooks", "another weight"])
+def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama)
+    fuse(model, INT8)
+    mlp = model.model.layers[0].mlp
+    allowed = []
+    own = transformers_modules.silu_mul
+
+    def noted(gate: Tensor, up: Tensor, **options: object) -> Tensor:
+        allowed.append(options["inplace"])
+        return own(gate, up, **options)
+
+    monkeypatch.setattr(transformers_modules, "silu_mul", noted)
+    handle = None
+    if seen_by == "a hook on up":
+        handle = mlp.up_proj.register_forward_hook(lambda *_: None)
+    elif seen_by == "a hook on down":
+        handle = mlp.down_proj.register_full_backward_hook(lambda *_: None)
+    elif seen_by == "all hooks":
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    elif seen_by == "another weight":
+        mlp.down_proj.weight = type("Weight", (nn.Parameter,), {})(mlp.down_proj.weight.detach())
+    try:
+        mlp(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)).sum().backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert allowed == [seen_by == "nobody"]
 
 
 @pytest.mark.parametrize("build", [llama, bert])
@@ -219,9 +317,12 @@ def test_changed_modules_are_left_alone_and_named(monkeypatch: pytest.MonkeyPatc
         "model.layers.0.mlp",
         "model.layers.1.self_attn",
         "model.norm",
+        "model.layers.0",
+        "model.layers.1",
         *(f"model.layers.{i}.{norm}" for i in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")),
     }
     assert reasons["model.norm"] == "the forward of LlamaRMSNorm was replaced"
+    assert reasons["model.layers.0"] == "its input_layernorm: the forward of LlamaRMSNorm was replaced"
     assert reasons["model.layers.0.mlp"].startswith("its act_fn: it has a hook")
     assert reasons["model.layers.1.self_attn"] == "its forward was replaced"
 

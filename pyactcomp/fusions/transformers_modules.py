@@ -6,10 +6,12 @@ Its model families repeat the same few modules under names of their own, so a cl
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from .. import redo
+from ..functional._add_rms_norm import add_rms_norm
 from ..functional._gelu import gelu
 from ..functional._layer_norm import add_layer_norm
 from ..functional._new_gelu import new_gelu
@@ -24,11 +27,11 @@ from ..functional._rms_norm import rms_norm
 from ..functional._rope import rope
 from ..functional._silu_mul import silu_mul
 from ..saved import check_version
-from ..torch_private import under_checkpoint
+from ..torch_private import module_hooks_are_global, under_checkpoint
 from .base import Options, fusing
 from .formulas import children_fed, definition, formula, forward_of
 from .fusion import Fused, Fusion, autocast_dtype, form_of, options, original_of
-from .untouched import plain
+from .untouched import plain, untouched
 
 _ROTATE = "apply_rotary_pos_emb"
 _ROTARY = (
@@ -107,9 +110,18 @@ class GatedMLP(Fused):
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
         gate, up = self.gate_proj(x), self.up_proj(x)
+        if how["bits"] is None:
+            return cast(Tensor, self.down_proj(silu_mul(gate, up, **how)))
+        products = _is_matrix_product(self.up_proj), _is_matrix_product(self.down_proj)
         # Only now: a hook of theirs may have changed x.
-        up_again = _linear_again(self.up_proj, x) if how["bits"] is not None else None
-        return cast(Tensor, self.down_proj(silu_mul(gate, up, up_again=up_again, **how)))
+        up_again = _linear_again(self.up_proj, x) if products[0] else None
+        inplace = all(products) and not module_hooks_are_global()
+        return cast(Tensor, self.down_proj(silu_mul(gate, up, up_again=up_again, inplace=inplace, **how)))
+
+
+def _is_matrix_product(linear: Module) -> bool:
+    """Return whether a child is a Linear, and nothing else computes or sees its output."""
+    return plain(linear, nn.Linear) and type(linear._parameters.get("weight")) is nn.Parameter
 
 
 def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
@@ -118,9 +130,9 @@ def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
     Codes of ``up`` are 31 % of what is stored of a Llama's layer, and its product is 4 % of the step on an H200. Under
     torch.utils.checkpoint what is saved lives for one block only, and is being computed again as it is.
     """
-    weight = linear._parameters.get("weight")
+    weight = cast(nn.Parameter, linear._parameters["weight"])
     x_again = redo.again(x)
-    if x_again is None or not plain(linear, nn.Linear) or type(weight) is not nn.Parameter or under_checkpoint():
+    if x_again is None or under_checkpoint():
         return None
     version, device = weight._version, x.device.type
     # As autograd holds them: replaced on the module, these are still what the forward used. A bias may be written to.
@@ -152,6 +164,43 @@ class ResidualNorm(Fused):
             return cast(Tensor, super().forward(hidden_states, input_tensor))
         hidden = self.dropout(self.dense(hidden_states))
         return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, **how)
+
+
+class DecoderLayer(Fused):
+    """A block of Llama's kind with a gated MLP, whose sums and norms are one pass, forward and backward."""
+
+    input_layernorm: Module
+    self_attn: Callable[..., tuple[Tensor, Any]]
+    post_attention_layernorm: Module
+    mlp: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block."""
+        how = options(self, hidden_states)
+        first, second = self.input_layernorm, self.post_attention_layernorm
+        if how is None or not _is_fused_norm(first) or not _is_fused_norm(second):
+            return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
+        normal, past = add_rms_norm(hidden_states, None, first.weight, first.variance_epsilon, **how)
+        function: Any = original_of(type(self)).forward
+        *named, (_, others) = _bound(function, self, hidden_states, *args, **kwargs)
+        # In one name, so that no branch outlives its sum.
+        normal, _ = self.self_attn(**{**dict(named[1:]), "hidden_states": normal}, **others)
+        normal, past = add_rms_norm(normal, past, second.weight, second.variance_epsilon, **how)
+        return past + self.mlp(normal)
+
+
+def _is_fused_norm(norm: Module) -> TypeGuard[RMSNorm]:
+    return isinstance(norm, RMSNorm) and untouched(norm) is None
+
+
+_signature = functools.lru_cache(maxsize=256)(inspect.signature)
+
+
+def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[tuple[str, Any]]:
+    """Return the parameters of a function that takes further keywords, and what a call gives each."""
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments.items()
 
 
 class Projections(Fused):
@@ -194,10 +243,38 @@ _BY_FORMULA: dict[str, Callable[[type[Module]], Fusion]] = {
 }
 
 
+_DECODER_LAYER = """\
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, _ = self.self_attn({arguments})
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states"""
+
+
+def _is_decoder_layer(forward: ast.FunctionDef) -> bool:
+    """Return whether a method is that of Llama's block, and hands all its arguments to the attention."""
+    given = forward.args
+    names = [each.arg for each in given.args[1:]]
+    if names[:1] != ["hidden_states"] or given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg is None:
+        return False
+    arguments = ", ".join([*(f"{name}={name}" for name in names), f"**{given.kwarg.arg}"])
+    body = forward.body[1:] if isinstance(forward.body[0], ast.Expr) else forward.body
+    return "\n".join(map(ast.unparse, body)) == _DECODER_LAYER.format(arguments=arguments)
+
+
 def _fusion(cls: type[Module]) -> Fusion | None:
     defined = forward_of(cls)
     if defined is None or defined.decorator_list:
         return None
+    if _is_decoder_layer(defined):
+        norms = "input_layernorm", "post_attention_layernorm"
+        return Fusion(
+            form_of(DecoderLayer, cls), bypassed=norms, suits=lambda block: bool(norms_before_gated_mlps(block))
+        )
     make = _BY_FORMULA.get(formula(defined) or "")
     if make is not None:
         return make(cls)
