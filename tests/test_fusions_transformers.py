@@ -199,6 +199,9 @@ def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: 
         return own(gate, up, **options)
 
     monkeypatch.setattr(transformers_modules, "silu_mul", noted)
+    together = []
+    both = transformers_modules.linears
+    monkeypatch.setattr(transformers_modules, "linears", lambda *args: together.append(1) or both(*args))
     handle = None
     if seen_by == "a hook on up":
         handle = mlp.up_proj.register_forward_hook(lambda *_: None)
@@ -214,6 +217,13 @@ def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: 
         if handle is not None:
             handle.remove()
     assert allowed == [seen_by == "nobody"]
+    assert bool(together) == (seen_by not in ("a hook on up", "all hooks"))
+    together.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        mlp(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True))
+    mlp.gate_proj.bias = nn.Parameter(torch.zeros(mlp.gate_proj.out_features))
+    mlp(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True))
+    assert together == []
 
 
 @pytest.mark.parametrize("build", [llama, bert])

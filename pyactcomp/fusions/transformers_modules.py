@@ -22,6 +22,7 @@ from .. import redo
 from ..functional._add_rms_norm import add_rms_norm
 from ..functional._gelu import gelu
 from ..functional._layer_norm import add_layer_norm
+from ..functional._linears import linears
 from ..functional._new_gelu import new_gelu
 from ..functional._rms_norm import rms_norm
 from ..functional._rope import rope
@@ -109,19 +110,33 @@ class GatedMLP(Fused):
             x = _cast_once(self, x)
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
-        gate, up = self.gate_proj(x), self.up_proj(x)
         if how["bits"] is None:
-            return cast(Tensor, self.down_proj(silu_mul(gate, up, **how)))
-        products = _is_matrix_product(self.up_proj), _is_matrix_product(self.down_proj)
+            return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
+        unseen = not module_hooks_are_global()
+        gate_by, up_by, down_by = (
+            _is_matrix_product(linear) for linear in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+        if gate_by and up_by and unseen and _is_one_dtype(x, self.gate_proj, self.up_proj):
+            gate, up = linears(x, *(cast(Tensor, linear.weight) for linear in (self.gate_proj, self.up_proj)))
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
         # Only now: a hook of theirs may have changed x.
-        up_again = _linear_again(self.up_proj, x) if products[0] else None
-        inplace = all(products) and not module_hooks_are_global()
+        up_again = _linear_again(self.up_proj, x) if up_by else None
+        inplace = up_by and down_by and unseen
         return cast(Tensor, self.down_proj(silu_mul(gate, up, up_again=up_again, inplace=inplace, **how)))
 
 
 def _is_matrix_product(linear: Module) -> bool:
     """Return whether a child is a Linear, and nothing else computes or sees its output."""
     return plain(linear, nn.Linear) and type(linear._parameters.get("weight")) is nn.Parameter
+
+
+def _is_one_dtype(x: Tensor, *linears: Module) -> bool:
+    """Return whether Linears without a bias multiply ``x`` as it is, with weights as they are."""
+    return autocast_dtype(x) is None and all(
+        linear._parameters.get("bias") is None and cast(Tensor, linear._parameters["weight"]).dtype is x.dtype
+        for linear in linears
+    )
 
 
 def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
