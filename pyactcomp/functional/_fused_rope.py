@@ -14,9 +14,6 @@ _UNIT = 8
 # copy's rate over the queries of a Llama (67 MB); nothing better from 512 to 2048 with 1 to 8 warps.
 _TILE = 1024
 _WARPS = 4
-# Where a program has heads of one token, a thread has two of them, for one load of cos and sin: 18 instructions an
-# element instead of 25.
-_WARPS_OF_ONE_TOKEN = 2
 _LARGEST_HALF = 256
 
 
@@ -48,9 +45,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, backward: bool) 
     rows = max(_TILE // lanes, 1)
     # Of batch, token and head; of the tables' batch and token.
     strides = [s // _UNIT for t in (x, out, cos) for s in _strides(t)]
-    one_token = x.shape[2] % rows == 0
-    warps = _WARPS_OF_ONE_TOKEN if one_token else _WARPS
-    launch = launcher(_rope_kernels, "rope_kernel", (half, lanes, rows, one_token, backward), warps, x.device)
+    launch = launcher(_rope_kernels, "rope_kernel", (half, lanes, rows, backward), _WARPS, x.device)
     numel = x.numel()
     programs = -(-numel // (2 * half * rows))
     launch(programs, (x, cos, sin, out), (numel, x.shape[2], x.shape[1], *strides))

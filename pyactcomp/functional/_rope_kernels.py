@@ -41,36 +41,29 @@ def rope_kernel(
     HALF: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
     BACKWARD: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Rotate x [batch, tokens, heads, 2 HALF], or its gradient back, with the roundings of torch's operators.
 
     Strides are in units of eight elements, so that a thread's access is known to be aligned; ``table`` are those of
-    cos and sin [batch, tokens, 2 HALF]. A program has ROWS heads, of ONE_TOKEN or of tokens in a row.
+    cos and sin [batch, tokens, 2 HALF].
     """
     X: tl.constexpr = out.dtype.element_ty if BACKWARD else x.dtype.element_ty
     # What a product of x and cos is in, by promotion.
     C: tl.constexpr = X if X == cos.dtype.element_ty else tl.float32
-    first = tl.program_id(0) * ROWS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
-    if ONE_TOKEN:
-        position = first // heads
-        head = (first % heads + tl.arange(0, ROWS)).to(tl.int64)
-        mask = tl.full([1, 1], True, tl.int1)
-    else:
-        row = first + tl.arange(0, ROWS)
-        position = (row // heads)[:, None]
-        head = (row % heads).to(tl.int64)
-        mask = (row < (numel // (2 * HALF)).to(tl.int32))[:, None]
-    if LANES != HALF:
-        mask = mask & (lane < HALF)
+    head = (row % heads).to(tl.int64)
+    position = row // heads
     token = (position % tokens).to(tl.int64)
     batch = (position // tokens).to(tl.int64)
-    source = x + (batch * x0 + token * x1) * 8 + (head * x2 * 8)[:, None] + lane
-    target = out + (batch * out0 + token * out1) * 8 + (head * out2 * 8)[:, None] + lane
-    table = (batch * table0 + token * table1) * 8 + lane
+    mask = (row < (numel // (2 * HALF)).to(tl.int32))[:, None]
+    if LANES != HALF:
+        mask = mask & (lane < HALF)
+    source = x + ((batch * x0 + token * x1 + head * x2) * 8)[:, None] + lane
+    target = out + ((batch * out0 + token * out1 + head * out2) * 8)[:, None] + lane
+    table = ((batch * table0 + token * table1) * 8)[:, None] + lane
 
     low = load_float(source, 0, mask)
     high = load_float(source, HALF, mask)
