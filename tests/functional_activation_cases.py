@@ -6,8 +6,10 @@ GPU, without.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from functional_checks import EPS, SEED, assert_codes_saved, assert_within, erro
 from native_cases import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import pyactcomp
 from pyactcomp import codec, functional, redo
@@ -224,6 +227,40 @@ def test_silu_mul_in_place_leaves_memory_that_others_share() -> None:
     out = silu_mul(gate, up, inplace=True, impl="triton")
     assert torch.equal(up, before)
     assert torch.equal(out, silu_mul(gate, up, impl="triton"))
+
+
+class Passing(TorchDispatchMode):
+    """Sees every operator and changes none."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_silu_mul_writes_over_nothing_that_a_dispatch_mode_saw() -> None:
+    gate, up, grad = (on_device(normal(NUMEL, seed=seed), torch.bfloat16) for seed in (0, 1, 2))
+    before = up.clone(), grad.clone()
+    leaf = gate.clone().requires_grad_()
+    with Passing():
+        out = silu_mul(leaf, up, inplace=True, impl="triton")
+        torch.autograd.grad(out, leaf, grad)
+    assert torch.equal(up, before[0])
+    assert torch.equal(grad, before[1])
+
+
+@pytest.mark.gpu
+def test_selective_checkpointing_keeps_what_the_kernel_reads() -> None:
+    x, *weights = (on_device(normal(256, 256, seed=seed), torch.bfloat16).requires_grad_() for seed in range(4))
+
+    def block(x: Tensor) -> Tensor:
+        return silu_mul(x @ weights[0], x @ weights[1], inplace=True) @ weights[2]
+
+    def policy(_: object, op: object, *__: object, **___: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    outputs = block(x), checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    plain, selective = (torch.autograd.grad(out, (x, *weights), torch.ones_like(out)) for out in outputs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, selective, strict=True))
 
 
 @pytest.mark.parametrize("bits", [8, None])

@@ -265,6 +265,23 @@ def test_writing_to_what_is_kept_is_an_error(given: bool, checkpointed: bool) ->
         out.sum().backward()
 
 
+def test_norm_is_not_redone_from_a_sum_that_was_written_to() -> None:
+    x, residual = (normal(5, 256, seed=seed).to(DEVICE, torch.bfloat16).requires_grad_() for seed in (0, 1))
+    out, total = add_rms_norm(x, residual, None, EPSILON, impl="triton")
+    recipe = recipe_of(out)
+    total.detach().mul_(-3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        recipe.compute(torch.bfloat16)
+
+
+def test_sum_of_what_needs_no_gradient_needs_none() -> None:
+    x, weight = normal(5, 256).to(DEVICE), normal(256, seed=1).to(DEVICE).requires_grad_()
+    for residual in (None, x):
+        normal_rows, total = add_rms_norm(x, residual, weight, EPSILON, impl="triton")
+        assert (normal_rows.requires_grad, total.requires_grad) == (True, False)
+        normal_rows.sum().backward()
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_norm_or_sum_alone_has_a_gradient(used: int) -> None:
     c = case(5, 256, dtype=torch.bfloat16, residual=torch.float32, centred=False, device=DEVICE)

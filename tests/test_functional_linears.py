@@ -57,6 +57,25 @@ def test_input_is_saved_once() -> None:
     assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (x, *weights))
 
 
+def test_what_no_gradient_needs_is_not_saved() -> None:
+    x, *weights = operands(torch.float32)
+    only_x = saved_by(lambda: linears(x, *(weight.detach() for weight in weights))[0])
+    assert [t.data_ptr() for t in only_x] == [weight.data_ptr() for weight in weights]
+    one_weight = saved_by(lambda: linears(x.detach(), weights[0], weights[1].detach())[0])
+    assert [t.data_ptr() for t in one_weight] == [x.data_ptr()]
+
+
+def test_backward_inside_autocast_is_that_outside() -> None:
+    x, *weights = operands(torch.float32)
+    grads = [normal(3, 5, n, seed=9) for n in OUT]
+    found = []
+    for enabled in (False, True):
+        products = linears(x, *weights)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(products, (x, *weights), grads))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_second_derivative_raises() -> None:
     x, *weights = operands(torch.float32)
     with pytest.raises(PyactcompError, match="only once"):

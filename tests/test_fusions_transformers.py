@@ -165,6 +165,30 @@ def test_block_with_a_hook_on_a_norm_runs_its_own_forward(monkeypatch: pytest.Mo
     assert past == [1, 1]  # of the other block
 
 
+def test_hook_of_all_modules_sees_those_that_blocks_bypass() -> None:
+    exact = built(llama)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    counts = []
+    for candidate in (exact, model):
+        seen: list[str] = []
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))  # noqa: B023
+        step(candidate)
+        handle.remove()
+        counts.append(sorted(seen))
+    assert counts[0] == counts[1]
+
+
+def test_skipped_linears_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama)
+    together = []
+    both = transformers_modules.linears
+    monkeypatch.setattr(transformers_modules, "linears", lambda *args: together.append(1) or both(*args))
+    pyactcomp.compress(model, min_bytes=0, skip=("model.layers.0.mlp.gate_proj",))
+    step(model)
+    assert together == [1]
+
+
 def test_only_blocks_that_pass_all_their_arguments_on_are_known() -> None:
     layer = type(built(llama).model.layers[0])
     source = textwrap.dedent(inspect.getsource(layer.forward))
@@ -216,7 +240,7 @@ def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: 
     finally:
         if handle is not None:
             handle.remove()
-    assert allowed == [seen_by == "nobody"]
+    assert allowed == ([] if seen_by == "all hooks" else [seen_by == "nobody"])
     assert bool(together) == (seen_by not in ("a hook on up", "all hooks"))
     together.clear()
     with torch.autocast("cpu", torch.bfloat16):

@@ -51,7 +51,10 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed, rstd, weight)
         compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, None, layout_of(out).shape)
-        offer(ctx, out, compute, *(() if gamma is None else (gamma,)))
+        read = packed if itself else None, gamma
+        offer(ctx, out, compute, *(t for t in read if t is not None))
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(total)
         return out, total
 
     @staticmethod

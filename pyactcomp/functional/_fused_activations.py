@@ -16,6 +16,7 @@ from .. import format as fmt
 from ..kernels import triton as codec_kernels
 from ..layouts import Layout, layout_of
 from ..redo import Compute, is_reported, stand_for
+from ..torch_private import dispatch_mode_active
 from . import _activation_kernels, _silu_mul_kernels
 from ._kernel_parts import FLAT_TILE
 from ._launch import buffer, keys, launcher, written_bits
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 _WARPS = 4
 # Without codes, 25 instructions an element with 16 a thread instead of 29 with 8: among matrix products, where clocks
 # are lower, 0.94 of the copy's rate instead of 0.89. Without a limit a thread takes 91 registers: 0.87.
-_EXACT = {"warps": 2, "registers": 80}
+_EXACT_WARPS = 2
+_EXACT_REGISTERS = 80
 _FLAT_TILE = int(FLAT_TILE.value)
 
 
@@ -146,6 +148,11 @@ def gelu(
     return out, packed, fused.backward, functools.partial(_Gelu.redo, fused, packed)
 
 
+def _silu_mul_exactly(on: _Elementwise, *tensors: Tensor) -> None:
+    exact = "silu_mul_exact_kernel"
+    on.launch(_silu_mul_kernels, exact, (), tensors, warps=_EXACT_WARPS, registers=_EXACT_REGISTERS)
+
+
 PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -154,7 +161,8 @@ def silu_mul(
 ) -> tuple[Tensor, tuple[Tensor, ...], PairBackward, Compute]:
     """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the redo.
 
-    In place, an element is written where the only thread that reads it has read it, and its value depends on that.
+    In place, an element is written where the only thread that reads it has read it, and its value depends on that. A
+    dispatch mode may hold what it has seen, as selective checkpointing does.
 
     A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits, a
     byte less, more and more where ``up_again`` makes ``up`` again; without codes 6, 10 and 6.
@@ -164,7 +172,7 @@ def silu_mul(
     up = on.arrange(up)
     dtype = gate.dtype
     # In a report each tensor counts by memory of its own.
-    if inplace and _owns_memory(up) and not is_reported():
+    if inplace and _owns_memory(up) and not is_reported() and not dispatch_mode_active():
         increment_version(up)
         out = up.data
     else:
@@ -183,15 +191,16 @@ def silu_mul(
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
         on.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
     else:
-        on.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (gate, up, out), **_EXACT)
+        _silu_mul_exactly(on, gate, up, out)
 
     def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
         grad = on.arrange(grad)
         up = up if up_again is None else on.arrange(up)
         # Each over what it is computed from: that of gate from up.
-        grad_gate = up if inplace and up_again is not None else on.empty(dtype)
-        grad_up = grad if inplace else on.empty(dtype)
+        over = inplace and not dispatch_mode_active()
+        grad_gate = up if over and up_again is not None else on.empty(dtype)
+        grad_up = grad if over else on.empty(dtype)
         tensors = (kept_gate, up, grad, grad_gate, grad_up)
         on.launch(_silu_mul_kernels, kernel, form, tensors)
         return grad_gate, grad_up
@@ -202,7 +211,7 @@ def silu_mul(
         again = on.empty(dtype)
         sources = again_from if up_again is None else (*again_from, on.arrange(up_again.peek()))
         if exact:
-            on.launch(_silu_mul_kernels, "silu_mul_exact_kernel", (), (*sources, again), **_EXACT)
+            _silu_mul_exactly(on, *sources, again)
         else:
             on.launch(_silu_mul_kernels, "silu_mul_redo_kernel", form, (*sources, again))
         return again

@@ -15,7 +15,9 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *weights)
+        needs_x, *needs = ctx.needs_input_grad
+        ctx.shape, ctx.device = x.shape, x.device.type
+        ctx.save_for_backward(x if any(needs) else None, *(weight if needs_x else None for weight in weights))
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
@@ -23,14 +25,17 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad
-        rows = x.reshape(-1, x.shape[-1])
         flat = [None if g is None else g.reshape(-1, g.shape[-1]) for g in grads]
         grad_x: Tensor | None = None
-        for g, weight in zip(flat, weights, strict=True):
-            if g is not None and needs_x:
-                grad_x = g @ weight if grad_x is None else grad_x.addmm_(g, weight)
-        of_weights = (g.t() @ rows if g is not None and need else None for g, need in zip(flat, needs, strict=True))
-        return None if grad_x is None else grad_x.view(x.shape), *of_weights
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        # The forward ran without autocast; backward may be called within it.
+        with torch.autocast(ctx.device, enabled=False):
+            for i, (g, weight) in enumerate(zip(flat, weights, strict=True)):
+                if g is not None and needs_x:
+                    grad_x = g @ weight if grad_x is None else torch.addmm(grad_x, g, weight, out=grad_x)
+                if g is not None and needs[i]:
+                    of_weights[i] = g.t() @ x.reshape(-1, x.shape[-1])
+        return None if grad_x is None else grad_x.view(ctx.shape), *of_weights
 
 
 def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

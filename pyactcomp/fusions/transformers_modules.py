@@ -28,11 +28,11 @@ from ..functional._rms_norm import rms_norm
 from ..functional._rope import rope
 from ..functional._silu_mul import silu_mul
 from ..saved import check_version
-from ..torch_private import module_hooks_are_global, under_checkpoint
+from ..torch_private import under_checkpoint
 from .base import Options, fusing
 from .formulas import children_fed, definition, formula, forward_of
 from .fusion import Fused, Fusion, autocast_dtype, form_of, options, original_of
-from .untouched import plain, untouched
+from .untouched import hooked, plain, unseen
 
 _ROTATE = "apply_rotary_pos_emb"
 _ROTARY = (
@@ -112,18 +112,16 @@ class GatedMLP(Fused):
             return cast(Tensor, super().forward(x))
         if how["bits"] is None:
             return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
-        unseen = not module_hooks_are_global()
-        gate_by, up_by, down_by = (
-            _is_matrix_product(linear) for linear in (self.gate_proj, self.up_proj, self.down_proj)
-        )
-        if gate_by and up_by and unseen and _is_one_dtype(x, self.gate_proj, self.up_proj):
-            gate, up = linears(x, *(cast(Tensor, linear.weight) for linear in (self.gate_proj, self.up_proj)))
+        pair = self.gate_proj, self.up_proj
+        gate_by, up_by, down_by = (_is_matrix_product(linear) for linear in (*pair, self.down_proj))
+        if gate_by and up_by and not any(map(hooked, pair)) and _is_one_dtype(x, *pair):
+            gate, up = linears(x, *(cast(Tensor, linear.weight) for linear in pair))
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
-        inplace = up_by and down_by and unseen
-        return cast(Tensor, self.down_proj(silu_mul(gate, up, up_again=up_again, inplace=inplace, **how)))
+        product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, **how)
+        return cast(Tensor, self.down_proj(product))
 
 
 def _is_matrix_product(linear: Module) -> bool:
@@ -205,7 +203,7 @@ class DecoderLayer(Fused):
 
 
 def _is_fused_norm(norm: Module) -> TypeGuard[RMSNorm]:
-    return isinstance(norm, RMSNorm) and untouched(norm) is None
+    return isinstance(norm, RMSNorm) and unseen(norm)
 
 
 _signature = functools.lru_cache(maxsize=256)(inspect.signature)

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch.nn import Module
 
+from ..torch_private import module_hooks_are_global
 from .formulas import forward_of
 from .fusion import original_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OURS = __name__.split(".")[0]
+_REPORT = f"{_OURS}.record"
 
 
 def untouched(module: Module) -> str | None:
@@ -34,8 +36,21 @@ def untouched(module: Module) -> str | None:
 
 
 def plain(module: object, *classes: type[Module]) -> bool:
-    """Return whether a child is of one of ``classes``, fused or not, and :func:`untouched`: it may be bypassed."""
-    return isinstance(module, Module) and original_of(type(module)) in classes and untouched(module) is None
+    """Return whether a child is of one of ``classes``, fused or not, and :func:`unseen`: it may be bypassed."""
+    return isinstance(module, Module) and original_of(type(module)) in classes and unseen(module)
+
+
+def unseen(module: Module) -> bool:
+    """Return whether a module is :func:`untouched` and no hook of all modules runs with it."""
+    return untouched(module) is None and not module_hooks_are_global()
+
+
+def hooked(module: Module) -> bool:
+    """Return whether a module has hooks, be they of this package: a skipped one has.
+
+    But for a report's, which are gone when a checkpointed block runs again and has to take the same way.
+    """
+    return any(hook.__module__ != _REPORT for hooks in _HOOKS for hook in getattr(module, hooks).values())
 
 
 @functools.cache
