@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard, cast
 
@@ -22,25 +21,18 @@ from .. import redo
 from ..functional._add_rms_norm import add_rms_norm
 from ..functional._gelu import gelu
 from ..functional._layer_norm import add_layer_norm
-from ..functional._linears import linears
 from ..functional._new_gelu import new_gelu
 from ..functional._rms_norm import rms_norm
-from ..functional._rope import rope
 from ..functional._silu_mul import silu_mul
 from ..saved import check_version
 from ..torch_private import under_checkpoint
-from .base import Options, fusing
-from .formulas import children_fed, definition, formula, forward_of
-from .fusion import Fused, Fusion, autocast_dtype, form_of, options, original_of
-from .untouched import hooked, plain, unseen
+from .attention import Projections, rotates
+from .formulas import children_fed, formula, forward_of
+from .fusion import Fused, Fusion, form_of, options, original_of
+from .products import cast_once, feeds_linears, is_matrix_product, multiplied
+from .untouched import plain, unseen
 
-_ROTATE = "apply_rotary_pos_emb"
-_ROTARY = (
-    "(q * cos.unsqueeze(unsqueeze_dim) + rotate_half(q) * sin.unsqueeze(unsqueeze_dim), "
-    "k * cos.unsqueeze(unsqueeze_dim) + rotate_half(k) * sin.unsqueeze(unsqueeze_dim))"
-)
 _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
-_ROTATE_HALF = "torch.cat((-x[..., x.shape[-1] // 2:], x[..., :x.shape[-1] // 2]), dim=-1)"
 
 
 class RMSNorm(Fused):
@@ -107,34 +99,18 @@ class GatedMLP(Fused):
         if how is None:
             return cast(Tensor, super().forward(x))
         if how["bits"] is not None:
-            x = _cast_once(self, x)
+            x = cast_once(self, x)
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
         if how["bits"] is None:
             return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
-        pair = self.gate_proj, self.up_proj
-        gate_by, up_by, down_by = (_is_matrix_product(linear) for linear in (*pair, self.down_proj))
-        if gate_by and up_by and not any(map(hooked, pair)) and _is_one_dtype(x, *pair):
-            gate, up = linears(x, *(cast(Tensor, linear.weight) for linear in pair))
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        products = multiplied(x, self.gate_proj, self.up_proj)
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if products is None else products
+        up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, **how)
         return cast(Tensor, self.down_proj(product))
-
-
-def _is_matrix_product(linear: Module) -> bool:
-    """Return whether a child is a Linear, and nothing else computes or sees its output."""
-    return plain(linear, nn.Linear) and type(linear._parameters.get("weight")) is nn.Parameter
-
-
-def _is_one_dtype(x: Tensor, *linears: Module) -> bool:
-    """Return whether Linears without a bias multiply ``x`` as it is, with weights as they are."""
-    return autocast_dtype(x) is None and all(
-        linear._parameters.get("bias") is None and cast(Tensor, linear._parameters["weight"]).dtype is x.dtype
-        for linear in linears
-    )
 
 
 def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
@@ -216,29 +192,6 @@ def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[
     return bound.arguments.items()
 
 
-class Projections(Fused):
-    """A module whose input goes to several Linears, such as attention, and which may apply rotary embeddings.
-
-    Under autocast each Linear would cast the input for itself, and their gradients would be added in float32: it is
-    cast once, which moves less but is not the same to the bit.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward on the cast input, with the fused rotary embedding."""
-        how = fusing(self)
-        if how is None:
-            return super().forward(*args, **kwargs)
-        own: Any = super().forward
-        function = own.__func__
-        if how["bits"] is not None:
-            name = function.__code__.co_varnames[1]
-            if args:
-                args = _cast_once(self, args[0]), *args[1:]
-            elif name in kwargs:
-                kwargs[name] = _cast_once(self, kwargs[name])
-        return (_with_rope(function, how) if _rotates(function) else function)(self, *args, **kwargs)
-
-
 _BY_FORMULA: dict[str, Callable[[type[Module]], Fusion]] = {
     "self.weight * (hidden_states.to(torch.float32) * torch.rsqrt(hidden_states.to(torch.float32).pow(2)"
     ".mean(-1, keepdim=True) + self.variance_epsilon)).to(hidden_states.dtype)": lambda cls: Fusion(
@@ -293,10 +246,9 @@ def _fusion(cls: type[Module]) -> Fusion | None:
         return make(cls)
     if cls.__module__ == "transformers.activations" and cls.__name__ in ("GELUActivation", "GELUTanh"):
         return Fusion(form_of(GELU, cls))
-    rotates = _rotates(cls.forward)
-    if rotates:
+    if rotates(cls.forward):
         return Fusion(form_of(Projections, cls), exact=True)
-    return Fusion(form_of(Projections, cls), suits=_feeds_linears) if len(children_fed(defined)) > 1 else None
+    return Fusion(form_of(Projections, cls), suits=feeds_linears) if len(children_fed(defined)) > 1 else None
 
 
 def table(classes: Iterable[type[Module]]) -> dict[type[Module], Fusion]:
@@ -320,65 +272,6 @@ def norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
     return {norm: Fusion(form_of(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
 
 
-def _cast_once(module: Module, x: Any) -> Any:
-    """Return the input as the Linears that it goes to would cast it, if it goes to several, and nowhere else."""
-    if type(x) is not Tensor or (dtype := autocast_dtype(x)) is None:
-        return x
-    return x.to(dtype) if _feeds_linears(module) else x
-
-
-def _feeds_linears(module: Module) -> bool:
-    children = [getattr(module, name, None) for name in children_fed(forward_of(original_of(type(module))))]
-    return len(children) > 1 and all(isinstance(child, nn.Linear) for child in children)
-
-
 def _is_silu(activation: Module) -> bool:
     cls = original_of(type(activation))
     return formula(forward_of(cls)) in _SILU and plain(activation, cls)
-
-
-def _rotates(forward: Callable[..., Any]) -> bool:
-    """Return whether a function calls the rotary embedding as Llama computes it."""
-    if not isinstance(forward, types.FunctionType) or _ROTATE not in forward.__code__.co_names:
-        return False
-    rotate: Any = forward.__globals__.get(_ROTATE)
-    return (
-        isinstance(rotate, types.FunctionType)
-        and formula(definition(rotate)) == _ROTARY
-        and formula(definition(rotate.__globals__["rotate_half"])) == _ROTATE_HALF
-    )
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a function as they are at each call, but for one name."""
-
-    def __init__(self, of: dict[str, Any], **changed: Any) -> None:
-        super().__init__(changed)
-        self._of = of
-
-    def __missing__(self, name: str) -> Any:
-        return self._of[name]
-
-
-def _with_rope(forward: types.FunctionType, how: Options) -> types.FunctionType:
-    """Return the same function, with the fused rotary embedding for its module's where that serves."""
-    rotate = functools.partial(_rotated, forward.__globals__[_ROTATE], how)
-    scope = _Globals(forward.__globals__, **{_ROTATE: rotate})
-    copy = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
-
-
-def _rotated(
-    original: Callable[..., Any], how: Options, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> Any:
-    """Rotate queries and keys, in the dtype that autocast casts them to before attention unless all is to be exact."""
-    fits = unsqueeze_dim in (1, 2) and cos.shape == sin.shape
-    for x in (q, k):
-        fits = fits and type(x) is type(cos) is type(sin) is Tensor and x.dim() == 4 and cos.dim() == 3
-        fits = fits and x.shape[3] % 2 == 0 and x.shape[3] == cos.shape[2] and cos.shape[0] in (1, x.shape[0])
-        fits = fits and x.shape[3 - unsqueeze_dim] == cos.shape[1]
-    if not fits:
-        return original(q, k, cos, sin, unsqueeze_dim)
-    dtype = autocast_dtype(cos) if how["bits"] is not None else None
-    return rope(q, k, cos, sin, unsqueeze_dim, dtype=dtype, **how)
