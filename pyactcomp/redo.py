@@ -166,6 +166,18 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
+def held(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter as a recipe may read it until backward is over.
+
+    Where training is distributed that is a copy. FSDP frees parameters after forward and gathers them again for the
+    backward of their own module, which comes after that of what read its output.
+    """
+    if parameter is None:
+        return None
+    freed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return parameter.detach().clone() if freed else parameter.detach()
+
+
 def is_reported() -> bool:
     """Return whether a report is made of what is saved now; of most forwards none is."""
     if torch.compiler.is_compiling():  # to look would end the graph here
@@ -345,7 +357,7 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
         return
     shape, eps = module.normalized_shape, module.eps
     # Read now: by backward a parameter's ``.data`` may be other memory, or none.
-    gamma, beta = (None if each is None else each.detach() for each in (module.weight, module.bias))
+    gamma, beta = held(module.weight), held(module.bias)
     affine = tuple(each for each in (gamma, beta) if each is not None)
     # Where autocast has cast them, what was read is not what the module holds.
     if any(each.dtype is not out.dtype or type(each) not in PLAIN for each in affine):

@@ -523,6 +523,28 @@ def test_fully_shard_after_fusing() -> None:
     assert all(torch.equal(sharded[name].full_tensor(), expected[name]) for name in expected)
 
 
+# Its output is read by the next block, whose backward runs before this one's parameters are gathered again.
+@pytest.mark.parametrize(("mode", "fused"), [("int8", True), ("lossless", False)])
+@pytest.mark.usefixtures("one_process")
+def test_norm_at_the_end_of_a_sharded_block_is_computed_again(mode: str, fused: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    exact = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(3)))
+    model = copy.deepcopy(exact)
+    pyactcomp.compress(model, mode=mode, fuse=fused, min_bytes=0)
+    mesh = init_device_mesh("cpu", (1,))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    x, target = torch.randn(2, 32, WIDTH)
+    for each in (model, exact):
+        nn.functional.mse_loss(each(x), target).backward()
+    got = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    error = relative_error(got, gradients(exact))
+    assert error == 0.0 if mode == "lossless" else 0.0 < error <= GRADIENT_BOUND
+
+
 @pytest.mark.usefixtures("one_process")
 def test_distributed_data_parallel_around_a_fused_model() -> None:
     exact = transformer()

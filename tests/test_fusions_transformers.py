@@ -19,7 +19,8 @@ from works_with_text import BATCH, LENGTH, VOCABULARY, gpt2, llama, text, transf
 
 import pyactcomp
 from pyactcomp.config import Config
-from pyactcomp.fusions import attention, fuse, fused_modules, left_alone, products, transformers_modules, unfuse
+from pyactcomp.functional._linears import SharedInput
+from pyactcomp.fusions import attention, fuse, fused_modules, left_alone, transformers_modules, unfuse
 from pyactcomp.fusions.untouched import untouched
 
 INT8 = Config(min_bytes=0)
@@ -77,8 +78,8 @@ def kinds(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        (llama, {"DecoderLayer", "GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
-        (qwen3, {"DecoderLayer", "GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
+        (llama, {"DecoderLayer", "GatedMLP", "Linear", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
+        (qwen3, {"DecoderLayer", "GatedMLP", "Linear", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
         (gpt2, {"Dropout", "LayerNorm", "LayerNormForLinear", "NewGELU"}),
         (bert, {"Dropout", "GELU", "LayerNorm", "Projections", "ResidualNorm"}),
     ],
@@ -180,54 +181,123 @@ def test_hook_of_all_modules_sees_those_that_blocks_bypass() -> None:
     assert counts[0] == counts[1]
 
 
-def test_attention_adds_the_gradients_of_its_projections_by_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The outputs of each matrix product that adds its gradient to those of others, as they are computed."""
+    found: list[int] = []
+    own = SharedInput.linear
+
+    def noted(self: SharedInput, weight: Tensor) -> Tensor:
+        found.append(len(weight))
+        return own(self, weight)
+
+    monkeypatch.setattr(SharedInput, "linear", noted)
+    return found
+
+
+QKV, GATE_UP = [WIDTH, WIDTH // 2, WIDTH // 2], [192, 192]
+
+
+def test_linears_of_one_input_add_their_gradients(multiplied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(llama)
     fuse(model, INT8)
-    first = model.model.layers[0].self_attn
-    children = dict(first.named_modules())
-    counts: list[int] = []
-    together = products.linears
-
-    def noted(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        counts.append(len(weights))
-        return together(x, *weights)
-
-    monkeypatch.setattr(products, "linears", noted)
     _, ours = step(model)
-    assert counts == [3, 2, 3, 2]
-    assert dict(first.named_modules()) == children
-    monkeypatch.setattr(products, "linears", lambda x, *weights: [F.linear(x, w) for w in weights])
+    assert multiplied == (QKV + GATE_UP) * 2
+    multiplied.clear()
+    step(model, autocast=True)
+    assert multiplied == []
+    monkeypatch.setattr(SharedInput, "linear", lambda self, weight: F.linear(self.x, weight))
     _, separate = step(model)
     # A sum of three products of 64 or 32 elements in another order, through the layers before.
     assert relative_error(ours, separate) <= 8 * WIDTH * torch.finfo(torch.float32).eps
-    monkeypatch.setattr(products, "linears", noted)
-    counts.clear()
-    seen: list[int] = []
-    first.k_proj.register_forward_hook(lambda *_: seen.append(1))
-    step(model)
-    assert counts == [2, 3, 2]
-    assert seen == [1]
-    counts.clear()
-    step(model, autocast=True)
-    assert counts == []
 
 
-def test_product_is_that_of_its_input_alone() -> None:
-    linear, x, other = nn.Linear(4, 3, bias=False), normal(2, 4), normal(2, 4, seed=1)
-    product = attention._Product(linear, x, torch.zeros(2, 3))
-    assert torch.equal(product(x), torch.zeros(2, 3))
-    assert torch.equal(product(x), linear(x))  # held no longer than it takes
-    assert torch.equal(attention._Product(linear, x, torch.zeros(2, 3))(other), linear(other))
-
-
-def test_skipped_linears_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_linears_that_compute_as_they_are_share_their_input(multiplied: list[int]) -> None:
     model = built(llama)
-    together = []
-    both = products.linears
-    monkeypatch.setattr(products, "linears", lambda *args: together.append(len(args) - 1) or both(*args))
-    pyactcomp.compress(model, min_bytes=0, skip=("model.layers.0.mlp.gate_proj",))
+    gate = model.model.layers[0].mlp.gate_proj
+    gate.bias = nn.Parameter(torch.ones(len(gate.weight)))
+    exact = copy.deepcopy(model)
+    pyactcomp.compress(model, min_bytes=0, skip=("model.layers.1.mlp.gate_proj",))
+    key = model.model.layers[1].self_attn.k_proj
+    key.weight = type("Weight", (nn.Parameter,), {})(key.weight.detach())
+    value = model.model.layers[0].self_attn.v_proj
+    value.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    exact.model.layers[0].self_attn.v_proj.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    _, got = step(model)
+    # Without what its input was not: another tensor, another class of weight, a bias, and a skipped module.
+    assert multiplied == [*QKV[:2], QKV[0], QKV[2], GATE_UP[1]]
+    assert 0.0 < relative_error(got, step(exact)[1]) <= GRADIENT_BOUND
+
+
+def test_hooks_and_attention_functions_see_the_modules_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(llama)
+    fuse(model, INT8)
+    projections = model.model.layers[0].self_attn
+    seen: list[object] = []
+    for child in (projections.q_proj, projections.k_proj, projections.v_proj):
+        child.register_forward_hook(lambda module, *_: seen.append(module))
+    own = transformers.integrations.sdpa_attention.sdpa_attention_forward
+
+    def noted(module: nn.Module, *args: object, **kwargs: object) -> object:
+        seen.extend((module, module.q_proj))
+        return own(module, *args, **kwargs)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", noted)
     step(model)
-    assert together == [3, 3, 2]
+    children = [projections.q_proj, projections.k_proj, projections.v_proj]
+    layer = model.model.layers[1].self_attn
+    assert all(a is b for a, b in zip(seen, [*children, projections, children[0], layer, layer.q_proj], strict=True))
+
+
+def test_a_linear_checkpointed_by_itself(multiplied: list[int]) -> None:
+    model = built(llama)
+    fuse(model, INT8)
+    _, expected = step(model)
+    multiplied.clear()
+    projections = model.model.layers[0].self_attn
+    own = projections.k_proj.forward
+    projections.k_proj.forward = lambda x: torch.utils.checkpoint.checkpoint(own, x, use_reentrant=False)
+    _, got = step(model)
+    assert multiplied == [QKV[0], QKV[2], *GATE_UP, *QKV, *GATE_UP]
+    assert relative_error(got, expected) <= 8 * WIDTH * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "hooked",
+    [
+        "all",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.k_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "mlp.act_fn",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_checkpointed_block_runs_again_without_the_hooks_of_its_first_run(hooked: str, dtype: torch.dtype) -> None:
+    model = built(llama).to(dtype)
+    fuse(model, INT8)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _, expected = step(model)
+    model.zero_grad()
+    layer = model.model.layers[0]
+    register = (
+        nn.modules.module.register_module_forward_hook
+        if hooked == "all"
+        else layer.get_submodule(hooked).register_forward_hook
+    )
+    calls: list[int] = []
+    handle = register(lambda *_: calls.append(1))
+    loss = model(**text("cpu")).loss
+    handle.remove()
+    loss.backward()
+    assert len(calls) >= 1
+    # Without its SiLU, a gated MLP has other tensors in codes.
+    assert relative_error(gradients(model), expected) <= GRADIENT_BOUND
+    step(model)
 
 
 def test_only_blocks_that_pass_all_their_arguments_on_are_known() -> None:
@@ -264,9 +334,6 @@ def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: 
         return own(gate, up, **options)
 
     monkeypatch.setattr(transformers_modules, "silu_mul", noted)
-    together = []
-    both = products.linears
-    monkeypatch.setattr(products, "linears", lambda *args: together.append(1) or both(*args))
     handle = None
     if seen_by == "a hook on up":
         handle = mlp.up_proj.register_forward_hook(lambda *_: None)
@@ -282,13 +349,6 @@ def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: 
         if handle is not None:
             handle.remove()
     assert allowed == ([] if seen_by == "all hooks" else [seen_by == "nobody"])
-    assert bool(together) == (seen_by not in ("a hook on up", "all hooks"))
-    together.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        mlp(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True))
-    mlp.gate_proj.bias = nn.Parameter(torch.zeros(mlp.gate_proj.out_features))
-    mlp(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True))
-    assert together == []
 
 
 @pytest.mark.parametrize("build", [llama, bert])
@@ -386,7 +446,7 @@ def test_changed_modules_are_left_alone_and_named(monkeypatch: pytest.MonkeyPatc
     first.mlp.act_fn.register_forward_hook(lambda *_: None)
     second.self_attn.forward = second.self_attn.forward
     fuse(model, INT8)
-    assert kinds(model) == {"GatedMLP", "Projections"}
+    assert kinds(model) == {"GatedMLP", "Linear", "Projections"}
     reasons = {left.name: left.reason for left in left_alone(model)}
     assert reasons.keys() == {
         "model.layers.0.mlp",

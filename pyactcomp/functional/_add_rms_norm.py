@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
-from ..redo import offer
+from ..redo import held, offer
 from ..saved import check_version, version_probe
 from ..torch_private import under_checkpoint
 from ._fused_norms import Norm, norm_of, serves
@@ -39,7 +39,7 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, how: Saving
     ) -> tuple[Tensor, Tensor]:
-        gamma = None if weight is None else weight.detach()
+        gamma = held(weight)
         itself = _keeps_itself(x, residual)
         total = x if residual is None else torch.empty_like(x, dtype=_dtype_of(x, residual))
         ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, total.dtype if itself else None)

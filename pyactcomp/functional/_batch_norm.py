@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl, Rounding
-from ..redo import offer
+from ..redo import held, offer
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
 # The smallest normal value of float16: what was positive comes back positive in every dtype.
@@ -73,7 +73,7 @@ class _BatchNorm(torch.autograd.Function):
         ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
         ctx.restore, ctx.restore_mask = restore, restore_mask
         if residual is None and how.bits is not None:
-            gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
+            gamma, beta = held(weight), held(bias)
             channels = (1, -1) + (1,) * (x.dim() - 2)
 
             def compute(dtype: torch.dtype) -> Tensor:
@@ -136,7 +136,7 @@ def _forward_fused(
     ctx.fused = norm
     ctx.save_for_backward(packed, mean, rstd, weight, signs)
     if packed_out is None:
-        gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
+        gamma, beta = held(weight), held(bias)
         operands = [t for t in (gamma, beta) if t is not None]
         offer(ctx, out, lambda dtype: norm.redo(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
     else:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
-from ..redo import offer
+from ..redo import held, offer
 from ._fused_norms import Norm, norm_of, serves
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
@@ -50,7 +50,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
-        gamma, beta = (None if t is None else t.detach() for t in (weight, bias))
+        gamma, beta = held(weight), held(bias)
         parameters = [t for t in (gamma, beta) if t is not None]
         if ctx.keeps and serves(x, residual, shape, dtype, how):
             ctx.norm = norm = norm_of(shape, True, eps, how)

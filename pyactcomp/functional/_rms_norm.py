@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
-from ..redo import offer
+from ..redo import held, offer
 from ._fused_norms import Norm, norm_of, serves
 from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
 
@@ -37,7 +37,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        gamma = None if weight is None else weight.detach()
+        gamma = held(weight)
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype

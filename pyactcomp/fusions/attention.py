@@ -1,20 +1,19 @@
-"""Attention of Hugging Face transformers: its input cast once, its projections together, its rotary embedding fused."""
+"""Attention of Hugging Face transformers: its input cast once, its rotary embedding fused."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from ..functional._rope import rope
 from .base import Options, fusing
 from .formulas import definition, formula
 from .fusion import Fused, autocast_dtype
-from .products import cast_once, fed_by, multiplied
+from .products import cast_once, shared
 
 _ROTATE = "apply_rotary_pos_emb"
 _ROTARY = (
@@ -38,48 +37,18 @@ class Projections(Fused):
             return super().forward(*args, **kwargs)
         own: Any = super().forward
         function = own.__func__
-        turns = rotates(function)
-        module: Module = self
-        if how["bits"] is not None:
-            name = function.__code__.co_varnames[1]
-            x = cast_once(self, args[0] if args else kwargs.get(name))
-            if args:
-                args = x, *args[1:]
-            elif name in kwargs:
-                kwargs[name] = x
-            if turns and type(x) is Tensor and x.requires_grad:
-                module = _with_products(self, x)
-        return (_with_rope(function, how) if turns else function)(module, *args, **kwargs)
-
-
-class _Product(Module):
-    """Stands for a Linear whose product with ``x`` there is already, until it is asked for."""
-
-    def __init__(self, linear: Module, x: Tensor, product: Tensor) -> None:
-        super().__init__()
-        self.linear, self.x = linear, x
-        self.product: Tensor | None = product
-
-    def forward(self, x: Tensor) -> Any:
-        """Return the product."""
-        product, self.product = self.product, None
-        return self.linear(x) if product is None or x is not self.x else product
-
-
-def _with_products(module: Module, x: Tensor) -> Module:
-    """Return a copy of a module in which the Linears that ``x`` goes to are their products, from :func:`linears`.
-
-    It shares all else with the module, which it is where that does not serve.
-    """
-    names = fed_by(module)
-    children = [module._modules.get(name) for name in names]
-    products = multiplied(x, *children) if len(names) > 1 else None
-    if products is None:
-        return module
-    stand_ins = (_Product(cast(Module, child), x, product) for child, product in zip(children, products, strict=True))
-    copy = object.__new__(type(module))
-    copy.__dict__.update(module.__dict__, _modules=module._modules | dict(zip(names, stand_ins, strict=True)))
-    return copy
+        if rotates(function):
+            function = _with_rope(function, how)
+        if how["bits"] is None:
+            return function(self, *args, **kwargs)
+        name = function.__code__.co_varnames[1]
+        x = cast_once(self, args[0] if args else kwargs.get(name))
+        if args:
+            args = x, *args[1:]
+        elif name in kwargs:
+            kwargs[name] = x
+        with shared(x):
+            return function(self, *args, **kwargs)
 
 
 def rotates(forward: Callable[..., Any]) -> bool:

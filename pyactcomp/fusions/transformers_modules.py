@@ -29,7 +29,7 @@ from ..torch_private import under_checkpoint
 from .attention import Projections, rotates
 from .formulas import children_fed, formula, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
-from .products import cast_once, feeds_linears, is_matrix_product, multiplied
+from .products import cast_once, feeds_linears, is_matrix_product, linears_of, shared
 from .untouched import plain, unseen
 
 _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
@@ -98,14 +98,15 @@ class GatedMLP(Fused):
         how = options(self, x)
         if how is None:
             return cast(Tensor, super().forward(x))
-        if how["bits"] is not None:
-            x = cast_once(self, x)
-        if not _is_silu(self.act_fn):
-            return cast(Tensor, super().forward(x))
         if how["bits"] is None:
+            if not _is_silu(self.act_fn):
+                return cast(Tensor, super().forward(x))
             return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
-        products = multiplied(x, self.gate_proj, self.up_proj)
-        gate, up = (self.gate_proj(x), self.up_proj(x)) if products is None else products
+        x = cast_once(self, x)
+        with shared(x):
+            if not _is_silu(self.act_fn):
+                return cast(Tensor, super().forward(x))
+            gate, up = self.gate_proj(x), self.up_proj(x)
         up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
@@ -270,6 +271,13 @@ def norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
         return {}
     is_rms_norm = issubclass(known[norm_class].fused, RMSNorm)
     return {norm: Fusion(form_of(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
+
+
+def linears_of_one_input(module: Module) -> dict[Module, Fusion]:
+    """Return the fused form of the Linears that share the input of a module which is known."""
+    cls = original_of(type(module))
+    fusion = table({cls}).get(cls)
+    return linears_of(module) if fusion is not None and issubclass(fusion.fused, (Projections, GatedMLP)) else {}
 
 
 def _is_silu(activation: Module) -> bool:

@@ -6,16 +6,16 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from torch.nn import Module
 
-from ..torch_private import module_hooks_are_global
+from ..torch_private import module_hooks_are_global, under_checkpoint
 from .formulas import forward_of
 from .fusion import original_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OURS = __name__.split(".")[0]
-_REPORT = f"{_OURS}.record"
 
 
 def untouched(module: Module) -> str | None:
@@ -40,17 +40,23 @@ def plain(module: object, *classes: type[Module]) -> bool:
     return isinstance(module, Module) and original_of(type(module)) in classes and unseen(module)
 
 
+# Others' hooks were there in a run that is to be run again.
+_once_touched: WeakSet[Module] = WeakSet()
+
+
 def unseen(module: Module) -> bool:
-    """Return whether a module is :func:`untouched` and no hook of all modules runs with it."""
-    return untouched(module) is None and not module_hooks_are_global()
+    """Return whether a module is :func:`untouched` and no hook of all modules runs with it.
 
-
-def hooked(module: Module) -> bool:
-    """Return whether a module has hooks, be they of this package: a skipped one has.
-
-    But for a report's, which are gone when a checkpointed block runs again and has to take the same way.
+    A function under torch.utils.checkpoint has to take the same way when it runs again, and hooks may be gone by then:
+    there, those of all modules do not count, and a module that once had some of its own keeps being called.
     """
-    return any(hook.__module__ != _REPORT for hooks in _HOOKS for hook in getattr(module, hooks).values())
+    if module in _once_touched:
+        return False
+    if untouched(module) is not None:
+        if under_checkpoint():
+            _once_touched.add(module)
+        return False
+    return not module_hooks_are_global() or under_checkpoint()
 
 
 @functools.cache
