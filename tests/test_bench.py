@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +116,25 @@ def test_interleave_runs_every_task_once_a_round_in_changing_order() -> None:
     calls.clear()
     measure.interleave(tasks, rounds=20)
     assert calls == again
+
+
+def test_steps_are_timed_on_the_quickest_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs a system that lets a process choose between two CPUs")
+    allowed = os.sched_getaffinity(0)
+    quick = sorted(allowed)[1]
+    monkeypatch.setattr(measure, "host_loop_ms", lambda length: 1.0 if os.sched_getaffinity(0) == {quick} else 2.0)
+    begun, over = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (begun.set(), over.wait()))
+    other.start()
+    begun.wait()
+    try:
+        with measure.on_quickest_cpu():
+            assert [os.sched_getaffinity(thread) for thread in (0, other.native_id)] == [{quick}] * 2
+        assert [os.sched_getaffinity(thread) for thread in (0, other.native_id)] == [allowed] * 2
+    finally:
+        over.set()
+        other.join()
 
 
 @pytest.mark.parametrize("nbytes", [1 << 10, 1 << 20, 100 << 20, 1 << 30])
