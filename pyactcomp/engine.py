@@ -44,6 +44,7 @@ from .redo import Recipe, cast_recipe, source_of, source_of_cast
 from .saved import Distributed, Gathered, Kept, Packs, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
 from .torch_private import (
     current_raw_stream,
+    never_traced,
     profiler_enabled,
     source_dtype,
 )
@@ -180,11 +181,13 @@ class Frame:
         if self.policy is not None and self.policy.exact:
             self.policy.exact.pop()
 
+    @never_traced
     def pack_profiled(self, tensor: Tensor) -> Saved:
         """Pack as a range of its own in a profile."""
         with torch.profiler.record_function("pyactcomp::pack"):
             return self.pack(tensor)
 
+    @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
         if type(tensor) in PLAIN:

@@ -147,21 +147,24 @@ class Policy:
         Smaller tensors are kept.
     """
 
-    __slots__ = ("_min_bytes", "_module", "_storages", "exact")
+    __slots__ = ("_min_bytes", "_module", "_owned", "exact")
 
     def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
         # Why nothing is packed in the modules whose forward is running, innermost last.
         self.exact: list[str] = []
         self._min_bytes = min_bytes
         self._module = module
-        self._storages: set[int] | None = None
+        self._owned: dict[int, Tensor] | None = None
 
-    def _owned(self) -> set[int]:
-        """Return the addresses of owned storages, which stay alive: their addresses are a proof."""
-        if self._storages is None:
+    def _owns(self, tensor: Tensor) -> bool:
+        """Return whether the module owns a tensor's storage."""
+        if self._owned is None:
             tensors = owned_tensors(self._module) if self._module is not None else ()
-            self._storages = {_address(each) for each in tensors if each.layout is _STRIDED} - {0}
-        return self._storages
+            self._owned = {_address(each): each for each in tensors if each.layout is _STRIDED}
+        address = tensor.untyped_storage().data_ptr()
+        owner = self._owned.get(address)
+        # FSDP frees a parameter's memory, which others get then.
+        return owner is not None and address != 0 and _address(owner) == address
 
     def reason_to_keep(self, tensor: Tensor, saved: Tensor, would_copy: bool = True) -> str | None:
         """Return why a plain tensor is not to be packed, or None.
@@ -179,7 +182,7 @@ class Policy:
             return f"layout {tensor.layout}"
         if tensor.is_nested:
             return NESTED
-        if would_copy and tensor.untyped_storage().data_ptr() in self._owned():
+        if would_copy and self._owns(tensor):
             return PARAMETER
         base = saved._base
         owner = saved if base is None else base

@@ -174,8 +174,12 @@ def held(parameter: Tensor | None) -> Tensor | None:
     """
     if parameter is None:
         return None
-    freed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return parameter.detach().clone() if freed else parameter.detach()
+    return parameter.detach().clone() if _may_be_freed() else parameter.detach()
+
+
+def _may_be_freed() -> bool:
+    """Return whether parameters may have no memory between forward and their own module's backward."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_reported() -> bool:
@@ -298,6 +302,20 @@ def _operand(node: Node, name: str) -> Stored | None:
     return stored if isinstance(stored, (Kept, Region, View, Redone)) and _depth(stored) < _DEEPEST else None
 
 
+# How much larger a product is than a factor of which there is a copy to compute it from.
+_COPIED = 64
+
+
+def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored | None:
+    """Return a stored factor of ``out`` as :func:`held` returns a parameter: one that no operator made may be such."""
+    made = made_by is not None and type(made_by).__name__ != "AccumulateGrad"
+    if made or not isinstance(stored, Kept) or not _may_be_freed():
+        return stored
+    # By now it may be freed already.
+    copied = stored.tensor.untyped_storage().nbytes() > 0 and stored.tensor.numel() * _COPIED <= out.numel()
+    return Kept(stored.tensor.clone()) if copied else None
+
+
 def _depth(stored: Stored) -> int:
     shared = stored.region if isinstance(stored, View) else stored
     return shared.recipe.depth if isinstance(shared, Redone) else 0
@@ -322,7 +340,8 @@ def _silu(out: Tensor, node: Node) -> Recipe | None:
 
 
 def _mul(out: Tensor, node: Node) -> Recipe | None:
-    a, b = _operand(node, "self"), _operand(node, "other")
+    (of_a, _), (of_b, _) = node.next_functions
+    a, b = _lasting(_operand(node, "self"), of_a, out), _lasting(_operand(node, "other"), of_b, out)
     if a is None or b is None:
         return None
     depth = max(_depth(a), _depth(b)) + 1
@@ -356,16 +375,18 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
     if node is None or node.name() != "NativeLayerNormBackward0" or out._version != 0:
         return
     shape, eps = module.normalized_shape, module.eps
-    # Read now: by backward a parameter's ``.data`` may be other memory, or none.
-    gamma, beta = held(module.weight), held(module.bias)
-    affine = tuple(each for each in (gamma, beta) if each is not None)
     # Where autocast has cast them, what was read is not what the module holds.
-    if any(each.dtype is not out.dtype or type(each) not in PLAIN for each in affine):
-        return
+    for each in (module.weight, module.bias):
+        if each is not None and (each.dtype is not out.dtype or type(each) not in PLAIN):
+            return
     x = _operand(node, "input")
     # To restore what is kept in a narrower dtype and normalise it moves 14 bytes to save 4.
     if x is None or _narrowed(x):
         return
+
+    # Read now: by backward a parameter's ``.data`` may be other memory, or none.
+    gamma, beta = held(module.weight), held(module.bias)
+    affine = tuple(each for each in (gamma, beta) if each is not None)
 
     def compute(dtype: torch.dtype) -> Tensor:
         return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)

@@ -13,7 +13,7 @@ from .errors import PyactcompError
 from .kernels import Kernel
 from .layouts import Layout, layout_of
 from .narrow import NarrowKernel
-from .torch_private import current_raw_stream
+from .torch_private import current_raw_stream, never_traced
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -34,11 +34,13 @@ class Saved(Protocol):
         """Return a tensor with the values, shape, strides, dtype and device of the original."""
 
 
+@never_traced
 def unpack(saved: Saved) -> Tensor:
     """Restore a saved tensor: the hook that autograd calls in backward."""
     return saved.restore()
 
 
+@never_traced
 def unpack_profiled(saved: Saved) -> Tensor:
     """Restore a saved tensor as a range of its own in a profile."""
     with torch.profiler.record_function("pyactcomp::unpack"):

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from types import CodeType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "inside_functorch",
     "is_batch",
     "module_hooks_are_global",
+    "never_traced",
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
@@ -38,6 +39,7 @@ __all__ = [
     "under_checkpoint",
 ]
 
+Hook = TypeVar("Hook", bound=Callable[..., object])
 SavedTensorHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
@@ -145,6 +147,17 @@ def constant_in_graphs(function: Callable[[], None]) -> Callable[[], None]:
     As torch.compiler.assume_constant_result does, which imports the whole compiler for it.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_traced(function: Hook) -> Hook:
+    """Keep torch.compile's hands off what a function runs: a hook, which a compiled module in an eager model calls.
+
+    ``torch.compiler.disable`` does so too, for a microsecond a call, and imports the whole compiler.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
@@ -259,6 +272,27 @@ def _test_constant_in_graphs() -> None:
 
     torch.compiler.assume_constant_result(theirs)  # type: ignore[no-untyped-call]
     assert vars(constant_in_graphs(ours)) == vars(theirs) != {}
+
+
+def _test_never_traced() -> None:
+    def graphs_of(pack: Callable[[Tensor], Tensor]) -> int:
+        graphs: list[object] = []
+
+        def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+            graphs.append(graph)
+            return graph.forward
+
+        # One of torch's own modules runs as it is, and what it calls is traced.
+        linear = torch.nn.Linear(2, 2)
+        linear.compile(backend=backend)
+        with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+            linear(torch.ones(2, 2))
+        return len(graphs)
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert graphs_of(lambda x: double(x)) > graphs_of(never_traced(lambda x: double(x))) == 0
 
 
 def _test_version_counter() -> None:
@@ -403,6 +437,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
     "Tensor._version, shared by detach() and kept by .data =": _test_version_counter,
     "_dynamo_marked_constant": _test_constant_in_graphs,
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": _test_never_traced,
     "Tensor._base": _test_base,
     "names and edges of autograd nodes": _test_node_names,
     "Node._raw_saved_*: SavedTensor.data and unpack_hook; Node.metadata": _test_saved_form,

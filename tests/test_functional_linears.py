@@ -13,18 +13,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional._linears import SharedInput
+from pyactcomp.functional._linears import linears
 
 IN, OUT = 48, (64, 40, 24)
 
 
 def operands(dtype: torch.dtype) -> list[Tensor]:
     return [t.to(dtype).requires_grad_() for t in (normal(3, 5, IN), *(normal(n, IN, seed=n) for n in OUT))]
-
-
-def together(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    shared = SharedInput(x)
-    return tuple(shared.linear(weight) for weight in weights)
 
 
 def separately(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -35,7 +30,7 @@ def separately(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("frozen", [None, 1, 2, 3])
 def test_gradients_are_those_of_separate_linears(used: tuple[int, ...], frozen: int | None) -> None:
     found = []
-    for multiply in (together, separately):
+    for multiply in (linears, separately):
         x, *weights = (t.requires_grad_(i != frozen) for i, t in enumerate(operands(torch.float64)))
         products = multiply(x, *weights)
         kept = [i for i in used if products[i].requires_grad]
@@ -52,7 +47,7 @@ def test_sum_of_the_inputs_gradients_is_rounded_once_less() -> None:
     x, *weights = operands(torch.bfloat16)[:3]
     grads = [normal(3, 5, n, seed=9).bfloat16() for n in OUT[:2]]
     ours, separate = (
-        torch.autograd.grad(multiply(x, *weights), x, grads)[0].double() for multiply in (together, separately)
+        torch.autograd.grad(multiply(x, *weights), x, grads)[0].double() for multiply in (linears, separately)
     )
     parts = [g.double() @ weight.detach().double() for g, weight in zip(grads, weights, strict=True)]
     exact = parts[0] + parts[1]
@@ -67,7 +62,7 @@ def test_what_is_saved_is_what_linear_saves() -> None:
     x, *weights = operands(torch.float32)
     for frozen in ((), (0,), (0, 1, 2)):
         given = [weight.detach() if i in frozen else weight for i, weight in enumerate(weights)]
-        ours, theirs = (saved_by(functools.partial(multiply, x, *given)) for multiply in (together, separately))
+        ours, theirs = (saved_by(functools.partial(multiply, x, *given)) for multiply in (linears, separately))
         assert sorted(t.data_ptr() for t in ours) == sorted(t.data_ptr() for t in theirs)
 
 
@@ -83,7 +78,7 @@ def test_gradient_of_a_weight_is_handed_on_before_the_next_is_computed() -> None
                 events.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    products = together(x, *weights)
+    products = linears(x, *weights)
     with Watch():
         torch.autograd.backward(products, [torch.ones_like(product) for product in products])
     assert events == ["mm", "mm", "weight 2", "addmm", "mm", "weight 1", "addmm", "mm", "weight 0"]
@@ -91,7 +86,7 @@ def test_gradient_of_a_weight_is_handed_on_before_the_next_is_computed() -> None
 
 def test_gradients_in_a_batch_are_those_one_by_one() -> None:
     x, *weights = operands(torch.float64)
-    products = together(x, *weights)
+    products = linears(x, *weights)
     grads = [torch.stack([normal(3, 5, n, seed=seed).double() for seed in (1, 2)]) for n in OUT]
     batched = torch.autograd.grad(products, (x, *weights), grads, is_grads_batched=True, retain_graph=True)
     for i in range(2):
@@ -105,7 +100,7 @@ def test_backward_inside_autocast_is_that_outside() -> None:
     grads = [normal(3, 5, n, seed=9) for n in OUT]
     found = []
     for enabled in (False, True):
-        products = together(x, *weights)
+        products = linears(x, *weights)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             found.append(torch.autograd.grad(products, (x, *weights), grads))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
@@ -114,4 +109,4 @@ def test_backward_inside_autocast_is_that_outside() -> None:
 def test_second_derivative_raises() -> None:
     x, *weights = operands(torch.float32)
     with pytest.raises(PyactcompError, match="only once"):
-        torch.autograd.grad(together(x, *weights)[1].sum(), x, create_graph=True)
+        torch.autograd.grad(linears(x, *weights)[1].sum(), x, create_graph=True)

@@ -441,7 +441,8 @@ def test_long_chains_of_products_rest_on_no_more_than_two_recipes(chain: Callabl
     x = leaf(64)
     with pyactcomp.compressed(**LOSSLESS):
         y = chain(x)
-    deepest = max(o.depth for o in gc.get_objects() if type(o) is redo.Recipe)
+    # One that torch.compile has made up while it traced has nothing in it.
+    deepest = max(getattr(o, "depth", 0) for o in gc.get_objects() if type(o) is redo.Recipe)
     assert deepest <= 2
     y.sum().backward()
     assert x.grad is not None

@@ -26,16 +26,16 @@ def test_a_private_name_does_what_is_relied_on(name: str, results: dict[str, str
 def test_the_self_test_reports_a_name_that_moved(
     monkeypatch: pytest.MonkeyPatch, results: dict[str, str | None]
 ) -> None:
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    monkeypatch.delattr(torch._C._functorch, "is_legacy_batchedtensor")
     after = torch_private.self_test()
     assert set(after) == set(results)
     wrong = {name: reason for name, reason in after.items() if reason is not None}
     assert set(wrong) == {
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "torch._C._functorch.is_legacy_batchedtensor",
     }
-    assert "AttributeError" in wrong["torch._C._autograd._top_saved_tensors_default_hooks"]
+    assert "AttributeError" in wrong["torch._C._autograd._get_current_graph_task_keep_graph"]
 
 
 def test_the_self_test_leaves_no_hook_behind(results: dict[str, str | None]) -> None:

@@ -192,3 +192,24 @@ def test_a_function_ends_no_graph_to_look_for_hooks(name: str) -> None:
     compiled = torch.compile(lambda x: function(x.sin()).cos(), backend="aot_eager", dynamic=False)
     compiled(torch.randn(6, 64, requires_grad=True)).sum().backward()
     assert not [reason for reason in torch._dynamo.utils.counters["graph_break"] if "saved_tensors" in reason]
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.GELU])
+@pytest.mark.filterwarnings("ignore:a graph compiled by torch.compile runs under")
+def test_hooks_are_not_traced_where_a_module_of_torch_is_compiled(
+    exact: Transformer, kind: type[nn.Module], device: str, backend: str
+) -> None:
+    model = pyactcomp.compress(copy.deepcopy(exact.to(device)), min_bytes=MIN_BYTES, fuse=False)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return lookup_backend(backend)(graph, examples)
+
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.compile(backend=counting)
+    assert_agrees(model, step(model, device), exact, step(exact, device))
+    # What autograd calls for modules of torch, which are not traced themselves, is not traced either.
+    assert graphs == []

@@ -1,4 +1,4 @@
-"""Linear maps of one input, whose gradients for it are added as they are computed."""
+"""``linears``: products of one input with several matrices, whose gradients for it are added as they are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..torch_private import has_no_memory
 from ._saving import differentiable_once
 
 
-class _NextLinear(torch.autograd.Function):
+class _Link(torch.autograd.Function):
+    """One of several, each of which hands on the input that the next one reads in the graph."""
+
     @staticmethod
     def forward(ctx: Any, link: Tensor, weight: Tensor, of: tuple[Tensor]) -> tuple[Tensor, Tensor]:
         (x,) = of  # in a tuple, so that it is no second way for gradients
@@ -40,44 +42,32 @@ class _NextLinear(torch.autograd.Function):
 
 
 def _plus(rest: Tensor | None, grad: Tensor, weight: Tensor) -> Tensor:
-    """Return ``rest + grad @ weight``, written over ``rest``, which the node of another such product made."""
+    """Return ``rest + grad @ weight``, written over ``rest``, which the node of the next product made."""
     if rest is None:
         return grad @ weight
     rest = rest.reshape(-1, rest.shape[-1])
-    return torch.addmm(rest, grad, weight) if has_no_memory(grad) else torch.addmm(rest, grad, weight, out=rest)
+    if has_no_memory(rest) or has_no_memory(grad):
+        return torch.addmm(rest, grad, weight)
+    return torch.addmm(rest, grad, weight, out=rest)
 
 
-class SharedInput:
-    """The input of several linear maps.
+def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return ``x @ weight.T`` for each weight, all of one dtype, with gradients but no second derivatives.
 
-    Where torch adds their gradients for it in passes of their own, a matrix product here takes up the sum of those
-    after it, and rounds it once less. The tensor and the weights are saved as torch's linear saves them. There are no
-    second derivatives.
-
-    Parameters
-    ----------
-    x : Tensor, [..., features], floating point
-        It must require a gradient.
+    Where torch adds the gradients for ``x`` in passes of their own, a matrix product here takes up the sum of those
+    after it, and rounds it once less. Each product is a node of its own, as torch's is: the gradient of one weight is
+    handed on before that of another is computed.
 
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp.functional._linears import SharedInput
+    >>> from pyactcomp.functional._linears import linears
     >>> x, a, b = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4), torch.randn(5, 4)
-    >>> shared = SharedInput(x)
-    >>> [tuple(shared.linear(weight).shape) for weight in (a, b)]
+    >>> [tuple(product.shape) for product in linears(x, a, b)]
     [(3, 2), (3, 5)]
     """
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-        # What the next map reads in the graph, so that its gradient comes to the one before.
-        self._link = x
-
-    def linear(self, weight: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` for a weight of ``[outputs, features]`` and the dtype of ``x``."""
-        product, self._link = cast(
-            "tuple[Tensor, Tensor]",
-            _NextLinear.apply(self._link, weight, (self.x,)),  # type: ignore[no-untyped-call]
-        )
-        return product
+    link, products = x, []
+    for weight in weights:
+        product, link = cast("tuple[Tensor, Tensor]", _Link.apply(link, weight, (x,)))  # type: ignore[no-untyped-call]
+        products.append(product)
+    return tuple(products)

@@ -140,7 +140,6 @@ def _of_children(parent: Module) -> dict[Module, Fusion]:
     return {
         **torch_modules.norms_before_linears(parent),
         **transformers_modules.norms_before_gated_mlps(parent),
-        **transformers_modules.linears_of_one_input(parent),
         **convolutional.stem(parent),
     }
 

@@ -13,7 +13,7 @@ from ..functional._rope import rope
 from .base import Options, fusing
 from .formulas import definition, formula
 from .fusion import Fused, autocast_dtype
-from .products import cast_once, shared
+from .products import cast_once
 
 _ROTATE = "apply_rotary_pos_emb"
 _ROTARY = (
@@ -37,18 +37,13 @@ class Projections(Fused):
             return super().forward(*args, **kwargs)
         own: Any = super().forward
         function = own.__func__
-        if rotates(function):
-            function = _with_rope(function, how)
-        if how["bits"] is None:
-            return function(self, *args, **kwargs)
-        name = function.__code__.co_varnames[1]
-        x = cast_once(self, args[0] if args else kwargs.get(name))
-        if args:
-            args = x, *args[1:]
-        elif name in kwargs:
-            kwargs[name] = x
-        with shared(x):
-            return function(self, *args, **kwargs)
+        if how["bits"] is not None:
+            name = function.__code__.co_varnames[1]
+            if args:
+                args = cast_once(self, args[0]), *args[1:]
+            elif name in kwargs:
+                kwargs[name] = cast_once(self, kwargs[name])
+        return (_with_rope(function, how) if rotates(function) else function)(self, *args, **kwargs)
 
 
 def rotates(forward: Callable[..., Any]) -> bool:

@@ -29,7 +29,7 @@ from ..torch_private import under_checkpoint
 from .attention import Projections, rotates
 from .formulas import children_fed, formula, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
-from .products import cast_once, feeds_linears, is_matrix_product, linears_of, shared
+from .products import cast_once, feeds_linears, is_matrix_product, multiplied
 from .untouched import plain, unseen
 
 _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
@@ -98,36 +98,34 @@ class GatedMLP(Fused):
         how = options(self, x)
         if how is None:
             return cast(Tensor, super().forward(x))
+        if how["bits"] is not None:
+            x = cast_once(self, x)
+        if not _is_silu(self.act_fn):
+            return cast(Tensor, super().forward(x))
         if how["bits"] is None:
-            if not _is_silu(self.act_fn):
-                return cast(Tensor, super().forward(x))
             return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
-        x = cast_once(self, x)
-        with shared(x):
-            if not _is_silu(self.act_fn):
-                return cast(Tensor, super().forward(x))
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        # Asked first: a hook may take itself away.
         up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
+        gate, up = multiplied(x, self.gate_proj, self.up_proj) or (self.gate_proj(x), self.up_proj(x))
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, **how)
         return cast(Tensor, self.down_proj(product))
 
 
-def _linear_again(linear: Module, x: Tensor) -> Callable[[], Tensor] | None:
+def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
     """Return what computes ``linear(x)`` again in backward, or None where that is not worth it.
 
     Codes of ``up`` are 31 % of what is stored of a Llama's layer, and its product is 4 % of the step on an H200. Under
     torch.utils.checkpoint what is saved lives for one block only, and is being computed again as it is.
     """
-    weight = cast(nn.Parameter, linear._parameters["weight"])
+    weight, bias = linear.weight, linear.bias
     x_again = redo.again(x)
     if x_again is None or under_checkpoint():
         return None
     version, device = weight._version, x.device.type
     # As autograd holds them: replaced on the module, these are still what the forward used. A bias may be written to.
     held = weight.detach()
-    bias = linear._parameters.get("bias")
     shift = None if bias is None else bias.detach().clone()
 
     def compute() -> Tensor:
@@ -271,13 +269,6 @@ def norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
         return {}
     is_rms_norm = issubclass(known[norm_class].fused, RMSNorm)
     return {norm: Fusion(form_of(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
-
-
-def linears_of_one_input(module: Module) -> dict[Module, Fusion]:
-    """Return the fused form of the Linears that share the input of a module which is known."""
-    cls = original_of(type(module))
-    fusion = table({cls}).get(cls)
-    return linears_of(module) if fusion is not None and issubclass(fusion.fused, (Projections, GatedMLP)) else {}
 
 
 def _is_silu(activation: Module) -> bool:

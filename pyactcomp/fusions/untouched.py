@@ -10,12 +10,13 @@ from weakref import WeakSet
 
 from torch.nn import Module
 
-from ..torch_private import module_hooks_are_global, under_checkpoint
+from ..torch_private import module_hooks_are_global, saves_are_dropped, under_checkpoint
 from .formulas import forward_of
 from .fusion import original_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OURS = __name__.split(".")[0]
+_REPORT = f"{_OURS}.record"
 
 
 def untouched(module: Module) -> str | None:
@@ -40,23 +41,31 @@ def plain(module: object, *classes: type[Module]) -> bool:
     return isinstance(module, Module) and original_of(type(module)) in classes and unseen(module)
 
 
-# Others' hooks were there in a run that is to be run again.
-_once_touched: WeakSet[Module] = WeakSet()
+# Those that had hooks when a function under torch.utils.checkpoint ran them for the first time.
+_seen: WeakSet[Module] = WeakSet()
 
 
 def unseen(module: Module) -> bool:
     """Return whether a module is :func:`untouched` and no hook of all modules runs with it.
 
-    A function under torch.utils.checkpoint has to take the same way when it runs again, and hooks may be gone by then:
-    there, those of all modules do not count, and a module that once had some of its own keeps being called.
+    A function under torch.utils.checkpoint has to take the same way when it runs again, and hooks may have come or gone
+    by then: it is told what it was told before.
     """
-    if module in _once_touched:
-        return False
-    if untouched(module) is not None:
-        if under_checkpoint():
-            _once_touched.add(module)
-        return False
-    return not module_hooks_are_global() or under_checkpoint()
+    if not under_checkpoint():
+        return _unseen_now(module)
+    if saves_are_dropped():  # the first run
+        (_seen.discard if _unseen_now(module) else _seen.add)(module)
+    return module not in _seen
+
+
+def _unseen_now(module: Module) -> bool:
+    return untouched(module) is None and not module_hooks_are_global()
+
+
+def exempted(module: Module) -> bool:
+    """Return whether hooks of this package run with a module, but for those of a report: a skipped one has such."""
+    hooks = (hook for kind in _HOOKS for hook in getattr(module, kind).values())
+    return any(_package(hook) == _OURS and hook.__module__ != _REPORT for hook in hooks)
 
 
 @functools.cache
