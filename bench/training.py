@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .measure import host_loop_ms, on_quickest_cpu, step_times
+from .measure import host_loop_ms, on_quick_cpu, step_times
 from .methods import Context, Method, implementation
 from .rows import Row, summary
 from .workloads import Batch, Workload
@@ -187,9 +187,9 @@ def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_l
     for _ in range(WARM_UP - 2):
         trainer.step()
     memory = memory_of_step(trainer)
-    # On a CPU a step runs on all of them.
-    with on_quickest_cpu() if device == "cuda" else nullcontext():
-        times, loop = step_times(trainer.step, steps, device), host_loop_ms()
+    times = step_times(trainer.step, steps, device)
+    with on_quick_cpu():
+        loop = host_loop_ms()
     return {
         "batch": workload.batch_size(tiny),
         "first_loss": first_loss,
@@ -209,6 +209,5 @@ def throughput(trainer: Trainer, batch: int, steps: int) -> Row:
     trainer.batch = trainer.workload.inputs(batch, trainer.device, trainer.tiny)
     for _ in range(2):
         trainer.step()
-    with on_quickest_cpu() if trainer.device == "cuda" else nullcontext():
-        times = summary(step_times(trainer.step, steps, trainer.device), "ms")
+    times = summary(step_times(trainer.step, steps, trainer.device), "ms")
     return {"batch": batch, "samples_per_s": batch / times["median_ms"] * 1e3, **times}
