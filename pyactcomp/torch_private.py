@@ -9,6 +9,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -156,8 +157,10 @@ def never_traced(function: Hook) -> Hook:
     ``torch.compiler.disable`` does so too, for a microsecond a call, and imports the whole compiler.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
+    # Where it has moved the package can be imported still, and its doctor says so.
+    with suppress(AttributeError):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
