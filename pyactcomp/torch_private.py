@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from torch.autograd.graph import Node
 
 __all__ = [
+    "checkpointed_run",
     "constant_in_graphs",
     "current_raw_stream",
     "graph_is_retained",
@@ -53,6 +54,18 @@ def under_checkpoint() -> bool:
     """Return whether what is saved now is torch.utils.checkpoint's, to be thrown away or freshly made again."""
     top = top_saved_tensor_hooks()
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def checkpointed_run() -> object | None:
+    """Return what stands for a run of a function under torch.utils.checkpoint, and for what repeats it in backward."""
+    top = top_saved_tensor_hooks()
+    if top is None or not under_checkpoint():
+        return None
+    pack = inspect.unwrap(top[0])
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
+    if "frame" in cells:
+        return cast(object, cells["frame"].cell_contents)
+    return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
 
 
 @functools.cache
@@ -277,6 +290,21 @@ def _test_constant_in_graphs() -> None:
     assert vars(constant_in_graphs(ours)) == vars(theirs) != {}
 
 
+def _test_checkpointed_run() -> None:
+    runs: list[object] = []
+
+    def noted(x: Tensor) -> Tensor:
+        runs.append(checkpointed_run())
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    results = [torch.utils.checkpoint.checkpoint(noted, x, use_reentrant=False) for _ in range(2)]
+    (results[0] + results[1]).backward()
+    assert checkpointed_run() is None
+    # The first function runs again last.
+    assert runs[0] is runs[3] is not runs[1] is runs[2] is not None
+
+
 def _test_never_traced() -> None:
     def graphs_of(pack: Callable[[Tensor], Tensor]) -> int:
         graphs: list[object] = []
@@ -432,6 +460,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_isHistoryEnabled": _test_history_enabled,
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
+    "torch.utils.checkpoint's hooks, and the frame that they enclose": _test_checkpointed_run,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
     "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ..functional._linears import linears
 from .formulas import children_fed, forward_of
 from .fusion import autocast_dtype, original_of
-from .untouched import exempted, plain
+from .untouched import plain
 
 
 def is_matrix_product(linear: Module) -> bool:
     """Return whether a child is a Linear, and nothing else computes or sees its output."""
     return plain(linear, nn.Linear) and type(linear._parameters.get("weight")) is nn.Parameter
-
-
-def multiplied(x: Tensor, *children: Module) -> tuple[Tensor, ...] | None:
-    """Return the products of Linears with ``x`` from :func:`linears`, or None where these are not what they compute.
-
-    They are matrix products without a bias then, compressed as all else is, of ``x`` and of weights as they are.
-    """
-    if autocast_dtype(x) is not None or not all(_multiplies(x, child) for child in children):
-        return None
-    return linears(x, *(cast(Tensor, child.weight) for child in children))
-
-
-def _multiplies(x: Tensor, child: Any) -> bool:
-    return is_matrix_product(child) and not exempted(child) and child.bias is None and child.weight.dtype is x.dtype
 
 
 def feeds_linears(module: Module) -> bool:

@@ -29,7 +29,7 @@ from ..torch_private import under_checkpoint
 from .attention import Projections, rotates
 from .formulas import children_fed, formula, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
-from .products import cast_once, feeds_linears, is_matrix_product, multiplied
+from .products import cast_once, feeds_linears, is_matrix_product
 from .untouched import plain, unseen
 
 _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
@@ -106,7 +106,7 @@ class GatedMLP(Fused):
             return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
         # Asked first: a hook may take itself away.
         up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
-        gate, up = multiplied(x, self.gate_proj, self.up_proj) or (self.gate_proj(x), self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, **how)

@@ -6,17 +6,16 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
-from ..torch_private import module_hooks_are_global, saves_are_dropped, under_checkpoint
+from ..torch_private import checkpointed_run, module_hooks_are_global
 from .formulas import forward_of
 from .fusion import original_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OURS = __name__.split(".")[0]
-_REPORT = f"{_OURS}.record"
 
 
 def untouched(module: Module) -> str | None:
@@ -41,31 +40,27 @@ def plain(module: object, *classes: type[Module]) -> bool:
     return isinstance(module, Module) and original_of(type(module)) in classes and unseen(module)
 
 
-# Those that had hooks when a function under torch.utils.checkpoint ran them for the first time.
-_seen: WeakSet[Module] = WeakSet()
+# What was told of modules, by the run of a checkpointed function that asked.
+_told: WeakKeyDictionary[object, dict[Module, bool]] = WeakKeyDictionary()
 
 
 def unseen(module: Module) -> bool:
     """Return whether a module is :func:`untouched` and no hook of all modules runs with it.
 
     A function under torch.utils.checkpoint has to take the same way when it runs again, and hooks may have come or gone
-    by then: it is told what it was told before.
+    by then: it is told what it was told first.
     """
-    if not under_checkpoint():
+    run = checkpointed_run()
+    if run is None:
         return _unseen_now(module)
-    if saves_are_dropped():  # the first run
-        (_seen.discard if _unseen_now(module) else _seen.add)(module)
-    return module not in _seen
+    told = _told.setdefault(run, {})
+    if module not in told:
+        told[module] = _unseen_now(module)
+    return told[module]
 
 
 def _unseen_now(module: Module) -> bool:
     return untouched(module) is None and not module_hooks_are_global()
-
-
-def exempted(module: Module) -> bool:
-    """Return whether hooks of this package run with a module, but for those of a report: a skipped one has such."""
-    hooks = (hook for kind in _HOOKS for hook in getattr(module, kind).values())
-    return any(_package(hook) == _OURS and hook.__module__ != _REPORT for hook in hooks)
 
 
 @functools.cache
