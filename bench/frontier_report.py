@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .measure import CPUS_TRIED
 from .rows import NOT_APPLICABLE, Row, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
@@ -79,11 +80,11 @@ def steps_table(rows: Iterable[Row]) -> str:
         "workload", "method", "step ms", "x vanilla", "act GiB", "x", "peak - base GiB", "x", "gradient error"
     )  # fmt: skip
     note = (
-        "Median of the steps after 3 warm-up steps, each on the quickest of five CPUs just before, with the 20th and "
-        f"80th percentile where these are more than {SPREAD:.0%} apart: there the step waits for the host. Every "
-        "ratio is to the vanilla step of the same run, and `vanilla-again` shows that run's drift. act: allocated by "
-        "the forward; peak - base: above weights and optimizer state; gradient error: relative L2 over all gradients "
-        "of step 1, beside vanilla against vanilla."
+        f"Median of the steps after 3 warm-up steps, each on the quickest of {CPUS_TRIED} CPUs just before, with the "
+        f"20th and 80th percentile where these are more than {SPREAD:.0%} of it apart: there the step waits for the "
+        "host. Every ratio is to the vanilla step of the same run, and `vanilla-again` shows that run's drift. act: "
+        "allocated by the forward; peak - base: above weights and optimizer state; gradient error: relative L2 over "
+        "all gradients of step 1, beside vanilla against vanilla."
     )
     return section(table(header, lines), note, _hosts(found), conditions(found), reasons(found))
 

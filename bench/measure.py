@@ -108,7 +108,7 @@ def host_loop_ms(length: int = 200_000, times: int = 5) -> float:
     return min(loop() for _ in range(times))
 
 
-_CPUS_TRIED = 5
+CPUS_TRIED = 5
 """With half of them disturbed, one of five is not in 31 of 32 cases; to try them takes 7 ms, in which no GPU cools."""
 _order = random.Random(0)
 
@@ -118,7 +118,7 @@ def on_quick_cpu() -> Iterator[None]:
     """Run this process on the quickest of a few CPUs, where the system lets it choose.
 
     On a shared host the neighbours halve the speed of some CPUs, others each second. Steps that wait for the host took
-    105 to 161 ms where the scheduler put them, and 101 to 106 ms so (swin_base_amp, int8, medians of ten).
+    105 to 161 ms where the scheduler put them, 101 to 106 ms on the quickest (swin_base_amp, int8, medians of ten).
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -126,7 +126,7 @@ def on_quick_cpu() -> Iterator[None]:
     allowed = os.sched_getaffinity(0)
     try:
         speeds = {}
-        for cpu in _order.sample(sorted(allowed), min(_CPUS_TRIED, len(allowed))):
+        for cpu in _order.sample(sorted(allowed), min(CPUS_TRIED, len(allowed))):
             os.sched_setaffinity(0, {cpu})
             speeds[cpu] = host_loop_ms(10_000, times=2)
         _move_threads({min(speeds, key=speeds.__getitem__)})

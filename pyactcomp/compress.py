@@ -23,7 +23,7 @@ from .fusions.untouched import untouched
 from .policy import KINK, SKIPPED
 from .redo import offer_layer_norm
 from .session import Session
-from .torch_private import constant_in_graphs, never_traced
+from .torch_private import constant_in_graphs
 
 # Compressed roots of this process, to notice a submodule that is compressed already through its root.
 _roots: WeakSet[Module] = WeakSet()
@@ -94,7 +94,6 @@ class _OfferLayerNorm:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    @never_traced
     def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.session.frame() is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -161,9 +162,9 @@ class Shared:
         self._restored: Tensor | None = None
         self._recent = recent
 
+    @abstractmethod
     def _make(self) -> Tensor:
         """Make the tensor on the current stream."""
-        raise NotImplementedError
 
     def _make_on_another_stream(self) -> Tensor:
         """Make the tensor on a stream that is not the one whose work it is made from."""

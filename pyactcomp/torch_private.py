@@ -50,18 +50,23 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return cast("SavedTensorHooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
 
 
+def _pack_of_checkpoint() -> Callable[[Tensor], object] | None:
+    """Return the hook by which torch.utils.checkpoint saves, or None outside."""
+    top = top_saved_tensor_hooks()
+    return top[0] if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint" else None
+
+
 def under_checkpoint() -> bool:
     """Return whether what is saved now is torch.utils.checkpoint's, to be thrown away or freshly made again."""
-    top = top_saved_tensor_hooks()
-    return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+    return _pack_of_checkpoint() is not None
 
 
 def checkpointed_run() -> object | None:
     """Return what stands for a run of a function under torch.utils.checkpoint, and for what repeats it in backward."""
-    top = top_saved_tensor_hooks()
-    if top is None or not under_checkpoint():
+    pack = _pack_of_checkpoint()
+    if pack is None:
         return None
-    pack = inspect.unwrap(top[0])
+    pack = inspect.unwrap(pack)
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:
         return cast(object, cells["frame"].cell_contents)

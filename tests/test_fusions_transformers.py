@@ -13,8 +13,8 @@ import pytest
 import torch
 from functional_checks import normal
 from torch import Tensor, nn
-from works_with import GRADIENT_BOUND, gradients, relative_error
-from works_with_text import BATCH, LENGTH, VOCABULARY, gpt2, llama, text, transformers
+from works_with import GRADIENT_BOUND, relative_error
+from works_with_text import BATCH, LENGTH, VOCABULARY, built, gpt2, llama, step, transformers
 
 import pyactcomp
 from pyactcomp.config import Config
@@ -44,20 +44,6 @@ def qwen3(attention: str) -> nn.Module:
             attn_implementation=attention,
         )
     )
-
-
-def built(build: Callable[[str], nn.Module], attention: str = "sdpa") -> nn.Module:
-    torch.manual_seed(0)
-    return build(attention).train()
-
-
-def step(model: nn.Module, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(**text("cpu")).loss
-    loss.backward()
-    return loss.detach(), gradients(model)
 
 
 def assert_step_equals(model: nn.Module, other: nn.Module, autocast: bool = False) -> None:
@@ -148,169 +134,6 @@ def test_block_adds_and_normalises_as_its_modules_do(monkeypatch: pytest.MonkeyP
         model.model.layers[0](x, None, positions, None, False, embeddings, None)
 
 
-def test_block_with_a_hook_on_a_norm_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built(llama)
-    fuse(model, INT8)
-    seen = []
-    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
-    own, past = transformers_modules.add_rms_norm, []
-
-    def noted(*args: object, **options: object) -> tuple[Tensor, Tensor]:
-        past.append(1)
-        return own(*args, **options)
-
-    monkeypatch.setattr(transformers_modules, "add_rms_norm", noted)
-    step(model)
-    assert seen == [1]
-    assert past == [1, 1]  # of the other block
-
-
-def test_hook_of_all_modules_sees_those_that_blocks_bypass() -> None:
-    exact = built(llama)
-    model = copy.deepcopy(exact)
-    fuse(model, INT8)
-    counts = []
-    for candidate in (exact, model):
-        seen: list[str] = []
-        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))  # noqa: B023
-        step(candidate)
-        handle.remove()
-        counts.append(sorted(seen))
-    assert counts[0] == counts[1]
-
-
-class _Tripled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 3
-
-
-def _parametrize(linear: nn.Linear) -> None:
-    torch.nn.utils.parametrize.register_parametrization(linear, "weight", _Tripled())
-
-
-def _give_bias(linear: nn.Linear) -> None:
-    linear.bias = nn.Parameter(torch.ones(linear.out_features))
-
-
-def _give_constant_bias(linear: nn.Linear) -> None:
-    del linear.bias
-    linear.bias = torch.ones(linear.out_features)
-
-
-def _double_input(linear: nn.Linear) -> None:
-    linear.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-
-
-def _double_input_in_place(linear: nn.Linear) -> None:
-    linear.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
-    linear.weight.requires_grad_(False)
-
-
-def _double_output(linear: nn.Linear) -> None:
-    linear.register_forward_hook(lambda _, args, out: out * 2)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_parametrize, _give_bias, _give_constant_bias, _double_input, _double_input_in_place, _double_output],
-)
-@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
-def test_changed_linears_of_a_gated_mlp_compute_what_they_do(change: Callable[[nn.Linear], None], name: str) -> None:
-    exact = built(llama)
-    model = copy.deepcopy(exact)
-    fuse(model, INT8)
-    for each in (exact, model):
-        change(getattr(each.model.layers[0].mlp, name))
-        # What is written to its input would reach gate's gradient, which reads it too.
-        each.model.layers[0].mlp.gate_proj.weight.requires_grad_(change is not _double_input_in_place)
-    _, got = step(model)
-    assert 0.0 < relative_error(got, step(exact)[1]) <= GRADIENT_BOUND
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_hooks_of_all_modules_may_replace_outputs_in_checkpointed_blocks() -> None:
-    exact = built(llama)
-    model = copy.deepcopy(exact)
-    fuse(model, INT8)
-
-    def scaled(module: nn.Module, _: object, out: object) -> object:
-        return out * 1.5 if isinstance(out, Tensor) and type(module).__name__ != "Embedding" else out
-
-    handle = nn.modules.module.register_module_forward_hook(scaled)
-    try:
-        for each in (exact, model):
-            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        assert 0.0 < relative_error(step(model)[1], step(exact)[1]) <= GRADIENT_BOUND
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "hooked",
-    [
-        "all",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "self_attn.k_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-        "mlp.act_fn",
-    ],
-)
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_checkpointed_block_runs_again_without_the_hooks_of_its_first_run(hooked: str, dtype: torch.dtype) -> None:
-    model = built(llama).to(dtype)
-    fuse(model, INT8)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _, expected = step(model)
-    model.zero_grad()
-    layer = model.model.layers[0]
-    register = (
-        nn.modules.module.register_module_forward_hook
-        if hooked == "all"
-        else layer.get_submodule(hooked).register_forward_hook
-    )
-    calls: list[int] = []
-    handle = register(lambda *_: calls.append(1))
-    loss = model(**text("cpu")).loss
-    handle.remove()
-    count = len(calls)
-    assert count >= 1
-    loss.backward()
-    # Without its SiLU, a gated MLP has other tensors in codes.
-    assert relative_error(gradients(model), expected) <= GRADIENT_BOUND
-    model.zero_grad()
-    loss = model(**text("cpu")).loss
-    handle = register(lambda *_: calls.append(1))
-    loss.backward()
-    handle.remove()
-    assert relative_error(gradients(model), expected) == 0.0
-
-
-@pytest.mark.parametrize("hooked", ["all", "post_attention_layernorm", "mlp.up_proj", "mlp.act_fn"])
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_each_run_of_a_checkpointed_block_is_repeated_as_it_was(hooked: str) -> None:
-    model = built(llama)
-    fuse(model, INT8)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _, expected = step(model)
-    model.zero_grad()
-    register = (
-        nn.modules.module.register_module_forward_hook
-        if hooked == "all"
-        else model.model.layers[0].get_submodule(hooked).register_forward_hook
-    )
-    losses = [model(**text("cpu")).loss]
-    handle = register(lambda *_: None)
-    losses.append(model(**text("cpu")).loss)
-    handle.remove()
-    losses.append(model(**text("cpu")).loss)
-    (sum(losses) / 3).backward()
-    assert relative_error(gradients(model), expected) <= GRADIENT_BOUND
-
-
 def test_only_blocks_that_pass_all_their_arguments_on_are_known() -> None:
     layer = type(built(llama).model.layers[0])
     source = textwrap.dedent(inspect.getsource(layer.forward))
@@ -330,36 +153,6 @@ def test_only_blocks_that_pass_all_their_arguments_on_are_known() -> None:
     ):
         assert old in source
         assert not known(parsed(source.replace(old, new)))
-
-
-@pytest.mark.parametrize("seen_by", ["nobody", "a hook on up", "a hook on down", "all hooks", "another weight"])
-def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built(llama)
-    fuse(model, INT8)
-    mlp = model.model.layers[0].mlp
-    allowed = []
-    own = transformers_modules.silu_mul
-
-    def noted(gate: Tensor, up: Tensor, **options: object) -> Tensor:
-        allowed.append(options["inplace"])
-        return own(gate, up, **options)
-
-    monkeypatch.setattr(transformers_modules, "silu_mul", noted)
-    handle = None
-    if seen_by == "a hook on up":
-        handle = mlp.up_proj.register_forward_hook(lambda *_: None)
-    elif seen_by == "a hook on down":
-        handle = mlp.down_proj.register_full_backward_hook(lambda *_: None)
-    elif seen_by == "all hooks":
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    elif seen_by == "another weight":
-        mlp.down_proj.weight = type("Weight", (nn.Parameter,), {})(mlp.down_proj.weight.detach())
-    try:
-        mlp(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)).sum().backward()
-    finally:
-        if handle is not None:
-            handle.remove()
-    assert allowed == ([] if seen_by == "all hooks" else [seen_by == "nobody"])
 
 
 @pytest.mark.parametrize("build", [llama, bert])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from works_with import gradients
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -43,3 +46,17 @@ def llama(attention: str) -> nn.Module:
             attn_implementation=attention,
         )
     )
+
+
+def built(build: Callable[[str], nn.Module], attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    return build(attention).train()
+
+
+def step(model: nn.Module, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**text("cpu")).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
