@@ -22,6 +22,7 @@ __all__ = [
     "checkpointed_run",
     "constant_in_graphs",
     "current_raw_stream",
+    "draw_from_generator",
     "graph_is_retained",
     "has_no_memory",
     "history_enabled",
@@ -131,6 +132,14 @@ def profiler_enabled() -> bool:
 
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 """Return the current stream of a CUDA device, by its index, as an integer."""
+
+
+def draw_from_generator(device: int, count: int) -> tuple[int, int]:
+    """Return seed and offset of a CUDA device's generator, by its index, and move it on by ``count`` numbers."""
+    generator = torch.cuda.default_generators[device]
+    offset = generator.get_offset()
+    generator.set_offset(offset + count)
+    return generator.initial_seed(), offset
 
 
 def graph_is_retained() -> bool:
@@ -387,6 +396,19 @@ def _test_graph_is_retained() -> None:
     assert seen == [True, False]
 
 
+def _test_generator() -> None:
+    assert callable(torch.Generator.get_offset)
+    assert callable(torch.Generator.set_offset)
+    if torch.cuda.is_available():
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.get_state()
+        try:
+            seed, offset = draw_from_generator(torch.cuda.current_device(), 8)
+            assert (seed, generator.get_offset()) == (generator.initial_seed(), offset + 8)
+        finally:
+            generator.set_state(state)
+
+
 def _test_running_node() -> None:
     seen: list[str] = []
 
@@ -472,6 +494,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
+    "torch.Generator.get_offset, set_offset": _test_generator,
     "Tensor._version, shared by detach() and kept by .data =": _test_version_counter,
     "_dynamo_marked_constant": _test_constant_in_graphs,
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": _test_never_traced,

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from functional_checks import EPS, SEED, assert_codes_saved, assert_within, normal, saved_by
 from native_cases import DTYPES
 from norm_checks import EPSILON, Case, case, check, gradient_of, recipe_of
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
 from pyactcomp.functional import _fused_norms
 from pyactcomp.functional._add_rms_norm import add_rms_norm
 from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
+from pyactcomp.functional._noise import QUIET, Noise, draw
 from pyactcomp.functional._rms_norm import rms_norm
 from pyactcomp.functional._saving import saving
 from pyactcomp.kernels import triton as kernels
@@ -296,6 +299,118 @@ def test_norm_or_sum_alone_has_a_gradient(used: int) -> None:
     for got in grads:
         limit = 256 * EPS + torch.finfo(got.dtype).eps
         assert_within(got, expected.double().cpu(), limit * (expected.abs() + 1).double().cpu())
+
+
+# Dropout on the way.
+
+
+def philox(seed: int, counter: np.ndarray, thread: np.ndarray) -> np.ndarray:
+    """Return the four numbers of ten rounds of Philox (Salmon et al., 2011), [..., 4]."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c = [counter & low, counter >> shift, thread & low, thread >> shift]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        k = [np.uint64(key) for key in keys]
+        c = [second >> shift ^ c[1] ^ k[0], second & low, first >> shift ^ c[3] ^ k[1], first & low]
+        keys = [(key + step) & 0xFFFFFFFF for key, step in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)]
+    return np.stack(c, -1)
+
+
+def kept_by_torch(numel: int, noise: Noise) -> Tensor:
+    """Return which elements torch's kernel keeps, by its loop: each thread takes a vector, then strides over all."""
+    kept = np.zeros(numel, dtype=bool)
+    vector = 4 * noise.quads
+    thread = np.arange(noise.threads, dtype=np.uint64)
+    counter = np.full(noise.threads, noise.counter, dtype=np.uint64)
+    for begin in range(0, numel, noise.threads * vector):
+        drawn = [philox(noise.seed % 2**64, counter + np.uint64(q), thread) for q in range(noise.quads)]
+        counter += np.uint64(noise.quads)
+        part = kept[begin : begin + noise.threads * vector]
+        part[:] = np.concatenate(drawn, -1).reshape(-1)[: len(part)] < noise.below
+    return torch.from_numpy(kept)
+
+
+# A counter about to carry, a seed with its highest bit set; runs of two quads; threads that come round within a tile.
+NOISES = [
+    Noise(SEED, 12, 2048, 1, 2**31, (2.0, 2.0)),
+    Noise(-SEED, 2**32 - 1, 256, 2, 3 * 2**30, (4 / 3, 4 / 3)),
+    Noise(SEED, 5, 512, 1, 2**32 - 2**29, (8 / 7, 8 / 7)),
+]
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=["carry-free", "carry", "threads-come-round"])
+@pytest.mark.parametrize("shape", [(6, 384), (8, 256), (9, 1024)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_with_a_noise_is_that_of_what_torch_keeps(
+    dtype: torch.dtype, shape: tuple[int, ...], noise: Noise
+) -> None:
+    c = case(*shape, dtype=dtype, residual=torch.float32, device=DEVICE)
+    norm = _fused_norms.norm_of(shape[-1:], True, EPSILON, saving(8, 64, None, SEED, "triton"))
+    factor = (kept_by_torch(c.x.numel(), noise) * torch.tensor(noise.scales[0])).view(shape).to(DEVICE)
+    dropped = (c.x.float() * factor).to(dtype)
+
+    ours = norm.forward(c.x, c.residual, c.weight, c.bias, None, torch.float32, noise=noise)
+    plain = norm.forward(dropped, c.residual, c.weight, c.bias, None, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert 0 < (dropped == 0).float().mean() < 1
+
+    _, packed, rstd = ours
+    for dtypes in ((dtype, torch.float32), (dtype, None), (None, torch.float32), (torch.float32, torch.float32)):
+        args = packed, rstd, c.weight, None, c.grad, dtypes, (True, True)
+        grads, undropped = norm.backward(*args, noise=noise), norm.backward(*args)
+        if dtypes[0] is not None:
+            assert grads[0] is not grads[1]
+            assert undropped[0] is not None
+            undropped = ((undropped[0].float() * factor).to(dtypes[0]), *undropped[1:])
+        # The same sums, compiled for other results.
+        for a, b in zip(grads, undropped, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                eps = 2 * torch.finfo(a.dtype).eps + (0 if kernels.interpreted() else shape[-1] * EPS)
+                assert_within(a, b.double().cpu(), eps * (b.double().abs() + 1).cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.999])
+@pytest.mark.parametrize("shape", [(5, 256), (3, 768), (9000, 1024)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_drops_what_torchs_dropout_drops(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
+    c = case(*shape, dtype=dtype, residual=torch.float32, device=DEVICE)
+    results = []
+    for fused in (True, False):
+        torch.cuda.manual_seed(2**63 + 5)
+        torch.rand(7, device=DEVICE)
+        x, residual, weight, bias = c.leaves()
+        assert x is not None
+        assert residual is not None
+        dropped, left = (x, p) if fused else (F.dropout(x, p), 0.0)
+        out = add_layer_norm(dropped, residual, shape[-1], weight, bias, p=left)
+        out.backward(c.grad)
+        assert out.grad_fn is not None
+        assert (out.grad_fn.noise.quads > 0) == fused
+        grads = [t.grad for t in (x, residual, weight, bias) if t is not None and t.grad is not None]
+        results.append([out.detach(), *grads, torch.cuda.get_rng_state().to(DEVICE)])
+    ours, torchs = results
+    assert torch.equal(ours[0], torchs[0])
+    assert torch.equal(ours[-1], torchs[-1])
+    assert torch.equal(ours[1] == 0, torchs[1] == 0)
+    for a, b in zip(ours[1:-1], torchs[1:-1], strict=True):
+        # The same sums, of rows or over them, compiled for other results.
+        limit = (max(shape) * EPS + 2 * torch.finfo(a.dtype).eps) * (b.double().abs() + 1)
+        assert_within(a, b.double().cpu(), limit.cpu())
+
+
+@pytest.mark.gpu
+def test_norm_leaves_to_torch_what_it_draws_otherwise() -> None:
+    x = normal(9, 256).to(DEVICE, torch.bfloat16)
+    assert draw(x[1:], 0.5).quads == 2
+    assert draw(x.float(), 0.5).quads == 1
+    assert draw(x.view(-1)[1:-255], 0.5) is QUIET  # two bytes off an address that torch loads 16 from
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = draw(x * 1, 0.5)
+    assert captured is QUIET
 
 
 @pytest.mark.gpu

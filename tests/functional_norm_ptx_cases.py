@@ -20,6 +20,13 @@ from pyactcomp.functional import _norm_kernels
 # rows and warps of a program: BERT's, GPT-2's, Llama's and Swin's rows, and one that is no power of two.
 FORMS = [("fp32", "fp32", 1024, 16, 1, 2), ("fp32", "bf16", 768, 16, 1, 2), ("bf16", "bf16", 128, 16, 8, 2)]
 
+NOISE = "i64 i64 u32 u32 fp32"
+
+
+def quads(dtype: str) -> int:
+    """Return how many quads of elements lie in the 16 bytes that torch's dropout takes at a time."""
+    return 1 if dtype == "fp32" else 2
+
 
 def assert_no_spills(text: str, tmp_path: Path) -> None:
     source = tmp_path / "kernel.ptx"
@@ -42,9 +49,10 @@ def test_forward_is_exact_in_what_it_packs(
     residual = "fp32" if form == "sum" else x
     centred = form != "rms_norm"
     flags = {"HAS_BIAS": centred, "HAS_RESIDUAL": form == "sum", "INDEXED": form == "rows", "STOCHASTIC": False}
+    flags["QUADS"] = quads(x) if form == "sum" else 0
     text = ptx(
         _norm_kernels.norm_forward_kernel,
-        f"*{x} *{residual} *fp32 *fp32 *i32 *{out} *u8 *fp32 i64 fp32 u32 u32",
+        f"*{x} *{residual} *fp32 *fp32 *i32 *{out} *u8 *fp32 i64 fp32 u32 u32 {NOISE}",
         warps,
         **constants(length, groups, rows, CENTRED=centred, **flags),
     )
@@ -75,9 +83,9 @@ def test_backward_is_exact(
     flags = {"CENTRED": form not in ("rms_norm", "beside"), "TWICE": form == "sum", "INDEXED": form == "rows", **needs}
     text = ptx(
         _norm_kernels.norm_backward_kernel,
-        f"*u8 *fp32 *fp32 *{grad} *{x} *i32 *{x} *bf16 *fp32 *fp32 i64",
+        f"*u8 *fp32 *fp32 *{grad} *{x} *i32 *{x} *bf16 *fp32 *fp32 i64 {NOISE}",
         warps,
-        **constants(length, groups, rows, ADDED=form == "beside", **flags),
+        **constants(length, groups, rows, ADDED=form == "beside", QUADS=quads(x) if form == "sum" else 0, **flags),
     )
     assert_exact(text, 0)
     assert_no_spills(text, tmp_path)
@@ -98,16 +106,23 @@ def test_kernels_that_keep_a_copy_do_not_spill(tmp_path: Path) -> None:
     for residual in (False, True):
         forward = ptx(
             _norm_kernels.norm_forward_kernel,
-            "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i64 fp32 u32 u32",
+            f"*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i64 fp32 u32 u32 {NOISE}",
             4,
             **form,
-            **{"HAS_BIAS": False, "HAS_RESIDUAL": residual, "INDEXED": False, "STOCHASTIC": False},
+            **{"QUADS": 0, "HAS_BIAS": False, "HAS_RESIDUAL": residual, "INDEXED": False, "STOCHASTIC": False},
         )
         assert_no_spills(forward, tmp_path)
         # Two stores of the same width: of the output and of the copy.
         assert forward.count("st.global.v4.b32") == 2 * (2048 // (32 * 4)) * 2 // 16
-    flags = {"NEEDS_INPUT": True, "NEEDS_WEIGHT": True, "NEEDS_BIAS": False, "TWICE": False, "INDEXED": False}
-    types = "*bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i64"
+    flags = {
+        "NEEDS_INPUT": True,
+        "NEEDS_WEIGHT": True,
+        "NEEDS_BIAS": False,
+        "TWICE": False,
+        "INDEXED": False,
+        "QUADS": 0,
+    }
+    types = f"*bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i64 {NOISE}"
     for added in (False, True):
         backward = ptx(_norm_kernels.norm_backward_kernel, types, 8, **form, **flags, ADDED=added)
         assert_no_spills(backward, tmp_path)

@@ -78,6 +78,23 @@ def test_exact_norm_of_a_sum_is_bitwise_that_of_torch(residual: torch.dtype) -> 
     assert bitwise(ours, results(lambda x, r, w, b: F.layer_norm(x + r, (96,), w, b), leaves, c.grad))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_exact_norm_of_a_sum_after_dropout_is_bitwise_that_of_torch(p: float) -> None:
+    c = case(6, 96, dtype=torch.bfloat16, residual=torch.float32)
+
+    def seeded(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compute(*leaves: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            return norm(*leaves)
+
+        return compute
+
+    leaves = [c.x, c.residual, normal(96, seed=2), normal(96, seed=3)]
+    ours = results(seeded(lambda x, r, w, b: add_layer_norm(x, r, 96, w, b, p=p, bits=None)), leaves, c.grad)
+    theirs = results(seeded(lambda x, r, w, b: F.layer_norm(F.dropout(x, p) + r, (96,), w, b)), leaves, c.grad)
+    assert bitwise(ours, theirs)
+
+
 @pytest.mark.parametrize("weight", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_rms_norm_is_bitwise_that_of_its_operators(dtype: torch.dtype, weight: torch.dtype) -> None:
@@ -288,6 +305,7 @@ X = normal(4, 64)
         (lambda: layer_norm(X, 64, rows=[0, 1, 2, 3]), TypeError, "got list"),  # type: ignore[arg-type]
         (lambda: add_layer_norm(X, X[:2], 64), ValueError, r"residual of \(4, 64\), got \(2, 64\)"),
         (lambda: add_layer_norm(X, X.int(), 64), TypeError, "residual must be a floating-point"),
+        (lambda: add_layer_norm(X, X, 64, p=1.5), ValueError, "p must be from 0 to 1, got 1.5"),
         (lambda: add_rms_norm(X, X[:2], None, 1e-6), ValueError, r"one shape, got \(4, 64\) and \(2, 64\)"),
         (lambda: add_rms_norm(X, X.int(), None, 1e-6), TypeError, "residual must be a floating-point"),
         (lambda: add_rms_norm(X, X, X, 1e-6), ValueError, r"add_rms_norm expects x .* got \(4, 64\) and \(4, 64\)"),

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from works_with import GRADIENT_BOUND, gradients, relative_error
-from works_with_text import BATCH, LENGTH, built, llama, step, text
+from works_with_text import BATCH, LENGTH, built, llama, step, text, transformers
 
 from pyactcomp.config import Config
 from pyactcomp.fusions import fuse, transformers_modules
@@ -205,3 +206,72 @@ def test_gated_mlp_writes_over_what_nobody_else_sees(seen_by: str, monkeypatch: 
         if handle is not None:
             handle.remove()
     assert allowed == ([] if seen_by == "all hooks" else [seen_by == "nobody"])
+
+
+class _Output(nn.Module):
+    """The output part of a BERT's attention, its input added to what it makes of it."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        config = transformers.BertConfig(hidden_size=128, hidden_dropout_prob=0.5)
+        self.part = transformers.models.bert.modeling_bert.BertSelfOutput(config)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self.part, x, x, use_reentrant=False)
+        return self.part(x, x)
+
+
+def _hook_dropout(part: nn.Module) -> None:
+    part.dropout.register_forward_hook(lambda _, args, out: out * 2)
+
+
+def _evaluate_dropout(part: nn.Module) -> None:
+    part.dropout.eval()
+
+
+def _drop_in_place(part: nn.Module) -> None:
+    part.dropout.inplace = True
+
+
+def _drop_all(part: nn.Module) -> None:
+    part.dropout.p = 1.0
+
+
+def _drop_nothing(part: nn.Module) -> None:
+    part.dropout.p = 0.0
+
+
+def _drop_channels(part: nn.Module) -> None:
+    part.dropout = nn.Dropout1d(0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [None, _hook_dropout, _evaluate_dropout, _drop_in_place, _drop_all, _drop_nothing, _drop_channels],
+)
+def test_dropout_before_a_norm_drops_what_it_would_alone(
+    change: Callable[[nn.Module], None] | None, checkpointed: bool, device: str
+) -> None:
+    torch.manual_seed(0)
+    exact = _Output(checkpointed).to(device)
+    model = copy.deepcopy(exact)
+    fuse(model, INT8)
+    results = []
+    for each in (exact, model):
+        if change is not None:
+            change(each.part)
+        torch.manual_seed(1)
+        x = torch.randn(4, 32, 128, device=device, requires_grad=True)
+        out = each(x)
+        after = torch.rand((), device=device)
+        out.square().sum().backward()
+        results.append((out.detach(), gradients(each) | {"x": x.grad}, after))
+    (expected, wanted, drawn), (found, got, drawn_beside) = results
+    assert torch.equal(drawn, drawn_beside)
+    # Sums of 128 in another order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=128 * torch.finfo(torch.float32).eps * 8)
+    assert 0.0 < relative_error(got, wanted) <= GRADIENT_BOUND

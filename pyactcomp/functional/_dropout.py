@@ -45,6 +45,12 @@ class _Dropout(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
 
 
+def check_probability(p: float) -> None:
+    """Raise ValueError unless ``p`` is a probability."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"p must be from 0 to 1, got {p!r}")
+
+
 def dropout(
     x: Tensor,
     p: float = 0.5,
@@ -93,8 +99,7 @@ def dropout(
     """
     how = saving(bits, group_size, rounding, seed, impl)
     check_float_tensor("x", x)
-    if not 0 <= p <= 1:
-        raise ValueError(f"p must be from 0 to 1, got {p!r}")
+    check_probability(p)
     if not recorded(x) or p in (0, 1) or x.numel() == 0:
         return F.dropout(x, p)
     return cast(Tensor, _Dropout.apply(x, p, how))  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels import triton as codec_kernels
 from ._launch import buffer, bytes_of, copy_buffer, keys, launcher, written_bits
+from ._noise import QUIET, Noise
 from ._saving import Saving
 
 # A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
@@ -86,10 +87,12 @@ class Norm:
         indices: Tensor | None,
         dtype: torch.dtype,
         total: Tensor | None = None,
+        noise: Noise = QUIET,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``.
 
-        With ``total`` a copy is kept there: x itself, or memory for the sum, which is then written in any case.
+        With ``total`` a copy is kept there: x itself, or memory for the sum, which is then written in any case. With
+        ``noise``, x is what dropout leaves of it.
         """
         numel = x.numel()
         out = torch.empty_like(x, dtype=dtype)
@@ -100,12 +103,14 @@ class Norm:
             packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
             bits = written_bits(self._form.bits)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
-        flags = (residual is not None, weight is not None, bias is not None, indices is not None)
+        flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
         form = self._form._replace(bits=bits)
-        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device)
+        # With dropout the compiler takes 125 registers a thread, though it needs no more than without.
+        most = codec_kernels.REGISTERS if noise.quads else None
+        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
         given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
-        plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how)))
+        plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how), *noise.arguments(False)))
         return out, packed, rstd
 
     def redo(
@@ -137,17 +142,21 @@ class Norm:
         dtypes: tuple[torch.dtype | None, torch.dtype | None],
         needs: tuple[bool, bool],
         beside: Tensor | None = None,
+        noise: Noise = QUIET,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and residual in ``dtypes``, None for None, and those that weight and bias need.
 
-        To those of x and residual ``beside`` is added, which is of their dtype.
+        To those of x and residual ``beside`` is added, which is of their dtype. ``noise`` is the forward's.
         """
         grad = grad.contiguous()
         numel = grad.numel()
-        # One for both where they are of one type.
-        inputs = {d: torch.empty_like(grad, dtype=d) for d in dtypes if d is not None}
+        noise = QUIET if dtypes[0] is None else noise
+        # One for both where they are of one type and no dropout is between them.
+        kinds = (dtypes[0], noise.quads > 0), (dtypes[1], False)
+        inputs = {kind: torch.empty_like(grad, dtype=kind[0]) for kind in kinds if kind[0] is not None}
         out, *other = inputs.values() or (grad,)
-        flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None, beside is not None)
+        added = beside is not None
+        flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None, added, noise.quads)
         plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
         sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
         # The weight's are first, the bias's last; where neither is wanted, something stands in.
@@ -162,9 +171,9 @@ class Norm:
             _dense(indices, rstd),
             *results,
         )
-        plan.launch(plan.resident, tensors, (numel,))
+        plan.launch(plan.resident, tensors, (numel, *noise.arguments(True)))
         of_parameters = iter(sums.sum(1))
-        of_inputs = (None if d is None else inputs[d] for d in dtypes)
+        of_inputs = (inputs.get(kind) for kind in kinds)
         return *of_inputs, *(next(of_parameters) if need else None for need in needs)
 
     def _elements(self, packed: Tensor) -> Tensor:
@@ -197,9 +206,10 @@ def _plan(
     kernel: str,
     numel: int,
     tile: tuple[int, int],
-    flags: tuple[bool, ...],
+    flags: tuple[int, ...],
     last: tuple[bool, ...],
     device: torch.device,
+    registers: int | None = None,
 ) -> _Plan:
     """Return how to launch a kernel over ``numel`` elements; ``tile`` is how many a program and a thread have."""
     from . import _norm_kernels
@@ -212,5 +222,5 @@ def _plan(
     warps = min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
     tiles = numel // form.length // rows
     constants = (form.length, rows, form.centred, *flags, form.bits, form.group_size, rows * groups, *last)
-    launch = launcher(_norm_kernels, kernel, constants, warps, device)
+    launch = launcher(_norm_kernels, kernel, constants, warps, device, registers)
     return _Plan(launch, tiles, min(tiles, _processors(device) * max(_RESIDENT_WARPS // warps, 1)))

@@ -38,6 +38,38 @@ def restore(
 
 
 @triton.jit
+def dropout_factors(
+    start,
+    seed,
+    counter,
+    threads,
+    below,
+    gain,
+    QUADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Return ``gain`` for the elements of the tile at element ``start`` that a :class:`._noise.Noise` keeps, else 0.
+
+    ``start`` is a whole number of runs, and in a tile there are no more of them than threads.
+    """
+    # The interpreter takes no types from annotations.
+    threads, below = threads.to(tl.uint32), below.to(tl.uint32)
+    quad = tl.arange(0, GROUPS)[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
+    first = (start // (4 * QUADS)).to(tl.uint32)
+    turn = first // threads
+    thread = first - turn * threads + (quad // QUADS).to(tl.uint32)
+    next_turn = thread >= threads
+    thread = tl.where(next_turn, thread - threads, thread)
+    call = counter.to(tl.int64) + (turn + next_turn.to(tl.uint32)).to(tl.int64) * QUADS + quad % QUADS
+    low, high = (call & 0xFFFFFFFF).to(tl.uint32), (call >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, thread, tl.zeros_like(thread))
+    even = tl.join((a < below).to(tl.int8), (c < below).to(tl.int8))
+    odd = tl.join((b < below).to(tl.int8), (d < below).to(tl.int8))
+    return tl.where(tl.reshape(tl.join(even, odd), [GROUPS, GROUP]) != 0, gain, 0.0)
+
+
+@triton.jit
 def rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     """Return float32 values rounded half to even to DTYPE, as float32."""
     if DTYPE == tl.float32:

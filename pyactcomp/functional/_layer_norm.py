@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
 from ..redo import held, offer
+from ._dropout import check_probability, dropout
 from ._fused_norms import Norm, norm_of, serves
+from ._noise import QUIET, Noise, draw
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
 
@@ -44,17 +46,19 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         how: Saving,
+        noise: Noise,
     ) -> Tensor:
         exact = how.bits is None
-        ctx.shape, ctx.norm = shape, None
+        ctx.shape, ctx.norm, ctx.noise = shape, None, noise
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
         gamma, beta = held(weight), held(bias)
         parameters = [t for t in (gamma, beta) if t is not None]
-        if ctx.keeps and serves(x, residual, shape, dtype, how):
+        # Noise is only drawn for the kernels.
+        if noise.quads or (ctx.keeps and serves(x, residual, shape, dtype, how)):
             ctx.norm = norm = norm_of(shape, True, eps, how)
-            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype)
+            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, noise=noise)
             ctx.save_for_backward(packed, rstd, weight, rows)
             compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, beta, layout_of(out).shape)
             offer(ctx, out, compute, *parameters)
@@ -86,7 +90,7 @@ class _LayerNorm(torch.autograd.Function):
         elif ctx.norm is not None:
             dtypes = tuple(d if need else None for d, need in zip(ctx.dtypes[:2], needs[:2], strict=True))
             packed, rstd, weight, rows = ctx.saved_tensors
-            grads = ctx.norm.backward(packed, rstd, weight, rows, grad, dtypes, needs[2:])
+            grads = ctx.norm.backward(packed, rstd, weight, rows, grad, dtypes, needs[2:], noise=ctx.noise)
         else:
             kept, mean, rstd, weight, rows = ctx.saved_tensors
             x, gamma = _to(ctx.restore(kept), ctx.wide), _to(weight, ctx.wide)
@@ -105,7 +109,7 @@ class _LayerNorm(torch.autograd.Function):
         wanted = (
             g.to(d) if g is not None and need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True)
         )
-        return *wanted, None, None, None, None, None
+        return *wanted, None, None, None, None, None, None
 
 
 def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -160,6 +164,12 @@ def _checked_rows(rows: Tensor, count: int) -> None:
         raise ValueError(f"rows must name each of the {count} rows of x once, got indices of {tuple(rows.shape)}")
 
 
+def _dtype_of(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    """Return the dtype of torch's function."""
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    return torch.float32 if dtype is not torch.float64 and _under_autocast(x) else dtype
+
+
 def _apply(
     x: Tensor,
     residual: Tensor | None,
@@ -170,15 +180,19 @@ def _apply(
     eps: float,
     dtype: torch.dtype | None,
     how: Saving,
+    p: float = 0.0,
 ) -> Tensor:
+    noise = QUIET
+    wanted = _dtype_of(x, residual) if dtype is None else dtype
+    if p > 0:
+        if p < 1 and recorded(x, residual, weight) and serves(x, residual, shape, wanted, how):
+            noise = draw(x, p)
+        if not noise.quads:
+            x = dropout(x, p, impl=how.impl)
     if not recorded(x, residual, weight, bias):
         out = F.layer_norm(_normalised(x, residual, rows), shape, weight, bias, eps)
         return out if dtype is None else out.to(dtype)
-    if dtype is None:
-        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        if dtype is not torch.float64 and _under_autocast(x):
-            dtype = torch.float32
-    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, dtype, how)  # type: ignore[no-untyped-call]
+    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, wanted, how, noise)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
@@ -264,6 +278,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    p: float = 0.0,
     dtype: torch.dtype | None = None,
     bits: int | None = 8,
     group_size: int = 64,
@@ -271,10 +286,11 @@ def add_layer_norm(
     seed: int = 0,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Apply layer normalisation to ``x + residual`` and keep the sum for backward in codes.
+    """Apply layer normalisation to ``dropout(x, p) + residual`` and keep the sum for backward in codes.
 
-    The sum is rounded to the dtype that torch promotes the two to, as that of the separate addition is, and never
-    written to memory where the fused kernels serve.
+    The sum is rounded to the dtype that torch promotes the two to, as that of the separate addition is. Where the fused
+    kernels serve, neither it nor what dropout leaves is written to memory, and no mask is kept: backward draws again
+    what to drop, from torch's seed.
 
     Parameters
     ----------
@@ -282,6 +298,8 @@ def add_layer_norm(
     residual : Tensor, the shape of ``x``, floating point
     normalized_shape, weight, bias, eps, dtype
         As in :func:`layer_norm`.
+    p : float
+        From 0 to 1. Elements are drawn as by :func:`dropout`: the same ones, from the same state of torch's generator.
     bits, group_size, rounding, seed, impl
         As in :func:`linear`.
 
@@ -295,7 +313,7 @@ def add_layer_norm(
     TypeError
         If an argument is no floating-point tensor, or ``dtype`` not floating point.
     ValueError
-        If the shapes do not match or an option has no such value.
+        If the shapes do not match, ``p`` is not from 0 to 1 or an option has no such value.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 
@@ -318,4 +336,5 @@ def add_layer_norm(
     check_float_tensor("residual", residual)
     if residual.shape != x.shape:
         raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")
-    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how)
+    check_probability(p)
+    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how, p)

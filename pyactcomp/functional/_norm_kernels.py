@@ -28,7 +28,7 @@ from ..kernels.triton_ops import (
     tile_offsets,
     to_raw,
 )
-from ._kernel_parts import restore
+from ._kernel_parts import dropout_factors, restore
 
 # What stands in the place of BITS where there are no codes, but a copy of the elements in their own type.
 COPY = tl.constexpr(16)
@@ -114,7 +114,7 @@ def _scaled(x, weight, bias, N: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS
     return x
 
 
-@triton.jit(do_not_specialize=["numel", "eps", "key0", "key1"])
+@triton.jit(do_not_specialize=["numel", "eps", "key0", "key1", "seed", "counter", "threads", "below", "gain"])
 def norm_forward_kernel(
     x,
     residual,
@@ -128,6 +128,11 @@ def norm_forward_kernel(
     eps: tl.float32,
     key0: tl.uint32,
     key1: tl.uint32,
+    seed: tl.int64,
+    counter: tl.int64,
+    threads: tl.uint32,
+    below: tl.uint32,
+    gain: tl.float32,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -135,6 +140,7 @@ def norm_forward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INDEXED: tl.constexpr,
+    QUADS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -143,8 +149,9 @@ def norm_forward_kernel(
 ):
     """Normalise rows and pack what was normalised, or with 0 BITS nothing, ROWS rows a program, the last ones first.
 
-    That is x, or x + residual in the wider of their types. CENTRED rows are a layer norm; others are divided by their
-    root mean square, and rounded to the type of x before they meet the weight.
+    That is x, or x + residual in the wider of their types. Of x, dropout leaves what a noise of as many QUADS keeps,
+    times ``gain``; 0 QUADS are no dropout. CENTRED rows are a layer norm; others are divided by their root mean square,
+    and rounded to the type of x before they meet the weight.
     """
     TILE: tl.constexpr = GROUPS * GROUP
     PARTIAL: tl.constexpr = N * ROWS != TILE
@@ -154,6 +161,9 @@ def norm_forward_kernel(
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
     start = row * N
     values = load_tile(_rows_from(x, indices, row, N, ROWS, INDEXED, GROUPS), N, GROUP, GROUPS, PARTIAL)
+    if QUADS != 0:
+        factors = dropout_factors(start, seed, counter, threads, below, gain, QUADS, GROUP, GROUPS)
+        values = _rounded(values * factors, x.dtype.element_ty, COMPILED)
     if HAS_RESIDUAL:
         values = _rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE, COMPILED)
     if BITS == COPY:
@@ -233,7 +243,7 @@ def norm_redo_kernel(
     store_raw(out + row * N, to_raw(y, out.dtype.element_ty, COMPILED), N, N * ROWS != GROUPS * GROUP)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel", "seed", "counter", "threads", "below", "gain"])
 def norm_backward_kernel(
     packed,
     rstd,
@@ -246,6 +256,11 @@ def norm_backward_kernel(
     grad_weight,
     grad_bias,
     numel: tl.int64,
+    seed: tl.int64,
+    counter: tl.int64,
+    threads: tl.uint32,
+    below: tl.uint32,
+    gain: tl.float32,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -256,6 +271,7 @@ def norm_backward_kernel(
     TWICE: tl.constexpr,
     INDEXED: tl.constexpr,
     ADDED: tl.constexpr,
+    QUADS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -263,7 +279,8 @@ def norm_backward_kernel(
 ):
     """Compute the gradients from codes; TWICE writes that of the input in the type of ``other`` too.
 
-    Where ADDED, ``beside`` is what the input's gradient is to be added to: each is rounded as autograd has them.
+    With QUADS, dropout of the forward's noise stands between the input and ``out``, not before ``other``. Where ADDED,
+    ``beside`` is what the input's gradient is to be added to: each is rounded as autograd has them.
 
     Each program takes every so many tiles, from the last one on, and leaves its sums for weight and bias in its row of
     the [programs, N] results.
@@ -300,10 +317,13 @@ def norm_backward_kernel(
             if ADDED:
                 dx = _rounded(dx, beside.dtype.element_ty, COMPILED)
                 dx = dx + load_tile(beside + row * N, N, GROUP, GROUPS, PARTIAL)
-            target = _rows_from(out, indices, row, N, ROWS, INDEXED, GROUPS)
-            store_raw(target, to_raw(dx, out.dtype.element_ty, COMPILED), N, PARTIAL)
             if TWICE:
                 store_raw(other + row * N, to_raw(dx, other.dtype.element_ty, COMPILED), N, PARTIAL)
+            if QUADS != 0:
+                factors = dropout_factors(row * N, seed, counter, threads, below, gain, QUADS, GROUP, GROUPS)
+                dx = _rounded(dx, out.dtype.element_ty, COMPILED) * factors
+            target = _rows_from(out, indices, row, N, ROWS, INDEXED, GROUPS)
+            store_raw(target, to_raw(dx, out.dtype.element_ty, COMPILED), N, PARTIAL)
         tile -= tl.num_programs(0)
     sums = tl.program_id(0).to(tl.int64) * N + column
     if NEEDS_WEIGHT:

@@ -138,7 +138,7 @@ def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
 
 
 class ResidualNorm(Fused):
-    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, the sum and the norm in one pass."""
+    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, all but ``dense`` in one pass."""
 
     dense: Module
     dropout: Module
@@ -150,8 +150,15 @@ class ResidualNorm(Fused):
         how = options(self, input_tensor) if plain(norm, nn.LayerNorm) else None
         if how is None:
             return cast(Tensor, super().forward(hidden_states, input_tensor))
-        hidden = self.dropout(self.dense(hidden_states))
-        return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, **how)
+        drop, p = self.dropout, 0.0
+        # Asked first: a hook may take itself away.
+        bypassed = plain(drop, nn.Dropout) and not cast(nn.Dropout, drop).inplace
+        hidden = self.dense(hidden_states)
+        if not bypassed:
+            hidden = drop(hidden)
+        elif drop.training:
+            p = cast(nn.Dropout, drop).p
+        return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, p=p, **how)
 
 
 class DecoderLayer(Fused):
