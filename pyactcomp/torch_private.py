@@ -135,7 +135,10 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 
 
 def draw_from_generator(device: int, count: int) -> tuple[int, int]:
-    """Return seed and offset of a CUDA device's generator, by its index, and move it on by ``count`` numbers."""
+    """Return seed and offset of a CUDA device's generator, by its index, and move it on by ``count`` numbers.
+
+    Not for several threads that draw from one device at once: torch has no call that does both (2.13 has one).
+    """
     generator = torch.cuda.default_generators[device]
     offset = generator.get_offset()
     generator.set_offset(offset + count)
@@ -400,10 +403,11 @@ def _test_generator() -> None:
     assert callable(torch.Generator.get_offset)
     assert callable(torch.Generator.set_offset)
     if torch.cuda.is_available():
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        device = torch.cuda.current_device()  # fills the tuple of generators
+        generator = torch.cuda.default_generators[device]
         state = generator.get_state()
         try:
-            seed, offset = draw_from_generator(torch.cuda.current_device(), 8)
+            seed, offset = draw_from_generator(device, 8)
             assert (seed, generator.get_offset()) == (generator.initial_seed(), offset + 8)
         finally:
             generator.set_state(state)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from works_with import GRADIENT_BOUND, gradients, relative_error
 from works_with_text import BATCH, LENGTH, built, llama, step, text, transformers
 
+import pyactcomp
 from pyactcomp.config import Config
 from pyactcomp.fusions import fuse, transformers_modules
 
@@ -264,14 +265,38 @@ def test_dropout_before_a_norm_drops_what_it_would_alone(
     for each in (exact, model):
         if change is not None:
             change(each.part)
+        dense: list[Tensor] = []
+        each.part.dense.register_forward_hook(lambda _, args, out: dense.append(out))  # noqa: B023
         torch.manual_seed(1)
-        x = torch.randn(4, 32, 128, device=device, requires_grad=True)
+        x, grad = torch.randn(2, 4, 32, 128, device=device)
+        x.requires_grad_()
         out = each(x)
         after = torch.rand((), device=device)
-        out.square().sum().backward()
-        results.append((out.detach(), gradients(each) | {"x": x.grad}, after))
-    (expected, wanted, drawn), (found, got, drawn_beside) = results
+        out.backward(grad)
+        results.append((out.detach(), gradients(each) | {"x": x.grad}, after, dense[0].detach()))
+    (expected, wanted, drawn, whole), (found, got, drawn_beside, whole_beside) = results
     assert torch.equal(drawn, drawn_beside)
+    # Dropped in place or not.
+    assert torch.equal(whole, whole_beside)
     # Sums of 128 in another order.
     torch.testing.assert_close(found, expected, rtol=0, atol=128 * torch.finfo(torch.float32).eps * 8)
-    assert 0.0 < relative_error(got, wanted) <= GRADIENT_BOUND
+    assert got.keys() == wanted.keys()
+    # Of what is dropped, dense has no gradient.
+    assert all(float((got[name] - g).norm()) <= GRADIENT_BOUND * float(g.norm()) for name, g in wanted.items())
+    assert relative_error(got, wanted) > 0.0
+
+
+@pytest.mark.parametrize("skip", [(), ("part.dropout",)])
+def test_skipped_dropout_before_a_norm_is_not_bypassed(skip: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Output(checkpointed=False)
+    pyactcomp.compress(model, min_bytes=0, skip=skip)
+    drawn = []
+    own = transformers_modules.add_layer_norm
+
+    def noted(*args: object, p: float, **options: object) -> Tensor:
+        drawn.append(p)
+        return own(*args, p=p, **options)
+
+    monkeypatch.setattr(transformers_modules, "add_layer_norm", noted)
+    model(torch.randn(4, 32, 128, requires_grad=True)).sum().backward()
+    assert drawn == [0.0 if skip else 0.5]

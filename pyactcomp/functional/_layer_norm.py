@@ -337,4 +337,4 @@ def add_layer_norm(
     if residual.shape != x.shape:
         raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")
     check_probability(p)
-    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how, p)
+    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how, float(p))

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_private import draw_from_generator
+from ..torch_private import dispatch_mode_active, draw_from_generator
 
 # Threads of a program of torch's kernel, and numbers that each call of its generator gives a thread.
 _PROGRAM = 256
 _QUAD = 4
 _VECTOR_BYTES = 16
+# Kernels count quads in 32 bits.
+_MOST_ELEMENTS = 2**34
 
 
 class Noise(NamedTuple):
@@ -55,16 +57,18 @@ QUIET = Noise(seed=0, counter=0, threads=1, quads=0, below=0, scales=(1.0, 1.0))
 def draw(x: Tensor, p: float) -> Noise:
     """Draw which elements of a contiguous tensor to keep, as ``torch.native_dropout(x, p, True)`` would.
 
-    The generator goes on as far. QUIET, and nothing is drawn, where torch's kernel shares out the elements in another
-    way, where x is not on a GPU, or while a CUDA graph is captured, in which each replay draws anew.
+    The size is whole vectors of 16 bytes. The generator goes on as far. QUIET, and nothing is drawn, where torch's
+    kernel shares out the elements in another way; where x is not on a GPU, or of more elements than the kernels count;
+    while a CUDA graph is captured, in which each replay draws anew; and where a dispatch mode looks on, which may keep
+    what dropout returned for a second run, as selective checkpointing does.
     """
-    if not x.is_cuda or x.data_ptr() % _VECTOR_BYTES or torch.cuda.is_current_stream_capturing():
-        return QUIET
     numel = x.numel()
+    if not x.is_cuda or numel > _MOST_ELEMENTS or x.data_ptr() % _VECTOR_BYTES:
+        return QUIET
+    if dispatch_mode_active() or torch.cuda.is_current_stream_capturing():
+        return QUIET
     threads = min(-(-numel // _PROGRAM), _most_programs(x.device)) * _PROGRAM
     quads = _VECTOR_BYTES // (_QUAD * x.itemsize)
-    if numel % (_QUAD * quads):
-        return QUIET
     seed, offset = draw_from_generator(x.get_device(), ((numel - 1) // (threads * _QUAD) + 1) * _QUAD)
     # The seed's 64 bits, as the signed integer that kernels take.
     return Noise(seed - (seed >> 63 << 64), offset // _QUAD, threads, quads, *_threshold(p))

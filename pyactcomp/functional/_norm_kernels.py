@@ -158,6 +158,7 @@ def norm_forward_kernel(
     SAME: tl.constexpr = x.dtype.element_ty == residual.dtype.element_ty
     DTYPE: tl.constexpr = x.dtype.element_ty if SAME else tl.float32
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    tl.static_assert(QUADS == 0 or (CENTRED and not INDEXED), "dropout is drawn for layer norms of rows in order")
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
     start = row * N
     values = load_tile(_rows_from(x, indices, row, N, ROWS, INDEXED, GROUPS), N, GROUP, GROUPS, PARTIAL)

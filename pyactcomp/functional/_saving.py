@@ -14,6 +14,7 @@ from .. import codec
 from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
+from ..policy import PLAIN
 from ..redo import stand_for
 from ..torch_private import dispatch_mode_active, has_no_memory, inside_functorch, saves_are_dropped
 
@@ -80,9 +81,13 @@ class Saving:
         return self.bits is not None and self.runs_kernels(x)
 
     def runs_kernels(self, x: Tensor) -> bool:
-        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is."""
+        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is.
+
+        They take no subclasses: what a tensor-parallel Linear returns has no memory until an operator waits for it.
+        """
         return (
-            not has_no_memory(x)
+            type(x) in PLAIN
+            and not has_no_memory(x)
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and x.numel() > 0
             and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))

@@ -30,6 +30,7 @@ from .attention import Projections, rotates
 from .formulas import children_fed, formula, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
 from .products import cast_once, feeds_linears, is_matrix_product
+from .torch_modules import Dropout
 from .untouched import plain, unseen
 
 _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
@@ -152,12 +153,12 @@ class ResidualNorm(Fused):
             return cast(Tensor, super().forward(hidden_states, input_tensor))
         drop, p = self.dropout, 0.0
         # Asked first: a hook may take itself away.
-        bypassed = plain(drop, nn.Dropout) and not cast(nn.Dropout, drop).inplace
+        bypassed = isinstance(drop, Dropout) and not drop.inplace and unseen(drop)
         hidden = self.dense(hidden_states)
         if not bypassed:
             hidden = drop(hidden)
         elif drop.training:
-            p = cast(nn.Dropout, drop).p
+            p = cast(Dropout, drop).p
         return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, p=p, **how)
 
 
