@@ -397,7 +397,9 @@ def test_frontier_runs_in_processes_and_is_not_repeated(tmp_path: Path, monkeypa
     assert [row["method"] for row in found] == ["vanilla", "int8", "vanilla-again", "exact"]
     assert {row["status"] for row in found} == {"ok"}
     assert len({row["run"] for row in found}) == 1
-    assert 0 < found[1]["grad_error"] <= 0.02
+    # At this size only the loss head differs, on machines whose matrix products round a part of the rows otherwise.
+    assert 0 <= found[1]["grad_error"] <= 0.02
+    assert found[1]["fused_modules"]["GatedMLP"] == 2
     assert (found[-1]["vanilla_differing"], found[-1]["differing"]) == (0, 0)
 
     def process(*_: Any, **__: Any) -> None:

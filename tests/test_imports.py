@@ -40,7 +40,7 @@ ALLOWED = {
     "session": MODEL - {"session"},
     "engine": MODEL - {"engine", "session"},
     "fusions": FUNCTIONS | {"config", "fusions", "saved"},
-    "functional": FUNCTIONS | {"saved"},
+    "functional": FUNCTIONS | {"policy", "saved"},
     "record": BOTTOM | {"policy", "saved"},
     "redo": BOTTOM | {"layouts", "policy", "saved"},
     "narrow": KERNELS,
