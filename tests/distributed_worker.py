@@ -134,3 +134,42 @@ def fsdp(rank: int, backend: str) -> dict[str, Any]:
             found.append({n: p.grad.full_tensor().cpu() for n, p in m.named_parameters()})
         results[name] = found[0], found[1], pyactcomp.report(model)
     return results
+
+
+def tensor_parallel(rank: int, backend: str) -> dict[str, Any]:
+    """Run the output part of a BERT's block, its Linear sharded, exactly and compressed, and note what its norm got."""
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    from pyactcomp.fusions import transformers_modules
+
+    given: list[str] = []
+    own = transformers_modules.add_layer_norm
+
+    def noted(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        given.append(type(x).__name__)
+        return own(x, *args, **options)
+
+    transformers_modules.add_layer_norm = noted  # type: ignore[assignment]
+    device = device_of(backend, rank)
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+    results: dict[str, Any] = {}
+    for p in (0.0, 0.5):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(hidden_size=128, hidden_dropout_prob=p)
+        model = transformers.models.bert.modeling_bert.BertSelfOutput(config).to(device)
+        parallelize_module(model, mesh, {"dense": RowwiseParallel(input_layouts=Replicate())})
+        inputs, grad = torch.randn(2, 64, 128, device=device)
+        found = []
+        for compressed in (False, True):
+            if compressed:
+                pyactcomp.compress(model, min_bytes=0)
+            x = inputs.clone().requires_grad_()
+            torch.manual_seed(1)
+            out = model(x, x)
+            out.backward(grad)
+            found.append({"out": out.detach().cpu(), "x": x.grad.cpu()})
+        results[f"p={p}"] = found[1], found[0]
+    return {"given": given, "results": results}

@@ -1,4 +1,4 @@
-"""Works with: FSDP2 and DTensor."""
+"""Works with: FSDP2, DTensor and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def test_dtensor_model_compresses_local_tensors(backend: str, tmp_path: Path) ->
         assert len(packed) == 2
         weights = {tuple(sorted(p.shape)) for p in model.parameters()}
         assert not weights & {tuple(sorted(tensor.shape)) for tensor in packed}
+
+
+@pytest.mark.parametrize("backend", worker.BACKENDS)
+def test_norm_waits_for_what_a_tensor_parallel_linear_returns(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
+    worker.need_devices(backend, WORLD)
+    for each in worker.run(worker.tensor_parallel, backend, WORLD, tmp_path):
+        assert each["given"] == ["AsyncCollectiveTensor"] * 2
+        for found, exact in each["results"].values():
+            assert 0.0 < relative_error(found, exact) <= GRADIENT_BOUND
