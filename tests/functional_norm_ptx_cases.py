@@ -15,6 +15,7 @@ import triton
 from triton_ptx_cases import GROUP, RCP, assert_exact, multiply_adds, ptx
 
 from pyactcomp.functional import _norm_kernels
+from pyactcomp.kernels import triton as kernels
 
 # Types of x and of the output (of the gradient and of that of x, in backward), elements of a row, groups of its tile,
 # rows and warps of a program: BERT's, GPT-2's, Llama's and Swin's rows, and one that is no power of two.
@@ -54,6 +55,7 @@ def test_forward_is_exact_in_what_it_packs(
         _norm_kernels.norm_forward_kernel,
         f"*{x} *{residual} *fp32 *fp32 *i32 *{out} *u8 *fp32 i64 fp32 u32 u32 {NOISE}",
         warps,
+        kernels.REGISTERS if flags["QUADS"] == 2 else None,
         **constants(length, groups, rows, CENTRED=centred, **flags),
     )
     # What the row does not have, and the compiler knows of, takes none.

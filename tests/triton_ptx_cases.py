@@ -66,13 +66,13 @@ GROUP = 64
 PER_THREAD = kernels.TILE // (32 * kernels.WARPS)
 
 
-def ptx(kernel: Any, types: str, warps: int = kernels.WARPS, **constants: Any) -> str:
+def ptx(kernel: Any, types: str, warps: int = kernels.WARPS, registers: int | None = None, **constants: Any) -> str:
     """Compile for sm_90 as ``Launcher`` does, given the types of the arguments, pointers aligned to 16 bytes."""
     arguments = dict(zip([p.name for p in kernel.params if not p.is_constexpr], types.split(), strict=True))
     signature = {p.name: arguments.get(p.name, "constexpr") for p in kernel.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(kernel, signature, {p.name: constants[p.name] for p in kernel.params if p.is_constexpr}, aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return str(compiled.asm["ptx"])
 

@@ -105,8 +105,9 @@ class Norm:
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
         form = self._form._replace(bits=bits)
-        # With dropout the compiler takes 125 registers a thread, though it needs no more than without.
-        most = codec_kernels.REGISTERS if noise.quads else None
+        # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without it.
+        # In float32, or with random bits for the rounding beside, it would spill.
+        most = codec_kernels.REGISTERS if noise.quads == 2 and not self.how.stochastic else None
         plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
         given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
