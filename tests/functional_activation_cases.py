@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from functional_checks import EPS, SEED, assert_codes_saved, assert_within, error_of, normal, saved_by
+from functional_checks import EPS, SEED, Passing, assert_codes_saved, assert_within, error_of, normal, saved_by
 from native_cases import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import pyactcomp
@@ -227,13 +225,6 @@ def test_silu_mul_in_place_leaves_memory_that_others_share() -> None:
     out = silu_mul(gate, up, inplace=True, impl="triton")
     assert torch.equal(up, before)
     assert torch.equal(out, silu_mul(gate, up, impl="triton"))
-
-
-class Passing(TorchDispatchMode):
-    """Sees every operator and changes none."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 def test_silu_mul_writes_over_nothing_that_a_dispatch_mode_saw() -> None:

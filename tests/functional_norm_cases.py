@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from functional_checks import EPS, SEED, assert_codes_saved, assert_within, normal, saved_by
+from functional_checks import EPS, SEED, Passing, assert_codes_saved, assert_within, normal, saved_by
 from native_cases import DTYPES
 from norm_checks import EPSILON, Case, case, check, gradient_of, recipe_of
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
@@ -382,11 +381,6 @@ def test_threshold_is_where_torchs_comparison_turns(p: float) -> None:
     assert scales == (np.float32(1.0 / float(kept)) if kept else np.inf, np.float32(1.0 / (1.0 - p)))
 
 
-class _Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 class _Waiting(Tensor):
     """Stands for what a tensor-parallel Linear returns, which has no memory before an operator waits for it."""
 
@@ -435,7 +429,7 @@ def test_norm_leaves_to_torch_what_it_draws_otherwise() -> None:
     assert draw(x[1:], 0.5).quads == 2
     assert draw(x.float(), 0.5).quads == 1
     assert draw(x.view(-1)[1:-255], 0.5) is QUIET  # two bytes off an address that torch loads 16 from
-    with _Watching():
+    with Passing():
         assert draw(x, 0.5) is QUIET
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

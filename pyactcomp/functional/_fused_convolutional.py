@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import codec
 from ..kernels import triton as codec_kernels
 from . import _batch_norm_kernels, _max_pool_kernels
-from ._launch import buffer, keys, launcher
+from ._launch import buffer, keys, launcher, processors
 from ._saving import Saving
 
 # Elements and warps of a program, as the codec's kernels have them: four 16-byte accesses of each thread for float32.
@@ -38,13 +38,6 @@ def is_channels_last(x: Tensor) -> bool:
 def as_channels_last(x: Tensor) -> Tensor:
     """Return ``x`` with neighbouring channels."""
     return x.contiguous(memory_format=torch.channels_last)
-
-
-@functools.lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def batch_norm_serves(x: Tensor, how: Saving) -> bool:
@@ -98,7 +91,7 @@ class BatchNorm:
     def _splits(self) -> int:
         """How many programs share the rows of their channels."""
         blocks = self._width // self._span
-        return min(-(-_PROGRAMS * _processors(self.device) // blocks), self._tiles)
+        return min(-(-_PROGRAMS * processors(self.device) // blocks), self._tiles)
 
     def _launch(
         self, name: str, constants: tuple[Any, ...], tensors: tuple[Tensor, ...], rounding: tuple[Any, ...] = ()

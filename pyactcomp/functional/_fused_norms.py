@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import triton as codec_kernels
-from ._launch import buffer, bytes_of, copy_buffer, keys, launcher, written_bits
+from ._launch import buffer, bytes_of, copy_buffer, keys, launcher, processors, written_bits
 from ._noise import QUIET, Noise
 from ._saving import Saving
 
@@ -39,13 +39,6 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
         # A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
         and (not how.stochastic or x.numel() <= 2**32)
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -224,4 +217,4 @@ def _plan(
     tiles = numel // form.length // rows
     constants = (form.length, rows, form.centred, *flags, form.bits, form.group_size, rows * groups, *last)
     launch = launcher(_norm_kernels, kernel, constants, warps, device, registers)
-    return _Plan(launch, tiles, min(tiles, _processors(device) * max(_RESIDENT_WARPS // warps, 1)))
+    return _Plan(launch, tiles, min(tiles, processors(device) * max(_RESIDENT_WARPS // warps, 1)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _window_kernels as kernels
-from ._launch import buffer, keys, launcher
+from ._launch import buffer, keys, launcher, processors
 from ._saving import Saving
 
 # Of a window of 64 tokens, a thread then has 32 scores in each tile. As compiled for sm_90 with heads of 32, nothing
@@ -95,7 +95,7 @@ def _programs(device: torch.device) -> int:
     """Return how many programs share the windows of a backward: as many as run at a time, since each leaves a sum."""
     if device.type != "cuda":
         return 8
-    return BACKWARD_PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return BACKWARD_PROGRAMS * processors(device)
 
 
 def _columns(width: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, to_raw
+from ..kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, tile_offsets, to_raw
 
 # Tiles of kernels that know no groups.
 FLAT_TILE = tl.constexpr(1024)
@@ -55,7 +55,7 @@ def dropout_factors(
     """
     # The interpreter takes no types from annotations.
     threads, below = threads.to(tl.uint32), below.to(tl.uint32)
-    quad = tl.arange(0, GROUPS)[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
+    quad = tile_offsets(GROUP // 4, GROUPS)
     first = (start // (4 * QUADS)).to(tl.uint32)
     turn = first // threads
     thread = first - turn * threads + (quad // QUADS).to(tl.uint32)

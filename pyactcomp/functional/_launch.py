@@ -33,6 +33,14 @@ def launcher(
     return codec_kernels.Launcher(getattr(kernels, name), constants, warps, device, registers)
 
 
+@functools.lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; 1 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def keys(how: Saving) -> tuple[int, int]:
     """Return the two keys of stochastic rounding, or zeros where rounding is to nearest."""
     return fmt.random_keys(how.seed) if how.stochastic else (0, 0)

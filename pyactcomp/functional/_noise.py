@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private import dispatch_mode_active, draw_from_generator
+from ._launch import processors
 
 # Threads of a program of torch's kernel, and numbers that each call of its generator gives a thread.
 _PROGRAM = 256
@@ -76,8 +77,8 @@ def draw(x: Tensor, p: float) -> Noise:
 
 @functools.lru_cache(maxsize=64)
 def _most_programs(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) * int(properties.max_threads_per_multi_processor // _PROGRAM)
+    threads = torch.cuda.get_device_properties(device).max_threads_per_multi_processor
+    return processors(device) * int(threads // _PROGRAM)
 
 
 def _float32(x: float) -> float:

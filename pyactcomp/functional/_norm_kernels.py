@@ -28,20 +28,10 @@ from ..kernels.triton_ops import (
     tile_offsets,
     to_raw,
 )
-from ._kernel_parts import dropout_factors, restore
+from ._kernel_parts import dropout_factors, restore, rounded
 
 # What stands in the place of BITS where there are no codes, but a copy of the elements in their own type.
 COPY = tl.constexpr(16)
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return float32 values rounded to DTYPE."""
-    if DTYPE == tl.bfloat16:
-        x = (to_raw(x, DTYPE, COMPILED).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif DTYPE == tl.float16:
-        x = x.to(DTYPE).to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -94,7 +84,7 @@ def _sum_of_squares(
     for k in tl.static_range(N // 128):
         v = load_float(x + k * 128, lanes)
         if HAS_RESIDUAL:
-            v = _rounded(v + load_float(residual + k * 128, lanes), DTYPE, COMPILED)
+            v = rounded(v + load_float(residual + k * 128, lanes), DTYPE, COMPILED)
         total += v * v
     even, odd = tl.split(tl.reshape(total, [32, 2, 2]))
     first, third = tl.split(even)
@@ -164,9 +154,9 @@ def norm_forward_kernel(
     values = load_tile(_rows_from(x, indices, row, N, ROWS, INDEXED, GROUPS), N, GROUP, GROUPS, PARTIAL)
     if QUADS != 0:
         factors = dropout_factors(start, seed, counter, threads, below, gain, QUADS, GROUP, GROUPS)
-        values = _rounded(values * factors, x.dtype.element_ty, COMPILED)
+        values = rounded(values * factors, x.dtype.element_ty, COMPILED)
     if HAS_RESIDUAL:
-        values = _rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE, COMPILED)
+        values = rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE, COMPILED)
     if BITS == COPY:
         store_raw(packed + start, to_raw(values, DTYPE, COMPILED), N, PARTIAL)
     elif BITS != 0:
@@ -188,7 +178,7 @@ def norm_forward_kernel(
     tl.store(rstd + row + tl.arange(0, ROWS)[:, None], scale)
     y = y * scale
     if not CENTRED:
-        y = _rounded(y, DTYPE, COMPILED)
+        y = rounded(y, DTYPE, COMPILED)
     y = tl.reshape(_scaled(y, weight, bias, N, HAS_WEIGHT, HAS_BIAS), [GROUPS, GROUP])
     store_raw(out + start, to_raw(y, out.dtype.element_ty, COMPILED), N, PARTIAL)
 
@@ -316,13 +306,13 @@ def norm_backward_kernel(
                 common = common + tl.sum(g, 1, keep_dims=True) * (1.0 / N)
             dx = tl.reshape((g - common) * scale, [GROUPS, GROUP])
             if ADDED:
-                dx = _rounded(dx, beside.dtype.element_ty, COMPILED)
+                dx = rounded(dx, beside.dtype.element_ty, COMPILED)
                 dx = dx + load_tile(beside + row * N, N, GROUP, GROUPS, PARTIAL)
             if TWICE:
                 store_raw(other + row * N, to_raw(dx, other.dtype.element_ty, COMPILED), N, PARTIAL)
             if QUADS != 0:
                 factors = dropout_factors(row * N, seed, counter, threads, below, gain, QUADS, GROUP, GROUPS)
-                dx = _rounded(dx, out.dtype.element_ty, COMPILED) * factors
+                dx = rounded(dx, out.dtype.element_ty, COMPILED) * factors
             target = _rows_from(out, indices, row, N, ROWS, INDEXED, GROUPS)
             store_raw(target, to_raw(dx, out.dtype.element_ty, COMPILED), N, PARTIAL)
         tile -= tl.num_programs(0)
