@@ -1,4 +1,4 @@
-"""Builds pyactcomp._core with CMake and ninja, and the torch subclass; everything else is in pyproject.toml.
+"""Builds pyactcomp._core with CMake and ninja, and the libraries for torch; everything else is in pyproject.toml.
 
 ``PAC_CUDA=AUTO|ON|OFF`` in the environment decides about the CUDA kernels; AUTO builds them where nvcc is found.
 """
@@ -16,15 +16,19 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 # In a process of its own: it imports this tree's package, with the module that was just built beside it.
-BUILD_SUBCLASS = """
+BUILD_FOR_TORCH = """
 import pathlib, sys
-root, output, package = map(pathlib.Path, sys.argv[1:])
+name, root, output, package = sys.argv[1], *map(pathlib.Path, sys.argv[2:])
 sys.path.insert(0, str(root))
 try:
     import pyactcomp
     pyactcomp.__path__.append(str(output))
+    from pyactcomp import extensions
     from pyactcomp.allocator.build import build_torch_allocator
-    build_torch_allocator(package, source=root / "csrc")
+    if name == "_observer":
+        extensions.build(name, package, source=root / "csrc")
+    else:
+        build_torch_allocator(package, source=root / "csrc")
 except Exception as error:
     sys.exit(str(error))
 """
@@ -61,10 +65,14 @@ class CMakeBuild(build_ext):
         subprocess.run([_tool("cmake"), "--build", str(build)], check=True)
         # An editable install copies back only the extensions that setuptools knows, so there it goes where it stays.
         package = ROOT / "pyactcomp" if self.editable_mode else output
-        subclass = [sys.executable, "-c", BUILD_SUBCLASS, str(ROOT), str(output), str(package)]
-        done = subprocess.run(subclass, stderr=subprocess.PIPE, text=True)
-        if done.returncode != 0:
-            self.warn(f"pyactcomp._torch_allocator was not built, everything else works: {done.stderr.strip()}")
+        for name, otherwise in (
+            ("_torch_allocator", "everything else works"),
+            ("_observer", "more tensors stay exact without it"),
+        ):
+            library = [sys.executable, "-c", BUILD_FOR_TORCH, name, str(ROOT), str(output), str(package)]
+            done = subprocess.run(library, stderr=subprocess.PIPE, text=True)
+            if done.returncode != 0:
+                self.warn(f"pyactcomp.{name} was not built, {otherwise}: {done.stderr.strip()}")
 
 
 setup(

@@ -8,6 +8,7 @@ from .codec import Packed, dequantize, quantize
 from .compress import compress, compressed, decompress
 from .config import Config
 from .errors import HookConflictError, ImplementationUnavailableError, PyactcompError
+from .readers import register_reader
 from .report import Report, report
 from .verify import Verification, verify
 
@@ -31,6 +32,7 @@ __all__ = [
     "functional",
     "ops",
     "quantize",
+    "register_reader",
     "report",
     "verify",
 ]

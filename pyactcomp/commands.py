@@ -1,4 +1,4 @@
-"""The commands: ``demo``, ``doctor``, ``run``, ``build-allocator``, and what others define. Needs the ``cli`` extra."""
+"""The commands: ``demo``, ``doctor``, ``run``, ``build-*``, and what others define. Needs the ``cli`` extra."""
 
 from __future__ import annotations
 
@@ -193,6 +193,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
     _console.print(table)
 
     _console.print(_allocator_lines(findings["allocator"]), soft_wrap=True)
+    _console.print(f"observer: {findings['observer'] or 'works'}", soft_wrap=True)
     private = findings["torch_private"]
     sound = sum(wrong is None for wrong in private.values())
     _console.print(f"private torch names that behave as expected: {sound} of {len(private)}")
@@ -239,6 +240,18 @@ def build_allocator() -> None:
 
     try:
         path = build_torch_allocator()
+    except PyactcompError as error:
+        _fail(error)
+    _console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+
+
+@app.command()
+def build_observer() -> None:
+    """Compile the observer, which tells what operator saves a tensor, for the installed torch."""
+    from . import extensions
+
+    try:
+        path = extensions.build("_observer")
     except PyactcompError as error:
         _fail(error)
     _console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)

@@ -20,7 +20,7 @@ from .errors import PyactcompError
 from .fusions import Fusing, fuse, unfuse
 from .fusions.base import ATTRIBUTE
 from .fusions.untouched import untouched
-from .policy import KINK, SKIPPED
+from .policy import SKIPPED
 from .redo import offer_layer_norm
 from .session import Session
 from .torch_private import constant_in_graphs
@@ -103,21 +103,6 @@ class _OfferLayerNorm:
 
 _HOOKS = (_OpenHooks, _CloseHooks, _EnterExact, _LeaveExact, _OfferLayerNorm)
 
-# Their derivative jumps, and backward looks up on what side of the jump the input was. Rounding moves a few elements
-# across: with packed inputs, a MobileNetV2 (ReLU6) at initialisation had an error of 29 % over all gradients. ReLU is
-# not here: its results keep their sign when they are packed.
-_KINKED = (
-    torch.nn.LeakyReLU,
-    torch.nn.PReLU,
-    torch.nn.RReLU,
-    torch.nn.Hardtanh,  # and ReLU6
-    torch.nn.Hardswish,
-    torch.nn.Hardsigmoid,
-    torch.nn.Hardshrink,
-    torch.nn.Softshrink,
-    torch.nn.Threshold,
-)
-
 
 def _sessions(model: Module) -> Iterator[tuple[Module, Session]]:
     for module in model.modules():
@@ -189,23 +174,17 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
     return list(dict.fromkeys(skipped))
 
 
-def _exact_modules(model: Module, config: Config) -> dict[Module, str]:
-    """Return the modules in which nothing is compressed, each with the reason."""
-    kinked = {module: KINK for module in model.modules() if isinstance(module, _KINKED)}
-    return kinked | {module: SKIPPED for module in _skipped_modules(model, config)}
-
-
 def _offer_layer_norms(session: Session, model: Module) -> list[RemovableHandle]:
     """Put the hooks on layer norms that run as torch's own."""
     norms = (module for module in model.modules() if type(module) is torch.nn.LayerNorm)
     return [module.register_forward_hook(_OfferLayerNorm(session)) for module in norms]
 
 
-def _keep_exact(session: Session, modules: dict[Module, str]) -> list[RemovableHandle]:
+def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle]:
     """Put the hooks on the modules in which nothing is compressed."""
     handles: list[RemovableHandle] = []
-    for module, reason in modules.items():
-        handles.append(module.register_forward_pre_hook(_EnterExact(session, reason), prepend=True))
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(_EnterExact(session, SKIPPED), prepend=True))
         handles.append(module.register_forward_hook(_LeaveExact(session), always_call=True))
     return handles
 
@@ -229,7 +208,7 @@ def compress(model: Module, **options: Any) -> Module:
         not (see :class:`compressed`).
     **options
         The fields of :class:`Config`: ``mode``, ``fuse``, ``fuse_head``, ``group_size``, ``rounding``, ``seed``,
-        ``min_bytes``, ``skip``, ``impl``, ``keep_weight_copies``, ``on_conflict``.
+        ``min_bytes``, ``skip``, ``impl``, ``unknown``, ``attention``, ``keep_weight_copies``, ``on_conflict``.
 
     Returns
     -------
@@ -266,15 +245,15 @@ def compress(model: Module, **options: Any) -> Module:
     for root in _roots:
         if any(module is model for module in root.modules()):
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
-    exact = _exact_modules(model, config)
+    skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     unfuse(model)  # what a compressed model that is gone, or a copy of one, left in this module
-    fuse(model, config, _skipped_modules(model, config))
+    fuse(model, config, skipped)
     session = Session(config)
     # First in and last out: whatever other hooks of the module do runs inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
     model.register_forward_hook(_CloseHooks(session), always_call=True)
-    _keep_exact(session, exact)
+    _keep_exact(session, skipped)
     _offer_layer_norms(session, model)
     _roots.add(model)
     return model
@@ -354,7 +333,7 @@ class Compressed(contextlib.ContextDecorator):
             raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
         self.model = model
         self.session = Session(config)
-        self._exact = _exact_modules(model, config) if model is not None else {}
+        self._exact = _skipped_modules(model, config) if model is not None else []
         self._handles: list[RemovableHandle] = []
         if model is not None:
             _check_implementation(model, config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import codec, reference, torch_private
+from . import codec, extensions, reference, torch_private
 from ._version import __version__
 
 # Each implementation's native device; without CUDA, Triton can still be tried through its interpreter.
@@ -32,8 +32,8 @@ def examine() -> dict[str, Any]:
         ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
         sentence (``self_test`` is None when it passed or could not run); ``allocator``: ``unavailable_reason``,
         ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, what is wrong with
-        the environment's settings); ``torch_private``: name to None or what is wrong; ``problems``: everything
-        that should work and does not, as sentences.
+        the environment's settings); ``observer``: None or why it is not used;
+        ``torch_private``: name to None or what is wrong; ``problems``: everything that should work and does not, as sentences.
 
     Examples
     --------
@@ -46,9 +46,11 @@ def examine() -> dict[str, Any]:
     implementations = {name: _implementation(name, device) for name, device in _IMPLEMENTATIONS.items()}
     allocator = _allocator()
     private = torch_private.self_test()
+    observer = extensions.load("_observer")[1]
     problems = [
         f"{name}: {entry['self_test']}" for name, entry in implementations.items() if entry["self_test"] is not None
     ]
+    problems += [f"{observer}; more tensors stay exact without it"] if observer else []
     problems += [f"the allocator's settings: {allocator['settings']}"] if allocator["settings"] else []
     problems += [f"torch's {name}: {wrong}" for name, wrong in private.items() if wrong is not None]
     for device in devices:
@@ -62,6 +64,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "implementations": implementations,
         "allocator": allocator,
+        "observer": observer,
         "torch_private": private,
         "problems": problems,
     }

@@ -19,12 +19,16 @@ from . import format as fmt
 from .codec import bind
 from .config import Config
 from .errors import ImplementationUnavailableError
+from .forms import AS_CODES, AS_SHAPE, BITS, CODES, ITSELF, POSITIVE, RELATIVE, SCALED, Form, Reading
+from .halves import BitsKernel, half_kernel, half_nbytes
 from .kernels import Kernel
 from .layouts import Layout, layout_of
 from .narrow import NarrowKernel, is_exact_cast
+from .observer import observer
 from .policy import (
     CARRIER,
     CAST,
+    HELD,
     LOSSLESS,
     NO_GRAD,
     OTHER_LAYOUT,
@@ -32,16 +36,31 @@ from .policy import (
     PLAIN,
     RECAST,
     REDONE,
-    RELU,
     SAME_CAST,
+    SHAPE_ALONE,
     Policy,
     cast_parameter,
     local_tensor,
     producer,
 )
+from .readers import CHECKPOINT, CHECKPOINTED, of_no_operator
 from .record import Recorder
-from .redo import Recipe, cast_recipe, source_of, source_of_cast
-from .saved import Distributed, Gathered, Kept, Packs, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
+from .redo import Recipe, cast_recipe, is_exact, source_of, source_of_cast
+from .saved import (
+    Distributed,
+    Gathered,
+    Kept,
+    Packs,
+    Pending,
+    Recast,
+    Recent,
+    Region,
+    Saved,
+    Shapeless,
+    View,
+    unpack,
+    unpack_profiled,
+)
 from .torch_private import (
     current_raw_stream,
     never_traced,
@@ -72,19 +91,39 @@ class Packing:
         self.lossless = config.mode == "lossless"
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
-        self._kernels: dict[tuple[torch.dtype, torch.device, bool], Kernel] = {}
+        self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
         self._packed = 0
 
-    def kernel(self, dtype: torch.dtype, device: torch.device, keep_positive: bool) -> Kernel:
-        """Return the kernel that packs ``dtype`` on ``device``."""
-        key = dtype, device, keep_positive
+    def kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
+        """Return the kernel that stores ``dtype`` on ``device`` in a form; booleans take bits whatever the form."""
+        key = dtype, device, form
         kernel = self._kernels.get(key)
         if kernel is None:
-            config = self.config
-            bits = 1 if dtype is torch.bool else 8
-            kernel = bind(config.impl, CARRIER[dtype], bits, config.group_size, self.stochastic, keep_positive, device)
-            self._kernels[key] = kernel
+            kernel = self._kernels[key] = self._new_kernel(dtype, device, form)
         return kernel
+
+    def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
+        config = self.config
+        if dtype is not torch.bool and form.need == RELATIVE:
+            return half_kernel(form, config.impl in ("auto", "triton"))
+        if dtype is torch.bool or form.need == BITS:
+            bits = bind(config.impl, torch.bool, 1, config.group_size, self.stochastic, False, device)
+            return bits if form.comparison is None else BitsKernel(form.comparison, bits)
+        return bind(config.impl, CARRIER[dtype], 8, config.group_size, self.stochastic, form is POSITIVE, device)
+
+    def form_for(self, tensor: Tensor, reading: Reading) -> Form:
+        """Return the form in which a tensor is stored for a reader: no wider than the tensor itself."""
+        form = reading.form
+        config = self.config
+        if not reading.known and config.unknown == "int8":
+            return AS_CODES
+        if form is SCALED and config.attention == "int8":
+            return AS_CODES
+        if form.need == RELATIVE and tensor.itemsize <= 2:
+            return ITSELF
+        if self.lossless and form.need >= CODES:
+            return ITSELF
+        return form
 
     def next_seed(self) -> int:
         """Return a seed of its own for each packed tensor."""
@@ -126,7 +165,11 @@ class Frame:
         "_casts_left",
         "_context",
         "_copies",
+        "_held",
         "_module",
+        "_pending",
+        "_pending_since",
+        "_reader",
         "_recent",
         "_regions",
         "packing",
@@ -141,6 +184,11 @@ class Frame:
         self._caller: FrameType | None = None
         self._module = module
         self._regions: dict[tuple[int, int], ref[Region]] = {}
+        # What is kept as it is for a reader that needs it so, by the address of its storage.
+        self._held: dict[int, ref[Kept]] = {}
+        self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
+        self._pending_since = (0, 0)
+        self._reader = observer().reader
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Without loss most are stored as they are, and a report tells why each is.
         self._copies = not packing.lossless or recorder is not None
@@ -151,12 +199,15 @@ class Frame:
     def open(self, caller: FrameType | None) -> None:
         """Activate the hooks, for as long as ``caller`` runs if it is given."""
         self._caller = caller
+        observer().start()
         self._context.__enter__()
 
     def close(self) -> None:
         """Deactivate the hooks; what they packed stays."""
         self._caller = None
         self._context.__exit__()
+        observer().stop()
+        self._decide_pending()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -190,13 +241,14 @@ class Frame:
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
+        reading = self._reader(tensor)
         if type(tensor) in PLAIN:
             if self.recorder is None and self._surely_kept(tensor):
                 return Kept(tensor)
-            return self._pack_plain(tensor, tensor)
+            return self._pack_plain(tensor, tensor, reading)
         local = local_tensor(tensor)
         if local is not tensor and type(local) in PLAIN:
-            return Distributed(self._pack_plain(local, tensor), tensor)
+            return Distributed(self._pack_plain(local, tensor, reading), tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
     def _surely_kept(self, tensor: Tensor) -> bool:
@@ -206,7 +258,7 @@ class Frame:
             return True
         return tensor.layout is torch.strided and tensor.nbytes < self.packing.config.min_bytes
 
-    def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
+    def _pack_plain(self, tensor: Tensor, saved: Tensor, reading: Reading | None) -> Saved:
         """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
         if self.policy is None:
             self.policy = Policy(self._module, self.packing.config.min_bytes)
@@ -215,6 +267,22 @@ class Frame:
             if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
                 self.packing.warn_of_compiled_graph()
             return self._keep(tensor, reason)
+        if reading is None:
+            reading = of_no_operator()
+        if self._pending and reading is not CHECKPOINT:
+            self._decide_pending()
+        if tensor.dtype is torch.bool:
+            return self._compress(tensor, ITSELF, reading)
+        if not self.packing.lossless and (reading is CHECKPOINT or reading is CHECKPOINTED):
+            return self._pack_for_checkpoint(tensor, saved, reading)
+        return self._pack_for(tensor, saved, reading, self.packing.form_for(tensor, reading))
+
+    def _pack_for(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form) -> Saved:
+        """Pack a tensor that is not kept anyway for a reader, in ``form`` or one that is as exact."""
+        if form is AS_SHAPE:
+            if self.recorder is not None:
+                self.recorder.add(tensor, SHAPE_ALONE)
+            return Shapeless(tensor)
         name, node = producer(saved)
         if name == CAST and node is not None and self._casts_left:
             self._casts_left -= 1
@@ -227,49 +295,97 @@ class Frame:
                 return Recast(tensor, parameter, self.packing)
         if node is not None and saved is tensor:
             if name == CAST:
-                return self._pack_cast(tensor, node)
+                return self._pack_cast(tensor, node, reading, form)
             source = source_of(tensor, node)
-            if source is not None:
+            if source is not None and self._serves(source[0], form):
                 return self._redone(tensor, *source)
-        return self._store(tensor, name, node)
+        return self._store(tensor, node if name == CAST else None, reading, form)
 
-    def _pack_cast(self, copy: Tensor, node: Node) -> Saved:
+    def _serves(self, recipe: Recipe, form: Form) -> bool:
+        """Return whether computing an output again is exact enough for who would have it stored in ``form``."""
+        return recipe.exact or form.need == CODES or self.packing.lossless
+
+    def _pack_cast(self, copy: Tensor, node: Node, reading: Reading, form: Form) -> Saved:
         """Pack what a cast made, once for all casts of one tensor to one dtype, as autocast makes for q, k and v."""
         whole = copy if copy._base is None else copy._base
         known = cast_recipe(whole, node)
         source = source_of_cast(whole, node, known)
-        if source is not None:
+        if source is not None and self._serves(source[0], form):
             return self._redone(copy, *source)
         if known is None:
-            return self._store(copy, CAST, node)
+            return self._store(copy, node, reading, form)
         copies = known[0].copies
         part = copy.dtype, copy.storage_offset(), layout_of(copy)
         reference = copies.get(part)
         stored = None if reference is None else reference()
-        if stored is not None:
+        if stored is not None and (is_exact(stored) or (isinstance(stored, Region) and stored.form.serves(reading))):
             if isinstance(stored, Region):
                 stored.uses += 1
             if self.recorder is not None:
                 self.recorder.add(copy, SAME_CAST)
             return stored
-        new = self._store(copy, CAST, node)
+        new = self._store(copy, node, reading, form)
         if isinstance(new, (Kept, Region)):
             first: Kept | Region = new
             copies[part] = ref(first)
         return new
 
-    def _store(self, tensor: Tensor, name: str, node: Node | None) -> Saved:
-        """Store a tensor that cannot be had for less."""
-        if self.packing.lossless and tensor.dtype is not torch.bool:
-            return self._narrow(tensor, node if name == CAST else None)
-        try:
-            # Only the sign of what ReLU produced decides about its gradient.
-            positive = name == RELU or getattr(node, "keep_positive", False)
-            kernel = self.packing.kernel(tensor.dtype, tensor.device, positive)
-        except ImplementationUnavailableError:
-            unserved = f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
-            return self._keep(tensor, unserved)
-        return self._compress(tensor, kernel)
+    def _store(self, tensor: Tensor, cast: Node | None, reading: Reading, form: Form) -> Saved:
+        """Store a tensor that cannot be had for less; ``cast`` is the node of the cast that made it."""
+        if form is ITSELF:
+            return self._narrow(tensor, cast, reading)
+        if self._held and self._is_held(tensor):
+            return self._keep(tensor, HELD)
+        return self._compress(tensor, form, reading)
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is kept as it is for another reader."""
+        storage = tensor.untyped_storage()
+        reference = self._held.get(storage.data_ptr())
+        kept = None if reference is None else reference()
+        return kept is not None and kept.tensor.untyped_storage() is storage and kept.version == tensor._version
+
+    def _keep_for(self, tensor: Tensor, reading: Reading) -> Kept:
+        """Keep a tensor that its reader needs as it is; whoever reads the same memory gets it too."""
+        if self.packing.lossless:
+            return self._keep(tensor, LOSSLESS)
+        kept = self._keep(tensor, reading.reason, reading)
+        self._held[tensor.untyped_storage().data_ptr()] = ref(kept)
+        known = self._regions.get((tensor.data_ptr(), tensor.numel()))
+        region = None if known is None else known()
+        if region is not None and region.still_holds(tensor, tensor.untyped_storage(), region.stream):
+            region.store(tensor, ITSELF, None, tensor.dtype, tensor, 0)
+        return kept
+
+    def _pack_for_checkpoint(self, tensor: Tensor, saved: Tensor, reading: Reading) -> Saved:
+        """Pack the input of a block that runs again, as it is where the block decides a route."""
+        calls, decisions, before = observer().progress()
+        if reading is CHECKPOINTED:  # the block has run
+            form = AS_CODES if decisions == before else ITSELF
+            return self._pack_for(tensor, saved, reading, form)
+        if self._pending and self._pending_since[0] != calls:
+            self._decide_pending()
+        kept = Kept(tensor)
+        pending = Pending(kept)
+        module = "" if self.recorder is None else self.recorder.module
+        self._pending.append((pending, kept, tensor, module))
+        # The inputs of one block are saved one after the other; packing itself calls operators.
+        self._pending_since = observer().progress()[:2]
+        return pending
+
+    def _decide_pending(self) -> None:
+        """Store the inputs of the last checkpointed block, now that it is known whether it decided a route."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        form = AS_CODES if observer().progress()[1] == self._pending_since[1] else ITSELF
+        for holder, kept, tensor, module in pending:
+            if kept.unchanged:  # else unpacking raises, as it is to
+                if self.recorder is not None:
+                    self.recorder.enter(module)
+                holder.stored = self._pack_for(tensor, tensor, CHECKPOINT, form)
+                if self.recorder is not None:
+                    self.recorder.leave()
 
     def _redone(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
         """Return what computes a tensor again: an output in a dtype, or a view of it."""
@@ -279,7 +395,7 @@ class Frame:
         layout = layout_of(tensor)
         return shared if shared.layout == layout else View(shared, layout, int(tensor.storage_offset()))
 
-    def _narrow(self, tensor: Tensor, cast: Node | None) -> Saved:
+    def _narrow(self, tensor: Tensor, cast: Node | None, reading: Reading) -> Saved:
         """Store a tensor without loss: in the dtype that it was cast from, if that is the narrower one."""
         # Nothing is cast exactly to less than four bytes.
         dtype = None if cast is None or tensor.dtype.itemsize < 4 else source_dtype(cast)
@@ -291,11 +407,11 @@ class Frame:
             or whole.grad_fn is not cast
             or not layout_of(whole).dense
         ):
-            return self._keep(tensor, LOSSLESS)
+            return self._keep_for(tensor, reading)
         kernel = _narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
-        region, new = self._region(whole, kernel, whole.numel() * dtype.itemsize)
+        region, added = self._region(whole, ITSELF, kernel, reading, whole.numel() * dtype.itemsize)
         if self.recorder is not None:
-            self.recorder.add(tensor, None, region.nbytes if new else 0)
+            self.recorder.add(tensor, None, added)
         if whole is tensor:
             return region
         return View(region, layout_of(tensor), int(tensor.storage_offset()))
@@ -304,16 +420,23 @@ class Frame:
         index = tensor.get_device()
         return current_raw_stream(index) if index >= 0 else 0
 
-    def _compress(self, tensor: Tensor, kernel: Kernel) -> Saved:
+    def _compress(self, tensor: Tensor, form: Form, reading: Reading) -> Saved:
+        try:
+            kernel = self.packing.kernel(tensor.dtype, tensor.device, form)
+        except ImplementationUnavailableError:
+            unserved = f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
+            return self._keep(tensor, unserved)
         layout = layout_of(tensor)
         if layout.dense:
-            region, new = self._region(tensor, kernel)
+            region, added = self._region(tensor, form, kernel, reading)
             if self.recorder is not None:
-                self.recorder.add(tensor, None, region.nbytes if new else 0)
+                self.recorder.add(tensor, None, added)
             return region if region.layout == layout else View(region, layout, 0)
-        return self._compress_with_gaps(tensor, layout, kernel)
+        return self._compress_with_gaps(tensor, layout, form, kernel, reading)
 
-    def _compress_with_gaps(self, tensor: Tensor, layout: Layout, kernel: Kernel) -> Saved:
+    def _compress_with_gaps(
+        self, tensor: Tensor, layout: Layout, form: Form, kernel: Kernel, reading: Reading
+    ) -> Saved:
         source = _without_expanded(tensor, layout)
         offset = 0
         gathered = False
@@ -327,41 +450,59 @@ class Frame:
             else:
                 gathered = True
                 source = tensor.detach().contiguous()
-        region, new = self._region(source, kernel)
+        region, added = self._region(source, form, kernel, reading)
         if self.recorder is not None:
-            self.recorder.add(tensor, None, region.nbytes if new else 0)
+            self.recorder.add(tensor, None, added)
         return Gathered(region, tensor) if gathered else View(region, layout, offset)
 
-    def _region(self, source: Tensor, kernel: Kernel, nbytes: int | None = None) -> tuple[Region, bool]:
-        """Return the packed region of a dense tensor, and whether it is new or held the same values already."""
+    def _region(
+        self, source: Tensor, form: Form, kernel: Kernel, reading: Reading, nbytes: int | None = None
+    ) -> tuple[Region, int]:
+        """Return the packed region of a dense tensor, and the bytes that it holds more than before."""
         stream = self._stream_of(source)
         numel = source.numel()
         key = source.data_ptr(), numel
         known = self._regions.get(key)
-        if known is not None:
-            region = known()
-            if region is not None and region.still_holds(source, source.untyped_storage(), stream):
+        region = None if known is None else known()
+        held = 0
+        if region is not None and region.still_holds(source, source.untyped_storage(), stream):
+            if region.form is ITSELF or region.form.serves(reading):
                 region.uses += 1
-                return region, False
+                return region, 0
+            held = region.nbytes
+            if form.need <= region.form.need or region.form.need == BITS:
+                region, held = None, 0  # neither serves the other's reader
+        else:
+            region = None
         if nbytes is None:
-            bits = 1 if source.dtype is torch.bool else 8
-            nbytes = _packed_nbytes(numel, bits, self.packing.config.group_size)
+            nbytes = self._nbytes(source.dtype, numel, form)
+        carrier = source.dtype if form.need >= RELATIVE else CARRIER[source.dtype]
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
         seed = self.packing.next_seed() if self.packing.stochastic else 0
-        region = Region(source, kernel, CARRIER[source.dtype], buffer, seed, stream, self._recent)
+        if region is not None:
+            region.store(source, form, kernel, carrier, buffer, seed)
+            region.uses += 1
+            return region, nbytes - held
+        region = Region(source, form, kernel, carrier, buffer, seed, stream, self._recent)
         self._regions[key] = ref(region)
-        return region, True
+        return region, nbytes
 
-    def _keep(self, tensor: Tensor, reason: str) -> Kept:
+    def _nbytes(self, dtype: torch.dtype, numel: int, form: Form) -> int:
+        if dtype is not torch.bool and form.need == RELATIVE:
+            return half_nbytes(numel, form)
+        bits = 1 if dtype is torch.bool or form.need == BITS else 8
+        return _packed_nbytes(numel, bits, self.packing.config.group_size)
+
+    def _keep(self, tensor: Tensor, reason: str, reading: Reading | None = None) -> Kept:
         if self.recorder is not None:
-            self._record_kept(tensor, reason, self.recorder)
+            self._record_kept(tensor, reason, reading, self.recorder)
         return Kept(tensor)
 
-    def _record_kept(self, tensor: Tensor, reason: str, recorder: Recorder) -> None:
+    def _record_kept(self, tensor: Tensor, reason: str, reading: Reading | None, recorder: Recorder) -> None:
         """Record a tensor that is kept; codes that a fused function keeps stand for the tensor that they pack."""
         packs: Packs | None = getattr(tensor, "_pyactcomp_packs", None)
         if packs is None:
-            recorder.add(tensor, reason)
+            recorder.add(tensor, reason, unknown=None if reading is None or reading.known else reading.operator)
         else:
             recorder.add_codes(packs, tensor.nbytes)
 

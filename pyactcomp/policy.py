@@ -15,7 +15,6 @@ LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 SKIPPED = "inside a skipped module"
 NESTED = "nested tensor, kept exact"
-KINK = "inside an activation whose derivative jumps, which asks on what side of the jump its input was"
 OTHER_LAYOUT = "autocast copy of a parameter in another layout, kept"
 RECAST = "autocast copy of a parameter, cast again in backward"
 # Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
@@ -23,12 +22,14 @@ RECAST = "autocast copy of a parameter, cast again in backward"
 NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, kept exact"
 REDONE = "computed again in backward from what is stored"
 SAME_CAST = "another cast of the same tensor is stored"
+SHAPE_ALONE = "backward reads its shape alone"
+HELD = "kept as it is for another reader of the same memory"
 LOSSLESS = "lossless: stored as it is"
 OVERLAPPING = "elements overlap in memory"
 NEGATIVE_VIEW = "lazy negation"
 
 # Reasons under which nothing is held for a tensor but the means to make it again.
-MADE_AGAIN = frozenset({RECAST, REDONE, SAME_CAST})
+MADE_AGAIN = frozenset({RECAST, REDONE, SAME_CAST, SHAPE_ALONE})
 # Reasons under which saving a tensor costs no memory, with or without compression.
 ALIVE_ANYWAY = frozenset({PARAMETER, LEAF})
 
@@ -70,7 +71,6 @@ _LONGEST_WALK = 8
 _RESHAPES = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze")
 )
-RELU = "ReluBackward0"
 CAST = "ToCopyBackward0"
 
 

@@ -32,6 +32,8 @@ class SavedTensor:
         Bytes held for it instead; 0 where an earlier tensor's or its owner's serve.
     kept : str or None
         Why it was not compressed; None where it was.
+    unknown_reader : str or None
+        The operator or function that saved it, where it is kept because the table of readers does not have that.
     """
 
     module: str
@@ -41,6 +43,7 @@ class SavedTensor:
     unique_bytes: int
     stored_bytes: int
     kept: str | None
+    unknown_reader: str | None = None
 
     @property
     def restored_bytes(self) -> int:
@@ -98,14 +101,27 @@ class Recorder:
             self._count_gradients(name, module)
 
             def enter(_module: Module, _args: object, name: str = name) -> None:
-                self._modules.append(name)
+                self.enter(name)
 
             def leave(_module: Module, _args: object, _output: object) -> None:
-                if len(self._modules) > 1:
-                    self._modules.pop()
+                self.leave()
 
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    @property
+    def module(self) -> str:
+        """Name of the module that is running."""
+        return self._modules[-1]
+
+    def enter(self, name: str) -> None:
+        """Count what follows to a module."""
+        self._modules.append(name)
+
+    def leave(self) -> None:
+        """Count what follows to the module around it."""
+        if len(self._modules) > 1:
+            self._modules.pop()
 
     def _count_gradients(self, name: str, module: Module) -> None:
         """Note the bytes of the gradients of a module's own parameters."""
@@ -119,11 +135,14 @@ class Recorder:
         self._handles.clear()
         self._storages.clear()
 
-    def add(self, tensor: Tensor, kept: str | None, packed: int = 0) -> None:
-        """Record a saved tensor, kept for a reason, or packed in so many bytes that no earlier one's serve."""
+    def add(self, tensor: Tensor, kept: str | None, packed: int = 0, unknown: str | None = None) -> None:
+        """Record a saved tensor, kept for a reason, or packed in so many bytes that no earlier one's serve.
+
+        ``unknown`` is its reader, where it is kept because the table does not have that.
+        """
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
         stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
-        self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept)
+        self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept, unknown)
 
     def add_codes(self, packs: Packs, packed: int) -> None:
         """Record codes that an autograd function saves, as what they stand for."""
@@ -132,10 +151,17 @@ class Recorder:
         self._append(packs.shape, packs.dtype, packs.nbytes, unique, packed, None)
 
     def _append(
-        self, shape: tuple[int, ...], dtype: torch.dtype, saved: int, unique: int, stored: int, kept: str | None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        saved: int,
+        unique: int,
+        stored: int,
+        kept: str | None,
+        unknown: str | None = None,
     ) -> None:
         name = str(dtype).removeprefix("torch.")
-        self.saved.append(SavedTensor(self._modules[-1], shape, name, saved, unique, stored, kept))
+        self.saved.append(SavedTensor(self.module, shape, name, saved, unique, stored, kept, unknown))
 
     def _unique_bytes(self, tensor: Tensor) -> int:
         return sum(self._unique_part_bytes(part) for part in _parts(policy.local_tensor(tensor)))

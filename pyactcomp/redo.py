@@ -9,6 +9,7 @@ chains of nodes overflow the stack when they are freed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
+from .forms import AS_CODES, ITSELF
 from .layouts import layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
-from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
-from .torch_private import running_node, saved_form, saves_are_dropped, top_saved_tensor_hooks
+from .saved import Kept, Packs, Recent, Region, Shared, View, check_reader, check_version
+from .torch_private import saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -48,8 +50,8 @@ class Recipe:
         Recipes that ``compute`` rests on, itself included.
     casts : bool
         Whether autocast's casts of the output are computed again too.
-    shape_reader : str, optional
-        Name of a node that reads no more of the output than its shape.
+    exact : bool
+        Whether ``compute`` gives the output bit by bit.
     """
 
     __slots__ = (
@@ -61,7 +63,7 @@ class Recipe:
         "casts",
         "depth",
         "dtype",
-        "shape_reader",
+        "exact",
         "storage",
         "version",
     )
@@ -73,7 +75,7 @@ class Recipe:
         operands: tuple[Tensor, ...] = (),
         depth: int = 1,
         casts: bool = True,
-        shape_reader: str | None = None,
+        exact: bool = False,
     ) -> None:
         self._compute = compute
         self._operands = operands
@@ -82,7 +84,7 @@ class Recipe:
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth
         self.casts = casts and self.computes
-        self.shape_reader = shape_reader
+        self.exact = exact
         self.dtype = out.dtype
         self.storage = ref(out.untyped_storage())
         self.version = out._version
@@ -132,15 +134,9 @@ class Redone(Shared):
         self.dtype = dtype
 
     def restore(self) -> Tensor:
-        """Return the tensor, or memory of its layout, as it is, while a node runs that reads no more of it.
-
-        Its hooks run then too. One that reads the node's ``_saved_self`` gets that memory.
-        """
-        reader = self.recipe.shape_reader
-        if reader is not None and (node := running_node()) is not None and node.name() == reader:
-            # Memory for all elements, as before: CUDA's kernel copies an input with gaps or repeats.
-            shape, stride, _ = self.layout
-            return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
+        """Return the output."""
+        if not self.recipe.exact:
+            check_reader(AS_CODES, self.layout.shape)
         return super().restore()
 
     def _make(self) -> Tensor:
@@ -256,10 +252,8 @@ def source_of_cast(
     stored = _stored_result(producer)
     if stored is None or stored.layout != layout_of(copy) or number != 0:
         return None
-    # Autocast has nll_loss save a float32 copy of log_softmax's result, the largest tensor of a language model. Its
-    # backward reads the shape alone; that of images (NllLoss2D) lays the gradient out as the copy is.
-    reader = "NllLossBackward0" if producer.name() == "LogSoftmaxBackward0" else None
-    return Recipe(copy, lambda dtype: stored.restore().to(dtype), shape_reader=reader), copy, copy.dtype
+    exact = is_exact(stored)
+    return Recipe(copy, lambda dtype: stored.restore().to(dtype), exact=exact), copy, copy.dtype
 
 
 def again(tensor: Tensor) -> Callable[[], Tensor] | None:
@@ -316,6 +310,14 @@ def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored
     return Kept(stored.tensor.clone()) if copied else None
 
 
+def is_exact(stored: Stored) -> bool:
+    """Return whether a stored form gives its tensor bit by bit."""
+    shared = stored.region if isinstance(stored, View) else stored
+    if isinstance(shared, Redone):
+        return shared.recipe.exact
+    return not isinstance(shared, Region) or shared.form is ITSELF
+
+
 def _depth(stored: Stored) -> int:
     shared = stored.region if isinstance(stored, View) else stored
     return shared.recipe.depth if isinstance(shared, Redone) else 0
@@ -331,12 +333,15 @@ def _gelu(out: Tensor, node: Any) -> Recipe | None:
     if x is None:
         return None
     approximate = node._saved_approximate
-    return Recipe(out, lambda dtype: F.gelu(x.restore(), approximate=approximate).to(dtype), depth=_depth(x) + 1)
+    again = partial(F.gelu, approximate=approximate)
+    return Recipe(out, lambda dtype: again(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
 
 
 def _silu(out: Tensor, node: Node) -> Recipe | None:
     x = _operand(node, "self")
-    return None if x is None else Recipe(out, lambda dtype: F.silu(x.restore()).to(dtype), depth=_depth(x) + 1)
+    if x is None:
+        return None
+    return Recipe(out, lambda dtype: F.silu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
 
 
 def _mul(out: Tensor, node: Node) -> Recipe | None:
@@ -344,8 +349,8 @@ def _mul(out: Tensor, node: Node) -> Recipe | None:
     a, b = _lasting(_operand(node, "self"), of_a, out), _lasting(_operand(node, "other"), of_b, out)
     if a is None or b is None:
         return None
-    depth = max(_depth(a), _depth(b)) + 1
-    return Recipe(out, lambda dtype: (a.restore() * b.restore()).to(dtype), depth=depth)
+    depth, exact = max(_depth(a), _depth(b)) + 1, is_exact(a) and is_exact(b)
+    return Recipe(out, lambda dtype: (a.restore() * b.restore()).to(dtype), depth=depth, exact=exact)
 
 
 def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
@@ -358,7 +363,8 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     scale = 0.0 if probability == 1 else 1 / (1 - probability)
     # What dropout does to its input is what its backward does to a gradient.
     backward = torch.ops.aten.native_dropout_backward
-    return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype))
+    exact = is_exact(stored)
+    return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype), exact=exact)
 
 
 _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
@@ -392,4 +398,4 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
         return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)
 
     # To normalise in float32 and then cast moves 14 bytes to save 2; that the casts are the same is worth more.
-    attach(node, out, Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False))
+    attach(node, out, Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x)))

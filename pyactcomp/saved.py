@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from abc import abstractmethod
 from collections import deque
 from typing import Any, NamedTuple, Protocol
@@ -11,10 +13,12 @@ import torch
 from torch import Tensor
 
 from .errors import PyactcompError
+from .forms import AS_SHAPE, EXACT, ITSELF, Form
 from .kernels import Kernel
 from .layouts import Layout, layout_of
 from .narrow import NarrowKernel
-from .torch_private import current_raw_stream, never_traced
+from .observer import observer
+from .torch_private import current_raw_stream, never_traced, running_node
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -80,6 +84,28 @@ def version_probe(tensor: Tensor) -> Tensor:
     if empty is None:
         empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return _with_version_of(tensor, empty)
+
+
+def check_reader(form: Form, shape: torch.Size) -> None:
+    """Raise PyactcompError if the node that backward runs needs more than ``form``, by the table of readers.
+
+    Only where backward itself unpacks: code that looks at what another node saved may do so.
+    """
+    node = observer().contradiction(form.need)
+    if node is None:
+        return
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_globals.get("__name__") in _BACKWARD:
+        raise PyactcompError(
+            f"{node} reads a tensor of shape {tuple(shape)} that was stored as {form.name}, for an operator that needs "
+            "no more; this one does. Please report it; until then pass skip=[...] with the module that runs it, or "
+            "mode='lossless'."
+        )
+
+
+_BACKWARD = frozenset({"torch.autograd.graph", "torch.autograd"})
 
 
 class Kept:
@@ -215,15 +241,16 @@ Recent = deque[ref[Shared]]
 class Region(Shared):
     """A packed piece of memory: the elements of one dense tensor in storage order.
 
-    Several saved tensors may be views of it.
+    Several saved tensors may be views of it. Where a later reader needs it more exactly, it is stored anew for all.
     """
 
-    __slots__ = ("_carrier", "_kernel", "_packed", "_version", "dtype", "storage")
+    __slots__ = ("_carrier", "_kernel", "_packed", "_version", "dtype", "form", "storage")
 
     def __init__(
         self,
         source: Tensor,
-        kernel: Kernel,
+        form: Form,
+        kernel: Kernel | None,
         carrier: torch.dtype,
         buffer: Tensor,
         seed: int,
@@ -236,8 +263,24 @@ class Region(Shared):
         # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
         self.storage = ref(source.untyped_storage())
         self._version = source._version
+        self.store(source, form, kernel, carrier, buffer, seed)
+
+    def store(
+        self,
+        source: Tensor,
+        form: Form,
+        kernel: Kernel | None,
+        carrier: torch.dtype,
+        buffer: Tensor,
+        seed: int,
+    ) -> None:
+        """Store ``source``, the tensor that is stored, in a form, or as it is without a kernel."""
+        self.form = form
         self._carrier = carrier
         self._kernel = kernel
+        if kernel is None:
+            self._packed = source.detach()
+            return
         kernel.encode(source if carrier is self.dtype else source.detach().to(carrier), buffer, seed)
         # One tensor tells what is packed and whether the original was written to. Nothing may be written to it: that
         # would count as written to the original.
@@ -246,12 +289,12 @@ class Region(Shared):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._packed.numel()
+        return self._packed.nbytes
 
     @property
     def narrowed(self) -> bool:
         """Whether it holds the elements themselves, in a narrower dtype."""
-        return isinstance(self._kernel, NarrowKernel)
+        return self.form is ITSELF and isinstance(self._kernel, NarrowKernel)
 
     @property
     def unchanged(self) -> bool:
@@ -272,12 +315,16 @@ class Region(Shared):
         if self._packed._version != self._version:
             kind = self._packed.new_empty(0, dtype=self.dtype).type()
             raise _modified_error(self._packed, kind, self.layout.shape, self._version)
+        if self.form.need != EXACT:
+            check_reader(self.form, self.layout.shape)
         return super().restore()
 
     def _hold_for(self, current: torch.cuda.Stream, packing: torch.cuda.Stream) -> None:
         self._packed.record_stream(current)
 
     def _make(self) -> Tensor:
+        if self._kernel is None:
+            return self._packed
         out = self._packed.new_empty_strided(self.layout.shape, self.layout.stride, dtype=self._carrier)
         self._kernel.decode(self._packed, out)
         return out if self._carrier is self.dtype else out.to(self.dtype)
@@ -296,6 +343,37 @@ class View:
     def restore(self) -> Tensor:
         """Return the view of what is restored."""
         return self.region.restore().as_strided(self._layout.shape, self._layout.stride, self._offset)
+
+
+class Shapeless:
+    """A saved tensor of which backward reads the shape alone."""
+
+    __slots__ = ("_device", "_dtype", "_layout")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._layout = layout_of(tensor)
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+
+    def restore(self) -> Tensor:
+        """Return memory of its layout, as it is, while backward runs; elsewhere NaN, for who looks at the values."""
+        check_reader(AS_SHAPE, self._layout.shape)
+        # Memory for all elements, as before: CUDA's kernels copy an input with gaps or repeats.
+        out = torch.empty_strided(self._layout.shape, self._layout.stride, dtype=self._dtype, device=self._device)
+        return out if running_node() is not None else out.fill_(math.nan)
+
+
+class Pending:
+    """A saved tensor whose form is decided later."""
+
+    __slots__ = ("stored",)
+
+    def __init__(self, stored: Saved) -> None:
+        self.stored = stored
+
+    def restore(self) -> Tensor:
+        """Return the tensor."""
+        return self.stored.restore()
 
 
 class Gathered:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from pyactcomp import _core
-from pyactcomp.allocator import build, subclass
+from pyactcomp import _core, extensions
+from pyactcomp.allocator import build
 from pyactcomp.errors import PyactcompError
 
 # What torch's build leaves in the headers of a torch with CUDA, and alone is missing in those of one without.
@@ -28,7 +26,8 @@ def test_subclass_compiles_against_the_installed_torch(tmp_path: Path) -> None:
     if not (Path(torch.__file__).parent / "include" / name).exists():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    command = [*build.compile_command(), "-Werror", f"-isystem{tmp_path}", "-fsyntax-only"]
+    headers = (build.cuda_headers(), tmp_path)
+    command = [*extensions.compile_command("_torch_allocator", headers=headers), "-Werror", "-fsyntax-only"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -42,47 +41,13 @@ def test_building_under_a_torch_without_cuda_names_the_torch(tmp_path: Path) -> 
 
 def test_missing_sources_are_named(tmp_path: Path) -> None:
     with pytest.raises(PyactcompError, match=f"sources are not at {tmp_path}"):
-        build.compile_command(tmp_path)
+        extensions.compile_command("_observer", tmp_path)
 
 
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(PyactcompError, match="no C\\+\\+ compiler named 'no-such-compiler'"):
-        build.compile_command()
-
-
-def _module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    name = f"stand_in_{folder.name}"
-    (folder / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(subclass, "_NAME", name)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-def test_module_built_for_this_torch_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _module(tmp_path, monkeypatch, f"BUILT_FOR = {str(torch.__version__)!r}")
-    module, missing = subclass.load()
-    assert missing is None
-    assert module is not None
-    assert module.BUILT_FOR == torch.__version__
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("BUILT_FOR = '0.1'", r"built for torch 0\.1, and this is \d+\.\d+"),
-        ("raise ImportError('undefined symbol: somewhere')", r"does not load with torch .*undefined symbol: somewhere"),
-    ],
-)
-def test_module_of_another_torch_is_refused(
-    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _module(tmp_path, monkeypatch, text)
-    module, missing = subclass.load()
-    assert module is None
-    assert missing is not None
-    assert re.search(reason, missing)
-    assert missing.endswith("run pyactcomp build-allocator")
+        extensions.compile_command("_observer")
 
 
 @pytest.mark.skipif(not _core.HAS_RUNTIME, reason="pyactcomp._core was built without CUDA")

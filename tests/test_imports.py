@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 BOTTOM = {"errors", "format", "reference", "torch_private", "_version"}
 KERNELS = {"kernels", "_core"}
 CODEC = BOTTOM | KERNELS | {"codec", "layouts"}
-MODEL = CODEC | {"config", "policy", "saved", "record", "redo", "narrow", "engine", "session"}
+READERS = {"extensions", "forms", "observer", "reader_table", "readers"}
+MODEL = CODEC | READERS | {"config", "policy", "saved", "record", "redo", "narrow", "halves", "engine", "session"}
 FUNCTIONS = CODEC | {"functional", "redo"}
 CALLS = MODEL | {"compress", "report", "verify"}
 
@@ -25,10 +26,10 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": {"commands"},
     "commands": {"_version", "allocator", "demo", "demo_plot", "doctor", "errors"}
-    | {"replay_commands", "explain_command"},
+    | {"replay_commands", "explain_command", "extensions"},
     "replay_commands": {"allocator"},
     "explain_command": {"allocator", "replay_commands"},
-    "doctor": {"_version", "allocator", "codec", "reference", "torch_private"},
+    "doctor": {"_version", "allocator", "codec", "extensions", "reference", "torch_private"},
     "demo_plot": {"demo"},
     "demo": {"compress", "demo_memory", "demo_model", "demo_text"},
     "demo_text": {"errors"},
@@ -42,15 +43,21 @@ ALLOWED = {
     "fusions": FUNCTIONS | {"config", "fusions", "saved"},
     "functional": FUNCTIONS | {"policy", "saved"},
     "record": BOTTOM | {"policy", "saved"},
-    "redo": BOTTOM | {"layouts", "policy", "saved"},
+    "redo": BOTTOM | {"forms", "layouts", "policy", "saved"},
     "narrow": KERNELS,
-    "saved": BOTTOM | KERNELS | {"layouts", "narrow"},
+    "halves": KERNELS | {"forms", "narrow"},
+    "saved": BOTTOM | KERNELS | {"forms", "layouts", "narrow", "observer"},
+    "observer": {"extensions", "forms", "reader_table", "readers", "torch_private"},
+    "readers": {"errors", "forms", "reader_table"},
+    "reader_table": {"forms"},
+    "forms": set(),
+    "extensions": {"errors"},
     "policy": BOTTOM,
     "config": CODEC,
     "ops": CODEC,
     "codec": BOTTOM | KERNELS | {"layouts"},
     "layouts": set(),
-    "allocator": {"errors", "torch_private", "_core"},
+    "allocator": {"errors", "extensions", "torch_private", "_core"},
     "kernels": {"errors", "format", "kernels", "torch_private", "_core"},
     "reference": {"format"},
     "torch_private": set(),

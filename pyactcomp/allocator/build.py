@@ -5,18 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
-import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from .. import extensions
 from ..errors import PyactcompError
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_SOURCES = ("bindings/torch_allocator.cpp", "allocator/config.cpp")
 
 
 def build_torch_allocator(directory: Path | None = None, *, source: Path | None = None) -> Path:
@@ -53,51 +48,7 @@ def build_torch_allocator(directory: Path | None = None, *, source: Path | None 
         raise PyactcompError(
             f"torch {torch.__version__} is built without CUDA, and has no allocator to subclass: install one with CUDA"
         )
-    module = (directory or _PACKAGE) / f"_torch_allocator{sysconfig.get_config_var('EXT_SUFFIX')}"
-    with tempfile.TemporaryDirectory(dir=module.parent) as scratch:
-        built = Path(scratch) / module.name
-        libraries = Path(torch.__file__).parent / "lib"
-        command = [*compile_command(source), "-shared", f"-L{libraries}", "-lc10", "-lc10_cuda", "-o", str(built)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            raise PyactcompError(
-                f"the torch subclass does not compile for torch {torch.__version__}; it is written for 2.11 and "
-                f"later. The command was\n{' '.join(command)}\nand said\n{result.stderr[-4000:]}"
-            )
-        built.replace(module)
-    return module
-
-
-def compile_command(source: Path | None = None) -> list[str]:
-    """Return the compiler's command for the module's sources, up to what is to be made of them.
-
-    Raises
-    ------
-    PyactcompError
-        If there is no compiler, CUDA's headers are nowhere, or the sources are missing.
-    """
-    source = source or _PACKAGE.parent / "csrc"
-    files = [source / name for name in _SOURCES]
-    if not all(file.exists() for file in files):
-        raise PyactcompError(
-            f"pyactcomp's sources are not at {source}: install it from a checkout (pip install --editable . "
-            "--no-build-isolation), or pass the checkout's csrc as source"
-        )
-    name = os.environ.get("CXX", "c++")
-    compiler = shutil.which(name)
-    if compiler is None:
-        raise PyactcompError(f"no C++ compiler named '{name}' is on PATH; install g++, or set CXX")
-    include = Path(torch.__file__).parent / "include"
-    return [
-        compiler,
-        *("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"),
-        # Messages name files as the repository does, not this machine.
-        f"-ffile-prefix-map={source.parent}/=",
-        f'-DPAC_BUILT_FOR="{torch.__version__}"',
-        f"-I{source}",
-        *(f"-isystem{folder}" for folder in (include, cuda_headers(), sysconfig.get_path("include"))),
-        *map(str, files),
-    ]
+    return extensions.build("_torch_allocator", directory, source=source, headers=(cuda_headers(),))
 
 
 def cuda_headers() -> Path:

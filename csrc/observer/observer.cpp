@@ -1,0 +1,410 @@
+// The module pyactcomp._observer: which operator is running in this thread, and which of its arguments a tensor is.
+//
+// Torch calls `begin` and `end` around every operator of a thread that observes (at::RecordFunction). A saved-tensor
+// hook runs inside the operator that saves, so the innermost call is the reader. Begin runs without the GIL, so all that
+// needs Python waits for `reader`. It is compiled for one release of torch, as _torch_allocator is.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <typeindex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace pac::observer {
+namespace {
+
+/// A reference to a Python object that lasts as long as the process: the interpreter may be gone before statics are.
+class Object {
+ public:
+  Object() = default;
+  static Object borrowed(PyObject* object) {
+    Object held;
+    held.object_ = Py_XNewRef(object);
+    return held;
+  }
+  PyObject* get() const { return object_; }
+  PyObject* new_reference() const { return Py_NewRef(object_); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+/// What backward needs of one operand, as the table of readers has it; `need` orders them by strictness.
+struct Reading {
+  Object object;
+  long need = 0;
+};
+
+/// An operator as the table has it. Names are those of the schema, or of a Python autograd function's class.
+struct Operator {
+  std::string name, overload;
+  bool is_function = false;   ///< a Python autograd function
+  bool decides = false;       ///< its result is a decision: a comparison, an index, a route
+  // Filled by `resolve`, with the GIL, on the first save.
+  bool resolved = false;
+  bool captures = true;       ///< whether which argument it is makes a difference
+  bool by_scalars = false;    ///< whether other arguments do: an exponent, the name of a reduction
+  std::vector<Reading> arguments;
+  Reading result, unclear, statistic;
+  bool elementwise = false;
+};
+
+struct Argument {
+  const c10::TensorImpl* tensor;
+  size_t index;
+};
+
+struct Call {
+  Operator* op;
+  size_t first_argument, first_value;
+  std::uint64_t decisions;
+  long saves;
+};
+
+struct Value {
+  size_t index;
+  c10::IValue value;
+};
+
+struct Thread {
+  std::vector<Call> calls;
+  std::vector<Argument> arguments;
+  std::vector<Value> values;
+  std::unordered_map<const char*, Operator*> known;
+  std::uint64_t serial = 0, decisions = 0, generation = 0;
+  long observers = 0;
+  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+};
+
+thread_local Thread thread;
+
+/// Operators met by any thread. Never freed: calls in flight point to them.
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<std::string, std::unique_ptr<Operator>> operators;
+  std::unordered_set<std::string> deciding;
+  std::uint64_t generation = 1;
+};
+
+Registry& registry() {
+  static Registry& instance = *std::make_unique<Registry>().release();
+  return instance;
+}
+
+// Given by `configure`.
+Object resolve_operator, resolve_function, weakest_need;
+
+Operator* find(const char* name, const char* overload) {
+  Registry& all = registry();
+  if (thread.generation != all.generation) {
+    thread.known.clear();
+    thread.generation = all.generation;
+  }
+  const auto known = thread.known.find(name);
+  // A class of autograd functions may be gone, and its name's memory another's.
+  if (known != thread.known.end() && known->second->name == name) return known->second;
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& entry = all.operators[std::string(name) + '.' + overload];
+  if (!entry) {
+    entry = std::make_unique<Operator>();
+    entry->name = name;
+    entry->overload = overload;
+    entry->is_function = entry->name.find("::") == std::string::npos;
+    entry->decides = all.deciding.count(entry->name) != 0;
+  }
+  thread.known[name] = entry.get();
+  return entry.get();
+}
+
+void capture(const c10::IValue& value, size_t index, bool values) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined()) thread.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      thread.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
+    }
+  } else if (values && (value.isScalar() || value.isString() || value.isNone())) {
+    thread.values.push_back({index, value});
+  }
+}
+
+bool is_floating(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().is_floating_point();
+}
+
+std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+  // First, so that every end finds its call, also where the rest throws.
+  thread.calls.push_back(
+      {nullptr, thread.arguments.size(), thread.values.size(), thread.decisions, 0});
+  ++thread.serial;
+  Operator* const op = find(function.name(), function.overload_name());
+  thread.calls.back().op = op;
+  const auto inputs = function.inputs();
+  if (op->decides && !inputs.empty() && is_floating(inputs[0])) ++thread.decisions;
+  if (op->captures) {
+    for (size_t index = 0; index < inputs.size(); ++index) capture(inputs[index], index, !op->resolved || op->by_scalars);
+  }
+  return nullptr;
+}
+
+void end(const at::RecordFunction&, at::ObserverContext*) {
+  if (thread.calls.empty()) return;
+  const Call& call = thread.calls.back();
+  thread.arguments.resize(call.first_argument);
+  thread.values.erase(thread.values.begin() + static_cast<std::ptrdiff_t>(call.first_value), thread.values.end());
+  thread.calls.pop_back();
+}
+
+bool read(PyObject* object, Reading& reading) {
+  PyObject* need = PyObject_GetAttrString(object, "need");
+  if (!need) return false;
+  reading.need = PyLong_AsLong(need);
+  Py_DECREF(need);
+  reading.object = Object::borrowed(object);
+  return !PyErr_Occurred();
+}
+
+/// Ask the table about an operator: (readings of arguments or None, result, unclear, statistic or None, by_scalars).
+bool resolve(Operator& op) {
+  PyObject* row = PyObject_CallFunction(resolve_operator.get(), "ss", op.name.c_str(), op.overload.c_str());
+  if (!row) return false;
+  PyObject *arguments = nullptr, *result = nullptr, *unclear = nullptr, *statistic = nullptr;
+  int by_scalars = 0;
+  bool good = PyArg_ParseTuple(row, "OOOOp", &arguments, &result, &unclear, &statistic, &by_scalars) != 0;
+  std::vector<Reading> readings;
+  if (good && arguments != Py_None) {
+    for (Py_ssize_t index = 0; good && index < PyTuple_GET_SIZE(arguments); ++index) {
+      good = read(PyTuple_GET_ITEM(arguments, index), readings.emplace_back());
+    }
+  }
+  good = good && read(result, op.result) && read(unclear, op.unclear);
+  if (good && statistic != Py_None) good = read(statistic, op.statistic);
+  if (good) {
+    op.captures = arguments != Py_None;
+    op.elementwise = statistic != Py_None;
+    op.by_scalars = by_scalars != 0;
+    op.arguments = std::move(readings);
+    op.resolved = true;
+  }
+  Py_DECREF(row);
+  return good;
+}
+
+bool same_memory(const c10::TensorImpl& a, const c10::TensorImpl& b) {
+  return a.has_storage() && b.has_storage() && a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+bool same_view(const c10::TensorImpl& a, const c10::TensorImpl& b) {
+  return a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+/// Return the values of a call's scalar arguments as a dict by index, for the table to decide by.
+PyObject* values_of(const Call& call) {
+  PyObject* values = PyDict_New();
+  for (size_t i = call.first_value; values && i < thread.values.size(); ++i) {
+    const c10::IValue& value = thread.values[i].value;
+    PyObject* converted = nullptr;
+    if (value.isInt()) {
+      converted = PyLong_FromLongLong(value.toInt());
+    } else if (value.isDouble()) {
+      converted = PyFloat_FromDouble(value.toDouble());
+    } else if (value.isBool()) {
+      converted = PyBool_FromLong(value.toBool());
+    } else if (value.isString()) {
+      converted = PyUnicode_FromString(value.toStringRef().c_str());
+    } else if (value.isNone()) {
+      converted = Py_NewRef(Py_None);
+    } else {
+      continue;  // a complex or symbolic number: the table takes its absence for unclear
+    }
+    PyObject* key = PyLong_FromSize_t(thread.values[i].index);
+    if (!converted || !key || PyDict_SetItem(values, key, converted) != 0) Py_CLEAR(values);
+    Py_XDECREF(key);
+    Py_XDECREF(converted);
+  }
+  return values;
+}
+
+/// Return how many elements a tensor has that are not repeats of another (stride 0).
+std::int64_t distinct(const c10::TensorImpl& tensor) {
+  std::int64_t count = 1;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) != 0) count *= tensor.size(dim);
+  }
+  return count;
+}
+
+struct Found {
+  const Reading* reading;
+  size_t index;
+  bool is_argument;
+};
+
+/// Return which operand of a call a tensor is: an argument by identity, else by its view of the memory; a result else.
+Found match(const Call& call, const c10::TensorImpl& tensor) {
+  const Operator& op = *call.op;
+  Found found{&op.result, 0, false};
+  std::int64_t largest = 0;
+  bool aliased = false;
+  for (const bool by_identity : {true, false}) {
+    for (size_t i = call.first_argument; i < thread.arguments.size(); ++i) {
+      const Argument& argument = thread.arguments[i];
+      if (by_identity) largest = std::max(largest, argument.tensor->numel());
+      if (by_identity ? argument.tensor != &tensor : !same_memory(*argument.tensor, tensor)) continue;
+      if (!by_identity && !same_view(*argument.tensor, tensor)) {
+        aliased = true;
+        continue;
+      }
+      const Reading& reading = argument.index < op.arguments.size() ? op.arguments[argument.index] : op.unclear;
+      if (found.is_argument && reading.need == found.reading->need && reading.object.get() != found.reading->object.get()) {
+        found.reading = &op.unclear;
+      } else if (!found.is_argument || reading.need > found.reading->need) {
+        found = {&reading, argument.index, true};
+      }
+    }
+    if (found.is_argument) break;
+  }
+  if (!found.is_argument && aliased) found.reading = &op.unclear;
+  // One number for many elements of the other operand is a statistic or a scale, and costs next to nothing.
+  constexpr std::int64_t kFewer = 8;
+  if (found.is_argument && op.elementwise && distinct(tensor) * kFewer <= largest) found.reading = &op.statistic;
+  return found;
+}
+
+PyObject* reader(PyObject*, PyObject* object) {
+  if (!THPVariable_Check(object)) {
+    PyErr_Format(PyExc_TypeError, "reader expects a torch.Tensor, got %s", Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  if (thread.calls.empty() || !thread.calls.back().op) Py_RETURN_NONE;
+  Operator& op = *thread.calls.back().op;
+  const long position = thread.calls.back().saves++;
+  if (op.is_function) return PyObject_CallFunction(resolve_function.get(), "sl", op.name.c_str(), position);
+  if (!op.resolved && !resolve(op)) return nullptr;
+  const Call& call = thread.calls.back();
+  const Found found = match(call, *THPVariable_Unpack(object).unsafeGetTensorImpl());
+  if (!op.by_scalars) return found.reading->object.new_reference();
+  PyObject* values = values_of(call);
+  if (!values) return nullptr;
+  PyObject* given = PyObject_CallMethod(found.reading->object.get(), "given", "N", values);
+  return given;
+}
+
+PyObject* start(PyObject*, PyObject*) {
+  if (thread.observers++ == 0) {
+    at::RecordFunctionCallback callback(&begin, &end);
+    callback.needsInputs(true).scopes({at::RecordScope::FUNCTION});
+    thread.handle = at::addThreadLocalCallback(callback);
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* stop(PyObject*, PyObject*) {
+  if (thread.observers > 0 && --thread.observers == 0) at::removeCallback(thread.handle);
+  Py_RETURN_NONE;
+}
+
+/// Return (calls so far, decisions so far, decisions before the running call) of this thread.
+PyObject* progress(PyObject*, PyObject*) {
+  const std::uint64_t before = thread.calls.empty() ? thread.decisions : thread.calls.back().decisions;
+  return Py_BuildValue("KKK", static_cast<unsigned long long>(thread.serial),
+                       static_cast<unsigned long long>(thread.decisions), static_cast<unsigned long long>(before));
+}
+
+/// Return the name of the node that backward runs if the table has it need more than `need`, else None.
+PyObject* contradiction(PyObject*, PyObject* argument) {
+  static auto& needs = *std::make_unique<std::unordered_map<std::type_index, long>>().release();  // under the GIL
+  const long need = PyLong_AsLong(argument);
+  if (need == -1 && PyErr_Occurred()) return nullptr;
+  const auto node = torch::autograd::get_current_node();
+  if (!node) Py_RETURN_NONE;
+  const torch::autograd::Node& running = *node;
+  const std::type_index type(typeid(running));
+  auto known = needs.find(type);
+  if (known == needs.end()) {
+    PyObject* weakest = PyObject_CallFunction(weakest_need.get(), "s", running.name().c_str());
+    if (!weakest) return nullptr;
+    known = needs.emplace(type, PyLong_AsLong(weakest)).first;
+    Py_DECREF(weakest);
+  }
+  if (known->second <= need) Py_RETURN_NONE;
+  return PyUnicode_FromString(running.name().c_str());
+}
+
+/// configure(resolve_operator, resolve_function, weakest_need, deciding): the table of readers, as functions.
+PyObject* configure(PyObject*, PyObject* arguments) {
+  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &of_operator, &of_function, &weakest, &deciding)) return nullptr;
+  PyObject* names = PySequence_Fast(deciding, "deciding must be a sequence of names");
+  if (!names) return nullptr;
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.deciding.clear();
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(names); ++index) {
+    const char* name = PyUnicode_AsUTF8(PySequence_Fast_GET_ITEM(names, index));
+    if (!name) {
+      Py_DECREF(names);
+      return nullptr;
+    }
+    all.deciding.emplace(name);
+  }
+  Py_DECREF(names);
+  resolve_operator = Object::borrowed(of_operator);
+  resolve_function = Object::borrowed(of_function);
+  weakest_need = Object::borrowed(weakest);
+  Py_RETURN_NONE;
+}
+
+/// Ask the table again about every operator: it has changed.
+PyObject* forget(PyObject*, PyObject*) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  for (auto& entry : registry().operators) {
+    entry.second->resolved = false;
+    entry.second->captures = true;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"configure", configure, METH_VARARGS, "Give the table of readers, as functions that are asked once an operator."},
+    {"forget", forget, METH_NOARGS, "Ask the table again: it has changed."},
+    {"start", start, METH_NOARGS, "Observe the operators of this thread, until as many stops."},
+    {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
+    {"reader", reader, METH_O, "Return what the running operator needs of a tensor that it saves; None outside of any."},
+    {"progress", progress, METH_NOARGS,
+     "Return the number of calls in this thread, of decisions, and of decisions before the running call."},
+    {"contradiction", contradiction, METH_O, "Return the name of the running node if it needs more than `need`."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "_observer",
+    "Which operator saves a tensor, for the one release of torch that BUILT_FOR names.",
+    -1,
+    methods,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+};
+
+}  // namespace
+}  // namespace pac::observer
+
+PyMODINIT_FUNC PyInit__observer() {
+  PyObject* module = PyModule_Create(&pac::observer::definition);
+  if (module && PyModule_AddStringConstant(module, "BUILT_FOR", PAC_BUILT_FOR) != 0) Py_CLEAR(module);
+  return module;
+}

@@ -1,0 +1,153 @@
+"""Finds and compiles the two libraries that are built for one release of torch: its allocator and the observer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from .errors import PyactcompError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that includes torch's headers.
+
+    Attributes
+    ----------
+    purpose : str
+        What it is, for errors.
+    sources, links : tuple of str
+        Files below ``csrc``; libraries of torch.
+    remedy : str
+        The command that builds it.
+    """
+
+    purpose: str
+    sources: tuple[str, ...]
+    links: tuple[str, ...]
+    remedy: str
+
+
+LIBRARIES = {
+    "_torch_allocator": Library(
+        "torch subclass",
+        ("bindings/torch_allocator.cpp", "allocator/config.cpp"),
+        ("c10", "c10_cuda"),
+        "pyactcomp build-allocator",
+    ),
+    "_observer": Library(
+        "observer of operators",
+        ("observer/observer.cpp",),
+        ("c10", "torch_cpu", "torch_python"),
+        "pyactcomp build-observer",
+    ),
+}
+
+
+def load(name: str) -> tuple[ModuleType | None, str | None]:
+    """Return a library, or None and why it cannot be used and what to do."""
+    library = LIBRARIES[name]
+    if importlib.util.find_spec(f"pyactcomp.{name}") is None:
+        return None, f"its {library.purpose} is not built: run {library.remedy}"
+    try:
+        extension = importlib.import_module(f"pyactcomp.{name}")
+    except ImportError as error:
+        remedy = f"run {library.remedy}"
+        return None, f"its {library.purpose} does not load with torch {torch.__version__} ({error}): {remedy}"
+    if extension.BUILT_FOR != torch.__version__:
+        return None, (
+            f"its {library.purpose} is built for torch {extension.BUILT_FOR}, and this is {torch.__version__}: run "
+            f"{library.remedy}"
+        )
+    return extension, None
+
+
+def build(
+    name: str, directory: Path | None = None, *, source: Path | None = None, headers: Sequence[Path] = ()
+) -> Path:
+    """Compile a library for the torch that runs here, which alone can load it; a process that has loaded one keeps it.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`LIBRARIES`.
+    directory : Path, optional
+        Where the module goes: the installed package by default.
+    source : Path, optional
+        The folder ``csrc`` of pyactcomp's sources, by default the one beside the package.
+    headers : sequence of Path
+        Folders of headers beside torch's and Python's.
+
+    Returns
+    -------
+    Path
+        The module.
+
+    Raises
+    ------
+    PyactcompError
+        If something needed is missing, or the compiler fails; with its messages.
+    """
+    library = LIBRARIES[name]
+    module = (directory or _PACKAGE) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    with tempfile.TemporaryDirectory(dir=module.parent) as scratch:
+        built = Path(scratch) / module.name
+        folder = Path(torch.__file__).parent / "lib"
+        links = (f"-L{folder}", *(f"-l{each}" for each in library.links))
+        command = [*compile_command(name, source, headers), "-shared", *links, "-o", str(built)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise PyactcompError(
+                f"the {library.purpose} does not compile for torch {torch.__version__}; it is written for 2.11 and "
+                f"later. The command was\n{' '.join(command)}\nand said\n{result.stderr[-4000:]}"
+            )
+        built.replace(module)
+    return module
+
+
+def compile_command(name: str, source: Path | None = None, headers: Sequence[Path] = ()) -> list[str]:
+    """Return the compiler's command for a library's sources, up to what is to be made of them.
+
+    Raises
+    ------
+    PyactcompError
+        If there is no compiler, or the sources are missing.
+    """
+    source = source or _PACKAGE.parent / "csrc"
+    files = [source / file for file in LIBRARIES[name].sources]
+    if not all(file.exists() for file in files):
+        raise PyactcompError(
+            f"pyactcomp's sources are not at {source}: install it from a checkout (pip install --editable . "
+            "--no-build-isolation), or pass the checkout's csrc as source"
+        )
+    compiler_name = os.environ.get("CXX", "c++")
+    compiler = shutil.which(compiler_name)
+    if compiler is None:
+        raise PyactcompError(f"no C++ compiler named '{compiler_name}' is on PATH; install g++, or set CXX")
+    include = Path(torch.__file__).parent / "include"
+    folders = (include, include / "torch" / "csrc" / "api" / "include", *headers, sysconfig.get_path("include"))
+    return [
+        compiler,
+        # Torch's classes have other members where NDEBUG is not defined.
+        *("-std=c++17", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
+        *("-Wall", "-Wextra", "-Wconversion", "-Wshadow"),
+        # Messages name files as the repository does, not this machine.
+        f"-ffile-prefix-map={source.parent}/=",
+        f'-DPAC_BUILT_FOR="{torch.__version__}"',
+        f"-I{source}",
+        *(f"-isystem{folder}" for folder in folders),
+        *map(str, files),
+    ]

@@ -1,0 +1,164 @@
+"""Tells which operator saves a tensor: by ``_observer``, a library compiled for one release of torch, or without it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import readers
+from .extensions import load
+from .forms import AS_CODES, ITSELF, Reading, strictest
+from .reader_table import DECIDING, READERS
+from .torch_private import running_node
+
+
+class Observer(Protocol):
+    """Knows the operators that run in this thread."""
+
+    def start(self) -> None:
+        """Observe this thread, until as many stops."""
+
+    def stop(self) -> None:
+        """Undo one start of this thread."""
+
+    def reader(self, tensor: Tensor) -> Reading | None:
+        """Return how the operator that runs reads a tensor that it saves; None outside of any."""
+
+    def progress(self) -> tuple[int, int, int]:
+        """Return the calls so far in this thread, the decisions, and the decisions before the running call."""
+
+    def contradiction(self, need: int) -> str | None:
+        """Return the name of the node that backward runs if it cannot need as little as ``need``."""
+
+
+@functools.cache
+def observer() -> Observer:
+    """Return the library, or what serves where it is not built for this torch."""
+    library, _ = load("_observer")
+    if library is None:
+        return WithoutLibrary()
+    library.configure(readers.of_operator, readers.of_function, readers.weakest_need, DECIDING)
+    readers.on_change.append(library.forget)
+    return library
+
+
+# Functions that make others run, which read all of these operands alike.
+_PRODUCTS = frozenset(
+    (
+        *("linear", "matmul", "einsum", "bilinear", "tensordot", "chain_matmul", "inner", "outer", "kron"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
+)
+_ALIASES = {
+    "layer_norm": "native_layer_norm",
+    "group_norm": "native_group_norm",
+    "batch_norm": "native_batch_norm",
+    "softmax": "_softmax",
+    "log_softmax": "_log_softmax",
+    "true_divide": "div",
+    "multiply": "mul",
+}
+_PRODUCT = Reading("a product", "operand", AS_CODES, "the derivative multiplies the incoming gradient by it")
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_name(name: str) -> tuple[Reading, Reading] | None:
+    """Return how a function of torch, by its name, reads an argument and a result, as exactly as any of them."""
+    if name in _PRODUCTS:
+        return _PRODUCT, _PRODUCT
+    name = _ALIASES.get(name, name)
+    found = READERS.get(name)
+    if found is None or any(key.startswith(f"{name}.") for key in READERS):
+        return None
+    exact = found.get("", Reading(f"aten::{name}", "another operand", ITSELF, "backward is not known to need less"))
+    arguments = [reading for operand, reading in found.items() if operand not in ("result", "")]
+    return strictest(arguments) if arguments else exact, found.get("result", exact)
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the functions of torch that Python calls."""
+
+    def __init__(self, calls: list[tuple[str, tuple[Any, ...]]], count: Callable[[str], None]) -> None:
+        super().__init__()
+        self._calls, self._count = calls, count
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
+        kwargs = kwargs or {}
+        self._count(name)
+        self._calls.append((name, (*args, *kwargs.values())))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._calls.pop()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.modes: list[_Calls] = []
+        self.serial = self.decisions = 0
+
+
+_DECIDING = frozenset(name.removeprefix("aten::") for name in DECIDING)
+
+
+class WithoutLibrary:
+    """Sees the functions that Python calls, and none that they call in turn: more tensors than need be stay exact."""
+
+    def __init__(self) -> None:
+        self._thread = _Thread()
+
+    def start(self) -> None:
+        """Observe this thread, until as many stops."""
+        thread = self._thread
+        mode = _Calls(thread.calls, self._count)
+        thread.modes.append(mode)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Undo one start of this thread."""
+        if self._thread.modes:
+            self._thread.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _count(self, name: str) -> None:
+        self._thread.serial += 1
+        if name in _DECIDING:
+            self._thread.decisions += 1
+
+    def reader(self, tensor: Tensor) -> Reading | None:
+        """Return how the operator that runs reads a tensor that it saves; None outside of any."""
+        calls = self._thread.calls
+        if not calls:
+            return None
+        name, arguments = calls[-1]
+        found = _of_name(name)
+        if found is None:
+            return Reading(f"torch.{name}", "any operand", ITSELF, "without the observer it may run any operator")
+        operand, result = found
+        return operand if any(argument is tensor for argument in arguments) else strictest((operand, result))
+
+    def progress(self) -> tuple[int, int, int]:
+        """Return the calls so far in this thread, the decisions, and the decisions before the running call."""
+        thread = self._thread
+        # A block that is run inside one function of Python is taken for one that decides, if any has.
+        return thread.serial, thread.decisions, 0
+
+    def contradiction(self, need: int) -> str | None:
+        """Return the name of the node that backward runs if it cannot need as little as ``need``."""
+        node = running_node()
+        if node is None or _weakest(node.name()) <= need:
+            return None
+        return node.name()
+
+
+_weakest = functools.lru_cache(maxsize=1024)(readers.weakest_need)
+readers.on_change.append(_weakest.cache_clear)
+readers.on_change.append(_of_name.cache_clear)

@@ -1,0 +1,379 @@
+"""The table of readers: for each operator and operand, how exactly backward needs the tensor that it saves.
+
+An operator that saves a tensor for backward is its reader. Its derivative decides how exact the saved values must be,
+so the table names operators and their operands as torch's derivative formulas do (``derivatives.yaml``). An operand
+is an argument by its name, or ``result`` for a tensor that shares memory with no argument. An operand that is missing
+here, and an operator that is missing, is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .forms import (
+    ARTANH,
+    AS_CODES,
+    AS_SHAPE,
+    BFLOAT16,
+    BITS,
+    ITSELF,
+    LOG,
+    LOGIT,
+    POSITIVE,
+    SCALED,
+    Comparison,
+    Form,
+    Reading,
+)
+
+
+class _Group:
+    """Entries of the table that share a form and a reason: "operator operand operand ..." each."""
+
+    def __init__(self, form: Form, why: str, *entries: str) -> None:
+        self.form, self.why, self.entries = form, why, entries
+
+
+_MULTIPLIED = "the derivative multiplies the incoming gradient by it"
+_SMOOTH = "the derivative is a smooth bounded function of it"
+_RATIO = "the derivative divides by it or takes its log or a power, so relative precision counts"
+
+_GROUPS = (
+    _Group(
+        AS_CODES,
+        _MULTIPLIED,
+        *("mul self other", "addcmul tensor1 tensor2", "div self", "addcdiv tensor1", "lerp self end weight"),
+        *("mm self mat2", "bmm self mat2", "addmm mat1 mat2", "baddbmm batch1 batch2", "addbmm batch1 batch2"),
+        *("mv self vec", "addmv mat vec", "addr vec1 vec2", "dot self tensor", "vdot self other"),
+        *("matmul self other", "linear input weight", "mkldnn_linear self weight", "_trilinear i1 i2 i3"),
+        *("_grouped_mm self mat2", "linalg_cross self other", "conv_tbc self weight", "_sparse_addmm mat2"),
+        *("convolution input weight", "_convolution input weight", "convolution_overrideable input weight"),
+        *("cudnn_convolution self weight", "cudnn_convolution_transpose self weight"),
+        *("mkldnn_convolution self weight", "miopen_convolution self weight"),
+        *("miopen_convolution_transpose self weight", "miopen_depthwise_convolution self weight"),
+        *("_mps_convolution self weight", "_mps_convolution_transpose self weight"),
+        *("_conv_depthwise2d self weight", "conv_depthwise3d self weight", "_slow_conv2d_forward self weight"),
+        *("_nnpack_spatial_convolution input weight", "slow_conv3d_forward self weight"),
+        *("slow_conv_dilated2d self weight", "slow_conv_dilated3d self weight"),
+        *("slow_conv_transpose2d self weight", "slow_conv_transpose3d self weight"),
+        *("grid_sampler_2d input", "grid_sampler_3d input", "cudnn_grid_sampler self"),
+        *("_grid_sampler_2d_cpu_fallback input", "mkldnn_rnn_layer input", "_cudnn_rnn input"),
+    ),
+    _Group(
+        AS_CODES,
+        _SMOOTH,
+        *("gelu self", "silu self", "mish self", "glu self", "erf self", "native_layer_norm input"),
+        *("native_group_norm input", "_fused_rms_norm input", "native_batch_norm input", "cudnn_batch_norm input"),
+        *("miopen_batch_norm input", "_native_batch_norm_legit input", "_native_batch_norm_legit_no_training input"),
+        *("_batch_norm_with_update input", "_batch_norm_no_update input", "var self", "var_mean self", "std self"),
+        "std_mean self",
+    ),
+    _Group(POSITIVE, "the derivative asks where it is above zero", "relu result"),
+    _Group(
+        SCALED,
+        "attention's probabilities are computed again from it: an error of a score is one of its exponential",
+        *("_scaled_dot_product_flash_attention query key", "_scaled_dot_product_efficient_attention query key"),
+        *("_scaled_dot_product_cudnn_attention query key", "_scaled_dot_product_flash_attention_for_cpu query key"),
+        *("_scaled_dot_product_fused_attention_overrideable query key", "_flash_attention_forward query key"),
+        *("_efficient_attention_forward query key", "_cudnn_attention_forward query key"),
+    ),
+    _Group(
+        AS_CODES,
+        "the derivative multiplies the incoming gradient by it, summed over a head",
+        *("_scaled_dot_product_flash_attention value result", "_scaled_dot_product_efficient_attention value result"),
+        *("_scaled_dot_product_cudnn_attention value result", "_flash_attention_forward value result"),
+        *("_scaled_dot_product_flash_attention_for_cpu value result", "_efficient_attention_forward value result"),
+        *("_scaled_dot_product_fused_attention_overrideable value result", "_cudnn_attention_forward value result"),
+    ),
+    _Group(
+        LOG,
+        "the derivative takes its exponential: the gradient of a low loss is as small as the error of coarse codes",
+        *("_log_softmax result", "log_sigmoid_forward self", "binary_cross_entropy_with_logits self"),
+        *("softplus self", "soft_margin_loss self", "_sparse_log_softmax result"),
+    ),
+    _Group(
+        LOGIT,
+        "the derivative takes the small difference between it and one",
+        *("sigmoid result", "binary_cross_entropy self"),
+    ),
+    _Group(ARTANH, "the derivative takes the small difference between its square and one", "tanh result"),
+    _Group(
+        BFLOAT16,
+        "the derivative is a multiple of it, and where a log or a division follows, of its smallest values",
+        *("_softmax result", "_safe_softmax result", "_masked_softmax result", "exp result", "exp2 result"),
+    ),
+    _Group(
+        BFLOAT16,
+        _RATIO,
+        *("div other", "addcdiv tensor2", "log self", "log2 self", "log10 self", "sqrt result", "reciprocal result"),
+        *(
+            "tan result",
+            "asinh self",
+            "atan self",
+            "xlogy.Tensor self",
+            "xlogy.Scalar_Other self",
+            "pow.Scalar exponent result",
+        ),
+    ),
+    _Group(
+        BFLOAT16,
+        "the derivative asks for its sign, which rounding to a 16-bit float keeps, and is smooth elsewhere",
+        *("elu self result", "celu self result", "_prelu_kernel self", "rrelu_with_noise self", "abs self"),
+    ),
+    _Group(
+        AS_SHAPE,
+        "backward reads its shape alone",
+        *("nll_loss_forward self", "nll_loss2d_forward self", "_adaptive_avg_pool2d self", "avg_pool2d self"),
+        *("_adaptive_avg_pool3d self", "avg_pool3d self", "reflection_pad1d self", "reflection_pad2d self"),
+        *("reflection_pad3d self", "replication_pad1d self", "replication_pad2d self", "replication_pad3d self"),
+        *("max_pool2d_with_indices self", "max_pool3d_with_indices self", "adaptive_max_pool2d self"),
+        *("adaptive_max_pool3d self", "fractional_max_pool2d self", "fractional_max_pool3d self"),
+        *("masked_select self", "gather self", "take self"),
+    ),
+    _Group(
+        ITSELF,
+        "backward compares it with another saved value",
+        *("amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin"),
+        *("scatter_reduce", "index_reduce", "segment_reduce", "clamp.Tensor", "clamp_min.Tensor", "clamp_max.Tensor"),
+        *("hardswish", "kthvalue", "cummax", "cummin", "copysign", "multi_margin_loss", "nan_to_num", "sgn", "hypot"),
+        *("multilabel_margin_loss_forward", "nansum", "angle", "nextafter", "fmod", "remainder", "rrelu_with_noise"),
+    ),
+    _Group(
+        ITSELF,
+        "the derivative takes the difference of two saved values, which is small where the loss is",
+        *("mse_loss", "smooth_l1_loss", "huber_loss", "dist", "_cdist_forward", "_euclidean_dist", "_pdist_forward"),
+        *("logsumexp", "logaddexp", "logaddexp2", "logcumsumexp", "expm1", "log1p", "atan2", "special_log_ndtr"),
+    ),
+    _Group(
+        ITSELF,
+        "the derivative divides by it, or grows without bound, where 16 bits are not enough",
+        *("prod", "cumprod", "asin", "acos", "acosh", "atanh", "erfinv", "logit", "lgamma", "digamma", "polygamma"),
+        *("mvlgamma", "sinh", "cosh", "sinc", "erfc", "igamma", "igammac", "i0", "renorm", "xlogy", "ldexp"),
+        *(
+            "_standard_gamma",
+            "pow.Tensor_Tensor",
+            "_standard_gamma_grad",
+            "_sparse_softmax",
+            "polar",
+            "frexp",
+            "special_xlog1py",
+        ),
+        *("special_entr", "special_i0e", "special_i1", "special_i1e", "special_erfcx", "special_ndtri", "special_zeta"),
+    ),
+    _Group(
+        ITSELF,
+        "its derivative is that of a wave, whose arguments have no bound",
+        *("sin", "cos"),
+    ),
+    _Group(
+        ITSELF,
+        "it is looked up with: a small error moves it to another place",
+        *("grid_sampler_2d grid", "grid_sampler_3d grid", "cudnn_grid_sampler grid"),
+    ),
+    _Group(
+        ITSELF,
+        "a statistic, one number for many elements",
+        *("rsqrt result", "native_layer_norm result", "native_group_norm result", "_fused_rms_norm result"),
+        *("native_batch_norm result", "cudnn_batch_norm result", "std result", "std_mean result"),
+    ),
+    _Group(
+        ITSELF,
+        "a solution of linear equations or a decomposition amplifies errors by its condition number",
+        *("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex"),
+        *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_lstsq", "linalg_lu", "linalg_qr"),
+        *("linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_solve_triangular"),
+        *("cholesky", "cholesky_inverse", "cholesky_solve", "ormqr", "triangular_solve", "lu_unpack"),
+    ),
+    _Group(
+        ITSELF,
+        "recurrent kernels keep gates and states that they compute with again",
+        *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "miopen_rnn", "_lstm_mps"),
+    ),
+    _Group(
+        ITSELF,
+        "not run against this: kept exact until somebody has",
+        *("_ctc_loss", "_cudnn_ctc_loss", "miopen_ctc_loss", "_embedding_bag", "_fused_moving_avg_obs_fq_helper"),
+        *("_fake_quantize_learnable_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine"),
+        *("_weight_norm_interface", "_sparse_mm_reduce_impl", "_sparse_sparse_matmul", "sparse_sampled_addmm"),
+        *("_sparse_sum", "_to_dense", "to_mkldnn", "mkldnn_adaptive_avg_pool2d", "mkldnn_max_pool2d", "complex"),
+        *("mkldnn_max_pool3d", "max_pool2d", "values", "_nested_from_padded", "to_padded_tensor", "linalg_vector_norm"),
+    ),
+)
+
+
+def _bits(relation: Any, low: float, high: float, yes: float, no: float) -> tuple[Form, str]:
+    return Form(
+        "1 bit", BITS, Comparison(relation, low, high, yes, no)
+    ), "the derivative asks on what side of a bound it is"
+
+
+def _number(value: object, default: float) -> float | None:
+    """Return a scalar argument, ``default`` where it is None, and None where it is no real number."""
+    if value is None:
+        return default
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+_NO_BOUNDS = "its bounds are not plain numbers"
+_POWER_CODES = 4
+_POWER_RELATIVE = 8
+
+
+def _power(scalars: Mapping[int, object]) -> tuple[Form, str]:
+    exponent = _number(scalars.get(1), math.nan)
+    if exponent is None or math.isnan(exponent) or abs(exponent) > _POWER_RELATIVE:
+        return ITSELF, "the derivative is a high power of it"
+    if exponent == int(exponent) and 0 <= exponent <= _POWER_CODES:
+        return AS_CODES, "the derivative is a low power of it"
+    return BFLOAT16, _RATIO
+
+
+def _norm(position: int) -> Callable[[Mapping[int, object]], tuple[Form, str]]:
+    def decide(scalars: Mapping[int, object]) -> tuple[Form, str]:
+        if scalars.get(position, 2) == 2:
+            return AS_CODES, _MULTIPLIED
+        return ITSELF, "the derivative of this norm compares or divides"
+
+    return decide
+
+
+def _between(low: int | None, high: int | None) -> Callable[[Mapping[int, object]], tuple[Form, str]]:
+    """Return how to store the side of one or two bounds, given by position, on which elements lie, bounds included."""
+
+    def decide(scalars: Mapping[int, object]) -> tuple[Form, str]:
+        bottom = _number(scalars.get(low) if low is not None else None, -math.inf)
+        top = _number(scalars.get(high) if high is not None else None, math.inf)
+        if bottom is None or top is None or bottom > top:
+            return ITSELF, _NO_BOUNDS
+        # Any comparison with NaN is false: it is outside of all bounds.
+        return _bits("within", bottom, top, bottom if math.isfinite(bottom) else min(top, 0.0), math.nan)
+
+    return decide
+
+
+def _hardtanh(scalars: Mapping[int, object]) -> tuple[Form, str]:
+    low, high = _number(scalars.get(1), -1.0), _number(scalars.get(2), 1.0)
+    if low is None or high is None or not math.isfinite(high - low) or low >= high:
+        return ITSELF, _NO_BOUNDS
+    return _bits("not outside", low, high, (low + high) / 2, high)
+
+
+def _threshold(scalars: Mapping[int, object]) -> tuple[Form, str]:
+    bound = _number(scalars.get(1), math.nan)
+    if bound is None or not math.isfinite(bound):
+        return ITSELF, _NO_BOUNDS
+    return _bits("not below", bound, math.inf, math.inf, bound)
+
+
+def _shrink(scalars: Mapping[int, object]) -> tuple[Form, str]:
+    bound = _number(scalars.get(1), 0.5)
+    if bound is None or not math.isfinite(bound) or bound < 0:
+        return ITSELF, _NO_BOUNDS
+    return _bits("within", -bound, bound, 0.0, math.inf)
+
+
+_BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, str]]]] = {
+    "pow.Tensor_Scalar": ("self", _power),
+    "linalg_vector_norm": ("self", _norm(1)),
+    "norm": ("self", _norm(1)),
+    "hardtanh": ("self", _hardtanh),
+    "clamp": ("self", _between(1, 2)),
+    "clamp_min": ("self", _between(1, None)),
+    "clamp_max": ("self", _between(None, 1)),
+    "threshold": ("self", _threshold),
+    "leaky_relu": ("self", lambda _: _bits("above", 0.0, math.inf, 1.0, -1.0)),
+    "hardshrink": ("self", _shrink),
+    "softshrink": ("self", _shrink),
+    "hardsigmoid": ("self", lambda _: _bits("between", -3.0, 3.0, 0.0, 3.0)),
+}
+"""Operators whose scalar arguments decide."""
+
+ELEMENTWISE = frozenset({"mul", "div", "addcmul", "addcdiv", "lerp"})
+"""Operators of which an operand is a statistic or a scale where one number of it meets many of another operand."""
+
+DECIDING = tuple(
+    f"aten::{name}"
+    for name in (
+        *("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "median", "nanmedian", "mode", "multinomial"),
+        *("cummax", "cummin", "searchsorted", "bucketize", "unique_dim", "unique_consecutive", "_unique2", "nonzero"),
+        *("gt", "lt", "ge", "le", "eq", "ne", "floor", "ceil", "round", "trunc", "sign", "sgn", "max", "min"),
+    )
+)
+"""Operators that turn values into decisions: a block that runs one is not run again from values that differ."""
+
+FUNCTIONS: dict[str, str] = {
+    "flash_attn.flash_attn_interface.FlashAttnFunc": "flash-attn",
+    "flash_attn.flash_attn_interface.FlashAttnQKVPackedFunc": "flash-attn",
+    "flash_attn.flash_attn_interface.FlashAttnKVPackedFunc": "flash-attn",
+    "flash_attn.flash_attn_interface.FlashAttnVarlenFunc": "flash-attn",
+    "flash_attn.flash_attn_interface.FlashAttnVarlenQKVPackedFunc": "flash-attn",
+    "flash_attn.flash_attn_interface.FlashAttnVarlenKVPackedFunc": "flash-attn",
+    "flash_attn_interface.FlashAttnFunc": "flash-attn 3",
+    "flash_attn_interface.FlashAttnVarlenFunc": "flash-attn 3",
+    "xformers.ops.fmha._fMHA": "xformers",
+    "xformers.ops.swiglu_op._SwiGLUDecomposedFunc": "xformers",
+    "xformers.ops.rmsnorm._RMSNormFunction": "xformers",
+    "liger_kernel.ops.rms_norm.LigerRMSNormFunction": "Liger-Kernel",
+    "liger_kernel.ops.layer_norm.LigerLayerNormFunction": "Liger-Kernel",
+    "liger_kernel.ops.swiglu.LigerSiLUMulFunction": "Liger-Kernel",
+    "liger_kernel.ops.geglu.LigerGELUMulFunction": "Liger-Kernel",
+    "liger_kernel.ops.rope.LigerRopeFunction": "Liger-Kernel",
+    "liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction": "Liger-Kernel",
+    "liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction": "Liger-Kernel",
+    "bitsandbytes.autograd._functions.MatMul8bitLt": "bitsandbytes",
+    "bitsandbytes.autograd._functions.MatMul4Bit": "bitsandbytes",
+    "transformer_engine.pytorch.module.linear._Linear": "TransformerEngine",
+    "transformer_engine.pytorch.module.layernorm_linear._LayerNormLinear": "TransformerEngine",
+    "transformer_engine.pytorch.module.layernorm_mlp._LayerNormMLP": "TransformerEngine",
+    "transformer_engine.pytorch.module.grouped_linear._GroupedLinear": "TransformerEngine",
+    "mamba_ssm.ops.selective_scan_interface.SelectiveScanFn": "mamba-ssm",
+    "mamba_ssm.ops.selective_scan_interface.MambaInnerFn": "mamba-ssm",
+    "mamba_ssm.ops.triton.ssd_combined.MambaChunkScanCombinedFn": "mamba-ssm",
+    "mamba_ssm.ops.triton.ssd_combined.MambaSplitConv1dScanCombinedFn": "mamba-ssm",
+    "mamba_ssm.ops.triton.layer_norm.LayerNormFn": "mamba-ssm",
+    "causal_conv1d.causal_conv1d_interface.CausalConv1dFn": "causal-conv1d",
+    "fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction": "fla",
+    "fla.ops.delta_rule.chunk.ChunkDeltaRuleFunction": "fla",
+    "fla.ops.gla.chunk.ChunkGLAFunction": "fla",
+    "fla.modules.layernorm.LayerNormFunction": "fla",
+    "fla.modules.fused_norm_gate.LayerNormGatedFunction": "fla",
+    "torch.nn.modules._functions.SyncBatchNorm": "torch's SyncBatchNorm",
+    "torch.nn.modules._functions.CrossMapLRN2d": "torch's CrossMapLRN2d",
+    "torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp": "torch's flex_attention",
+    "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction": "a compiled graph",
+}
+"""Autograd functions of other packages that have not been run against them: exact."""
+
+NAMESPACES = {
+    "torchvision": "torchvision's operators",
+    "torch_scatter": "torch-scatter's operators",
+    "torch_sparse": "torch-sparse's operators",
+    "torch_cluster": "torch-cluster's operators",
+    "torch_spline_conv": "torch-spline-conv's operators",
+    "pyg": "pyg-lib's operators",
+    "fbgemm": "FBGEMM's operators",
+    "torchao": "torchao's operators",
+}
+"""Operators of other packages that have not been run: exact."""
+
+
+def _table() -> dict[str, dict[str, Reading]]:
+    table: dict[str, dict[str, Reading]] = {}
+    for group in _GROUPS:
+        for entry in group.entries:
+            operator, *operands = entry.split()
+            readings = table.setdefault(operator, {})
+            for operand in operands:
+                readings[operand] = Reading(f"aten::{operator}", operand, group.form, group.why)
+            if not operands:
+                readings.setdefault("", Reading(f"aten::{operator}", "any operand", ITSELF, group.why))
+    for operator, (operand, decide) in _BY_SCALARS.items():
+        reading = Reading(f"aten::{operator}", operand, ITSELF, "decided by its scalar arguments", by_scalars=decide)
+        table.setdefault(operator, {})[operand] = reading
+    return table
+
+
+READERS = _table()
+"""Readings by operand, of each operator by its name, or by name and overload where those differ."""

@@ -1,0 +1,269 @@
+"""Finds a saved tensor's reading in the table of readers, and adds to the table."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
+
+import torch
+
+from .errors import check_choice
+from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, Comparison, Form, Reading, strictest
+from .reader_table import ELEMENTWISE, FUNCTIONS, NAMESPACES, READERS
+
+Exactness = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
+Row = tuple[tuple[Reading, ...] | None, Reading, Reading, Reading | None, bool]
+
+_FORMS: dict[str, Form] = {
+    "shape": AS_SHAPE,
+    "sign": Form("1 bit", BITS, Comparison("above", 0.0, float("inf"), 1.0, -1.0)),
+    "linear": AS_CODES,
+    "smooth": AS_CODES,
+    "relative": BFLOAT16,
+    "exact": ITSELF,
+}
+
+CHECKPOINT = Reading(
+    "torch.utils.checkpoint", "input", AS_CODES, "the block runs again from it; exact where the block decides a route"
+)
+CHECKPOINTED = Reading("torch.utils.checkpoint", "input", AS_CODES, "the block, which has run once, runs again from it")
+_OURS = Reading("pyactcomp.functional", "saved", AS_CODES, "its function keeps it as exactly as its backward needs")
+OUTSIDE = Reading("outside of any operator", "saved", ITSELF, "", known=False)
+
+on_change: list[Callable[[], None]] = []
+"""Called after the table has changed."""
+
+_registered: dict[str, dict[str, Reading]] = {}
+_registered_functions: dict[type, dict[int, Reading]] = {}
+
+
+def _find(name: str, overload: str) -> tuple[Mapping[str, Reading] | None, bool]:
+    """Return the readings of an operator and whether it writes to its first argument; None if it is unknown."""
+    namespace, _, base = name.partition("::")
+    in_place = base.endswith("_") and not base.endswith("__")
+    for candidate in (base, base[:-1]) if in_place else (base,):
+        for key in (f"{candidate}.{overload}", candidate):
+            found = _registered.get(f"{namespace}::{key}")
+            if found is None and namespace == "aten":
+                found = READERS.get(key)
+            if found is not None:
+                return found, in_place
+    return None, in_place
+
+
+def _unknown(name: str) -> Reading:
+    namespace, _, base = name.partition("::")
+    if namespace in NAMESPACES:
+        return Reading(
+            name, "any operand", ITSELF, f"{NAMESPACES[namespace]} have not been tried, so they are kept exact"
+        )
+    if namespace == "aten" and (base.endswith("_backward") or base.startswith("_foreach_")):
+        return Reading(name, "any operand", ITSELF, "saved for a second derivative, or of several tensors at once")
+    return Reading(name, "any operand", ITSELF, "", known=False)
+
+
+def of_operator(name: str, overload: str) -> Row:
+    """Return how an operator reads: each argument, a result, what may be either, a statistic; and if scalars decide.
+
+    None stands for the arguments where they make no difference, and for the statistic where none is one.
+    """
+    found, in_place = _find(name, overload)
+    if found is None:
+        unknown = _unknown(name)
+        return None, unknown, unknown, None, False
+    exact = found.get("", Reading(name, "another operand", ITSELF, "backward is not known to need less"))
+    names = [argument.name for argument in torch._C._get_schema(name, overload).arguments]
+    result = found.get("result", exact)
+    arguments = [found.get(argument, exact) for argument in names]
+    if in_place and arguments:
+        # Its memory is the result's, or it was copied before the operator wrote to it.
+        written = found.get("result", found.get(names[0], exact))
+        result = arguments[0] = strictest((written, found.get(names[0], written)))
+    if all(reading.form is ITSELF and reading.by_scalars is None for reading in (*arguments, result)):
+        return None, exact, exact, None, False
+    statistic = None
+    if name.partition("::")[2].rstrip("_") in ELEMENTWISE:
+        statistic = Reading(name, "an operand", ITSELF, "one number for many elements: a statistic or a scale")
+    by_scalars = any(reading.by_scalars is not None for reading in (*arguments, result))
+    return tuple(arguments), result, strictest((*found.values(), exact)), statistic, by_scalars
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_FRAMES = 8
+
+
+def _calling_function() -> tuple[type | None, str]:
+    """Return the autograd function whose ``apply`` called a hook, and the module of the code that did."""
+    frame = sys._getframe(1)
+    caller = ""
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code is _APPLY:
+            cls: type = frame.f_locals["cls"]
+            return cls, ""
+        module = frame.f_globals.get("__name__", "")
+        if not caller and not module.startswith("pyactcomp."):
+            caller = module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, caller
+
+
+def of_function(name: str, position: int) -> Reading:
+    """Return how an autograd function written in Python reads the tensor that it saves at a position."""
+    cls, _ = _calling_function()
+    return OUTSIDE if cls is None else _of_class(cls, position)
+
+
+def of_no_operator() -> Reading:
+    """Return how a tensor is read that is saved outside of any operator, as torch.utils.checkpoint does."""
+    cls, caller = _calling_function()
+    if cls is not None:
+        return _of_class(cls, None)
+    return CHECKPOINT if caller == "torch.utils.checkpoint" else OUTSIDE
+
+
+def _of_class(cls: type, position: int | None) -> Reading:
+    registered = _registered_functions.get(cls)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if registered is not None:
+        if position is None:
+            return strictest(registered.values())
+        return registered.get(position, Reading(name, f"saved {position}", ITSELF, "registered without this position"))
+    if cls.__module__ == "torch.utils.checkpoint":
+        # The reentrant kind saves inputs once the block has run, the other before.
+        return CHECKPOINTED if cls is torch.utils.checkpoint.CheckpointFunction else CHECKPOINT
+    if cls.__module__.startswith("pyactcomp."):
+        return _OURS
+    if cls.__name__.startswith("GeneratedBackwardFor_"):
+        return _of_library(cls.__name__.partition("GeneratedBackwardFor_")[2])
+    if name in FUNCTIONS:
+        return Reading(name, "saved", ITSELF, f"{FUNCTIONS[name]} has not been tried")
+    return Reading(name, "saved", ITSELF, "", known=False)
+
+
+def _of_library(mangled: str) -> Reading:
+    """Return the reading of an operator of torch.library, whose autograd function saves what its author chose."""
+    for operator, readings in _registered.items():
+        namespace, _, base = operator.partition("::")
+        if mangled.startswith(f"{namespace}_{base.replace('.', '_')}"):
+            return strictest(readings.values())
+    return Reading(f"torch.library's {mangled}", "saved", ITSELF, "", known=False)
+
+
+_NODE = re.compile(r"(\w+?)Backward\d*")
+
+
+def weakest_need(node: str) -> int:
+    """Return the least that a node, by its name, may need of a tensor that it saved; 0 where that is not known."""
+    match = _NODE.fullmatch(node)
+    if match is None:
+        return SHAPE
+    wanted = match[1].lower()
+    needs = [
+        BITS if reading.by_scalars is not None else reading.need
+        for operator, readings in READERS.items()
+        if operator.partition(".")[0].replace("_", "") == wanted
+        for reading in readings.values()
+    ]
+    registered = any(name.partition("::")[2].partition(".")[0].replace("_", "") == wanted for name in _registered)
+    return SHAPE if registered or not needs else min(needs)
+
+
+def register_reader(
+    reader: str | type[torch.autograd.Function],
+    operands: Mapping[int, Exactness] | None = None,
+    /,
+    **named: Exactness,
+) -> None:
+    """Tell how exactly backward needs the tensors that an operator saves. An operator that nobody told of is exact.
+
+    Parameters
+    ----------
+    reader : str or subclass of torch.autograd.Function
+        An operator as ``"namespace::name"`` or ``"namespace::name.overload"``, or the class of a function.
+    operands : mapping of int to str, for a function
+        Exactness by position among the tensors given to ``save_for_backward``; None does not count.
+    **named : for an operator
+        Exactness by the argument's name; ``result`` for what shares memory with no argument. For an operator that
+        is registered with ``torch.library.register_autograd``, whatever it saves is stored as the strictest of them.
+
+        ``"linear"`` and ``"smooth"`` are for a tensor that the gradient is multiplied by and one that the derivative
+        is a smooth bounded function of: 8 bits. ``"relative"`` is for one that is divided by or taken the log of:
+        bfloat16. ``"sign"`` is for one of which only ``x > 0`` is asked: one bit, it comes back as 1 or -1.
+        ``"shape"`` is for one whose values are not read, and ``"exact"`` for any other.
+
+    Raises
+    ------
+    TypeError
+        If the reader is neither, or an operator's operands are given by position or a function's by name.
+    ValueError
+        If torch has no such operator, the operator has no such argument, an argument is no tensor, or an exactness
+        is none of these.
+
+    Examples
+    --------
+    >>> import torch, pyactcomp
+    >>> class Scale(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x, s):
+    ...         ctx.save_for_backward(x, s)
+    ...         return x * s
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         x, s = ctx.saved_tensors
+    ...         return grad * s, (grad * x).sum()
+    >>> pyactcomp.register_reader(Scale, {0: "linear", 1: "exact"})
+    """
+    if isinstance(reader, str):
+        if operands is not None:
+            raise TypeError(f"operands of the operator {reader!r} go by name: register_reader({reader!r}, x='linear')")
+        _registered[reader] = _checked_operator(reader, named)
+    elif isinstance(reader, type) and issubclass(reader, torch.autograd.Function):
+        if named or not operands:
+            raise TypeError(
+                f"what {reader.__name__} saves goes by position: register_reader({reader.__name__}, {{0: 'linear'}})"
+            )
+        _registered_functions[reader] = _checked_function(reader, operands)
+    else:
+        raise TypeError(f"reader must be 'namespace::operator' or an autograd function's class, got {reader!r}")
+    for changed in on_change:
+        changed()
+
+
+def _reading(operator: str, operand: str, exactness: str) -> Reading:
+    check_choice(f"the exactness of {operand}", exactness, get_args(Exactness))
+    return Reading(operator, operand, _FORMS[exactness], f"registered as {exactness}")
+
+
+def _checked_function(cls: type, operands: Mapping[int, Exactness]) -> dict[int, Reading]:
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for position in operands:
+        if not isinstance(position, int) or position < 0:
+            raise ValueError(f"a position among what {cls.__name__} saves must be an integer from 0, got {position!r}")
+    return {position: _reading(name, f"saved {position}", exactness) for position, exactness in operands.items()}
+
+
+def _checked_operator(operator: str, named: Mapping[str, Exactness]) -> dict[str, Reading]:
+    namespace, found, rest = operator.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if found and base else None
+    if packet is None:
+        raise ValueError(
+            f"torch has no operator {operator!r}: import the package that defines it first, and write "
+            "'namespace::name' as in 'aten::mul'"
+        )
+    overloads = [overload] if overload else packet.overloads()
+    if overload and overload not in packet.overloads():
+        raise ValueError(f"{base!r} has no overload {overload!r}; known: {', '.join(packet.overloads())}")
+    if not named:
+        raise ValueError(f"name an operand of {operator!r}, as in register_reader({operator!r}, x='linear')")
+    arguments = {a.name: "Tensor" in str(a.type) for o in overloads for a in getattr(packet, o)._schema.arguments}
+    for operand in named:
+        if operand != "result" and not arguments.get(operand):
+            tensors = [name for name, is_tensor in arguments.items() if is_tensor]
+            wrong = "is no tensor" if operand in arguments else "is not there"
+            raise ValueError(f"argument {operand!r} of {operator!r} {wrong}; known: {', '.join((*tensors, 'result'))}")
+    return {operand: _reading(operator, operand, exactness) for operand, exactness in named.items()}
