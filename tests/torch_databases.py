@@ -1,0 +1,39 @@
+"""PyTorch's databases of operators and of modules, with the samples that its own tests draw from them.
+
+Importing them configures the process for PyTorch's tests; what other tests would notice of that is put back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_FLAG = "__allow_nonbracketed_mutation_flag"
+
+
+@contextmanager
+def _configuration_kept() -> Iterator[None]:
+    """Keep hypothesis' profile, and that flags of backends may be assigned."""
+    may_assign = getattr(torch.backends, _FLAG)
+    settings = sys.modules["hypothesis"].settings if "hypothesis" in sys.modules else None
+    profile = settings.get_current_profile_name() if settings is not None else ""
+    try:
+        yield
+    finally:
+        setattr(torch.backends, _FLAG, may_assign)
+        if settings is not None:
+            settings.load_profile(profile)
+
+
+with _configuration_kept():
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db as operators
+        from torch.testing._internal.common_modules import module_db as modules
+    except ModuleNotFoundError as error:
+        message = f"PyTorch's databases of samples import {error.name}: pip install --no-deps {error.name}"
+        raise ModuleNotFoundError(message, name=error.name) from error
+
+__all__ = ["modules", "operators"]
