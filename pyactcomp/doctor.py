@@ -33,7 +33,8 @@ def examine() -> dict[str, Any]:
         sentence (``self_test`` is None when it passed or could not run); ``allocator``: ``unavailable_reason``,
         ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, what is wrong with
         the environment's settings); ``observer``: None or why it is not used;
-        ``torch_private``: name to None or what is wrong; ``problems``: everything that should work and does not, as sentences.
+        ``torch_private``: name to None or what is wrong; ``problems``: everything that should work and does
+        not, as sentences.
 
     Examples
     --------
