@@ -19,7 +19,7 @@ LINTED := bench pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench soak sweep clean
 
 demo: $(VENV)/package
 	$(RUN) -m pyactcomp demo $(ARGS)
@@ -35,6 +35,10 @@ lint: $(VENV)/package $(VENV)/tools
 
 bench: $(VENV)/package
 	for suite in codec overhead frontier batch holds alloc; do $(RUN) -m bench $$suite $(ARGS); done
+
+# All samples of PyTorch's own operators and modules, in all layouts: some ten minutes for each dtype.
+sweep: $(VENV)/package $(VENV)/tools
+	$(RUN) tests/operators.py $(ARGS)
 
 # Ten million random operations on the allocator's core, under the address and undefined-behaviour sanitizers.
 soak: $(VENV)/package
