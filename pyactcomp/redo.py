@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from .layouts import layout_of
+from .layouts import arranged, layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
@@ -39,9 +39,9 @@ class Recipe:
     out : Tensor
         The output. It must be dense and own its storage.
     compute : callable, optional
-        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values, shape and
-        strides of ``out``. It must hold what the operator keeps for backward, never ``out`` or the graph. Without it
-        the output is stored, but casts of it once.
+        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values and shape of
+        ``out``, in any layout. It must hold what the operator keeps for backward, never ``out`` or the graph. Without
+        it the output is stored, but casts of it once.
     operands : tuple of Tensor
         Tensors that ``compute`` reads as they are, such as a weight: written to since, they raise autograd's error.
     depth : int
@@ -61,6 +61,7 @@ class Recipe:
         "casts",
         "depth",
         "dtype",
+        "layout",
         "shape_reader",
         "storage",
         "version",
@@ -84,6 +85,7 @@ class Recipe:
         self.casts = casts and self.computes
         self.shape_reader = shape_reader
         self.dtype = out.dtype
+        self.layout = layout_of(out)
         self.storage = ref(out.untyped_storage())
         self.version = out._version
 
@@ -104,11 +106,14 @@ class Recipe:
         return self.storage() is tensor.untyped_storage() and tensor._version == self.version
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """Compute the output again, or raise autograd's error if an operand was written to."""
+        """Compute the output again, in its layout, or raise autograd's error if an operand was written to.
+
+        Views of the output are taken by their strides, and operators behind it sum in the order of memory.
+        """
         for operand, version in zip(self._operands, self._versions, strict=True):
             check_version(operand, version)
         assert self._compute is not None
-        return self._compute(dtype)
+        return arranged(self._compute(dtype), self.layout)
 
     def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
         """Return the stored form of ``out`` in a dtype, the same one for operators in a row that save it in that."""
@@ -127,7 +132,7 @@ class Redone(Shared):
     __slots__ = ("dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
-        super().__init__(layout_of(out), out.device, stream, recent)
+        super().__init__(recipe.layout, out.device, stream, recent)
         self.recipe = recipe
         self.dtype = dtype
 
@@ -163,6 +168,8 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
+    if torch.compiler.is_compiling():  # no hook will ask for it, and sizes may be symbols
+        return
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
