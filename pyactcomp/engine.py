@@ -47,6 +47,7 @@ from .torch_private import (
     never_traced,
     profiler_enabled,
     source_dtype,
+    transformed,
 )
 
 # A forward that saves more casts than this is a loop; looking for weight copies in it is not worth its time.
@@ -190,6 +191,8 @@ class Frame:
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
+        if transformed():
+            return Kept(tensor)
         if type(tensor) in PLAIN:
             if self.recorder is None and self._surely_kept(tensor):
                 return Kept(tensor)

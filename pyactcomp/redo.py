@@ -21,7 +21,7 @@ from .layouts import arranged, layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import Kept, Packs, Recent, Region, Shared, View, check_version
-from .torch_private import running_node, saved_form, saves_are_dropped, top_saved_tensor_hooks
+from .torch_private import being_traced, running_node, saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -168,7 +168,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
-    if torch.compiler.is_compiling():  # no hook will ask for it, and sizes may be symbols
+    if torch.compiler.is_compiling() or being_traced():  # no hook will ask for it, and sizes may be symbols
         return
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
