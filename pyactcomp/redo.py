@@ -8,6 +8,7 @@ chains of nodes overflow the stack when they are freed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -361,11 +362,26 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     stored = None if producer is None else _stored_result(producer)
     if mask is None or stored is None or stored.layout != layout_of(out):
         return None
-    probability = node._saved_p
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
-    # What dropout does to its input is what its backward does to a gradient.
+    # The node does not tell ``train``; all of torch's own callers set it.
+    # In 16 bits the CPU's forward rounds the scale, too, and its backward does not.
+    if not out.is_cuda and out.dtype.itemsize < 4:
+        return None
+    scale = _scale_of_dropout(node._saved_p, out.is_cuda and out.dtype is not torch.float64)
+    # What dropout does to its input is, with the scale of the forward, what its backward does to a gradient.
     backward = torch.ops.aten.native_dropout_backward
     return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _scale_of_dropout(probability: float, narrow: bool) -> float:
+    """Return what the forward of dropout multiplies kept elements by.
+
+    On CUDA that is the reciprocal, in float32, of a difference in float32. Backward rounds once, and otherwise.
+    """
+    if probability == 1:
+        return 0.0
+    kept = torch.tensor(1 - probability, dtype=torch.float32 if narrow else torch.float64)
+    return float(kept.reciprocal())
 
 
 _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
