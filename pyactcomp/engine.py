@@ -66,6 +66,7 @@ from .torch_private import (
     never_traced,
     profiler_enabled,
     source_dtype,
+    transformed,
 )
 
 # A forward that saves more casts than this is a loop; looking for weight copies in it is not worth its time.
@@ -241,6 +242,8 @@ class Frame:
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
+        if transformed():
+            return Kept(tensor)
         reading = self._reader(tensor)
         if type(tensor) in PLAIN:
             if self.recorder is None and self._surely_kept(tensor):
@@ -288,7 +291,7 @@ class Frame:
             self._casts_left -= 1
             parameter = cast_parameter(node)
             if parameter is not None:
-                if not _same_memory_layout(tensor, parameter):
+                if not _is_fresh_cast(tensor, parameter, node):
                     return self._keep(tensor, OTHER_LAYOUT)
                 if self.recorder is not None:
                     self.recorder.add(tensor, RECAST)
@@ -507,10 +510,17 @@ class Frame:
             recorder.add_codes(packs, tensor.nbytes)
 
 
-def _same_memory_layout(copy: Tensor, parameter: Tensor) -> bool:
-    """Return whether casting ``parameter`` again gives a storage laid out as that of ``copy``."""
+def _is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
+    """Return whether ``copy`` is, or is a view of, what casting ``parameter`` again gives, and was not written to."""
+    whole = copy if copy._base is None else copy._base
     return (
-        copy.untyped_storage().nbytes() == parameter.numel() * copy.itemsize
+        whole.grad_fn is cast
+        and whole._version == 0
+        and whole.dtype is copy.dtype
+        and whole.storage_offset() == 0
+        and whole.size() == parameter.size()
+        # A cast keeps the strides of a dense tensor unless it is told to lay it out otherwise.
+        and whole.stride() == parameter.stride()
         and parameter.device == copy.device
         and type(parameter) in PLAIN
         and layout_of(parameter).dense

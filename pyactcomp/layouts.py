@@ -31,6 +31,26 @@ def _layout(shape: torch.Size, stride: tuple[int, ...]) -> Layout:
     return Layout(shape, stride, is_dense(shape, stride))
 
 
+def arranged(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return ``tensor`` with the strides of a layout of its shape: itself or a copy."""
+    if tensor.stride() == layout.stride:
+        return tensor
+    return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@functools.lru_cache(maxsize=1024)
+def contiguous_layout(shape: torch.Size) -> Layout:
+    """Return the layout of a contiguous tensor."""
+    return layout_of(torch.empty(shape, device="meta"))
+
+
+@functools.lru_cache(maxsize=1024)
+def elementwise_layout(first: Layout, second: Layout) -> Layout:
+    """Return how torch lays out what an elementwise operator makes of two operands, in this order."""
+    a, b = (torch.empty_strided(each.shape, each.stride, device="meta") for each in (first, second))
+    return layout_of(a + b)
+
+
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether elements fill their extent exactly once, in whatever order of dimensions."""
     expected = 1

@@ -15,7 +15,7 @@ LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 SKIPPED = "inside a skipped module"
 NESTED = "nested tensor, kept exact"
-OTHER_LAYOUT = "autocast copy of a parameter in another layout, kept"
+OTHER_LAYOUT = "copy of a parameter that was written to or lies otherwise in memory, kept"
 RECAST = "autocast copy of a parameter, cast again in backward"
 # Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
 # anyway, and not forgiving. An error of half a step is small beside a group's range, and that of a mask is the dtype's.

@@ -44,7 +44,7 @@ _GROUPS = (
     _Group(
         AS_CODES,
         _MULTIPLIED,
-        *("mul self other", "addcmul tensor1 tensor2", "div self", "addcdiv tensor1", "lerp self end weight"),
+        *("mul self other", "addcmul tensor1 tensor2", "lerp self end weight"),
         *("mm self mat2", "bmm self mat2", "addmm mat1 mat2", "baddbmm batch1 batch2", "addbmm batch1 batch2"),
         *("mv self vec", "addmv mat vec", "addr vec1 vec2", "dot self tensor", "vdot self other"),
         *("matmul self other", "linear input weight", "mkldnn_linear self weight", "_trilinear i1 i2 i3"),
@@ -64,7 +64,7 @@ _GROUPS = (
     _Group(
         AS_CODES,
         _SMOOTH,
-        *("gelu self", "silu self", "mish self", "glu self", "erf self", "native_layer_norm input"),
+        *("gelu self", "silu self", "mish self", "glu self", "native_layer_norm input"),
         *("native_group_norm input", "_fused_rms_norm input", "native_batch_norm input", "cudnn_batch_norm input"),
         *("miopen_batch_norm input", "_native_batch_norm_legit input", "_native_batch_norm_legit_no_training input"),
         *("_batch_norm_with_update input", "_batch_norm_no_update input", "var self", "var_mean self", "std self"),
@@ -107,7 +107,15 @@ _GROUPS = (
     _Group(
         BFLOAT16,
         _RATIO,
-        *("div other", "addcdiv tensor2", "log self", "log2 self", "log10 self", "sqrt result", "reciprocal result"),
+        *(
+            "div self other",
+            "addcdiv tensor1 tensor2",
+            "log self",
+            "log2 self",
+            "log10 self",
+            "sqrt result",
+            "reciprocal result",
+        ),
         *(
             "tan result",
             "asinh self",
@@ -120,7 +128,7 @@ _GROUPS = (
     _Group(
         BFLOAT16,
         "the derivative asks for its sign, which rounding to a 16-bit float keeps, and is smooth elsewhere",
-        *("elu self result", "celu self result", "_prelu_kernel self", "rrelu_with_noise self", "abs self"),
+        *("elu self", "celu self", "_prelu_kernel self", "rrelu_with_noise self", "abs self"),
     ),
     _Group(
         AS_SHAPE,
@@ -144,7 +152,18 @@ _GROUPS = (
         ITSELF,
         "the derivative takes the difference of two saved values, which is small where the loss is",
         *("mse_loss", "smooth_l1_loss", "huber_loss", "dist", "_cdist_forward", "_euclidean_dist", "_pdist_forward"),
-        *("logsumexp", "logaddexp", "logaddexp2", "logcumsumexp", "expm1", "log1p", "atan2", "special_log_ndtr"),
+        *(
+            "elu result",
+            "celu result",
+            "logsumexp",
+            "logaddexp",
+            "logaddexp2",
+            "logcumsumexp",
+            "expm1",
+            "log1p",
+            "atan2",
+            "special_log_ndtr",
+        ),
     ),
     _Group(
         ITSELF,

@@ -8,8 +8,8 @@ chains of nodes overflow the stack when they are freed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -19,11 +19,11 @@ from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from .forms import AS_CODES, ITSELF
-from .layouts import layout_of
+from .layouts import arranged, layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import Kept, Packs, Recent, Region, Shared, View, check_reader, check_version
-from .torch_private import saved_form, saves_are_dropped, top_saved_tensor_hooks
+from .torch_private import being_traced, saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -41,9 +41,9 @@ class Recipe:
     out : Tensor
         The output. It must be dense and own its storage.
     compute : callable, optional
-        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values, shape and
-        strides of ``out``. It must hold what the operator keeps for backward, never ``out`` or the graph. Without it
-        the output is stored, but casts of it once.
+        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values and shape of
+        ``out``, in any layout. It must hold what the operator keeps for backward, never ``out`` or the graph. Without
+        it the output is stored, but casts of it once.
     operands : tuple of Tensor
         Tensors that ``compute`` reads as they are, such as a weight: written to since, they raise autograd's error.
     depth : int
@@ -64,6 +64,7 @@ class Recipe:
         "depth",
         "dtype",
         "exact",
+        "layout",
         "storage",
         "version",
     )
@@ -86,6 +87,7 @@ class Recipe:
         self.casts = casts and self.computes
         self.exact = exact
         self.dtype = out.dtype
+        self.layout = layout_of(out)
         self.storage = ref(out.untyped_storage())
         self.version = out._version
 
@@ -106,11 +108,14 @@ class Recipe:
         return self.storage() is tensor.untyped_storage() and tensor._version == self.version
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """Compute the output again, or raise autograd's error if an operand was written to."""
+        """Compute the output again, in its layout, or raise autograd's error if an operand was written to.
+
+        Views of the output are taken by their strides, and operators behind it sum in the order of memory.
+        """
         for operand, version in zip(self._operands, self._versions, strict=True):
             check_version(operand, version)
         assert self._compute is not None
-        return self._compute(dtype)
+        return arranged(self._compute(dtype), self.layout)
 
     def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
         """Return the stored form of ``out`` in a dtype, the same one for operators in a row that save it in that."""
@@ -129,7 +134,7 @@ class Redone(Shared):
     __slots__ = ("dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
-        super().__init__(layout_of(out), out.device, stream, recent)
+        super().__init__(recipe.layout, out.device, stream, recent)
         self.recipe = recipe
         self.dtype = dtype
 
@@ -159,6 +164,8 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
+    if torch.compiler.is_compiling() or being_traced():  # no hook will ask for it, and sizes may be symbols
+        return
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
@@ -333,7 +340,7 @@ def _gelu(out: Tensor, node: Any) -> Recipe | None:
     if x is None:
         return None
     approximate = node._saved_approximate
-    again = partial(F.gelu, approximate=approximate)
+    again = functools.partial(F.gelu, approximate=approximate)
     return Recipe(out, lambda dtype: again(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
 
 
@@ -359,12 +366,27 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     stored = None if producer is None else _stored_result(producer)
     if mask is None or stored is None or stored.layout != layout_of(out):
         return None
-    probability = node._saved_p
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
-    # What dropout does to its input is what its backward does to a gradient.
+    # The node does not tell ``train``; all of torch's own callers set it.
+    # In 16 bits the CPU's forward rounds the scale, too, and its backward does not.
+    if not out.is_cuda and out.dtype.itemsize < 4:
+        return None
+    scale = _scale_of_dropout(node._saved_p, out.is_cuda and out.dtype is not torch.float64)
+    # What dropout does to its input is, with the scale of the forward, what its backward does to a gradient.
     backward = torch.ops.aten.native_dropout_backward
     exact = is_exact(stored)
     return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype), exact=exact)
+
+
+@functools.lru_cache(maxsize=64)
+def _scale_of_dropout(probability: float, narrow: bool) -> float:
+    """Return what the forward of dropout multiplies kept elements by.
+
+    On CUDA that is the reciprocal, in float32, of a difference in float32. Backward rounds once, and otherwise.
+    """
+    if probability == 1:
+        return 0.0
+    kept = torch.tensor(1 - probability, dtype=torch.float32 if narrow else torch.float64)
+    return float(kept.reciprocal())
 
 
 _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {

@@ -15,7 +15,7 @@ from .config import Config
 from .engine import Frame, Packing
 from .errors import HookConflictError
 from .record import Recorder
-from .torch_private import inside_functorch, saved_tensor_hooks_enabled, top_saved_tensor_hooks
+from .torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks, transformed
 
 
 def _close_abandoned() -> None:
@@ -71,7 +71,7 @@ class Session(Packing):
         stack.append(None)
         if not active or self.paused or os.environ.get("PYACTCOMP_DISABLE") == "1":
             return
-        if not saved_tensor_hooks_enabled() or inside_functorch() or self._conflicts():
+        if not saved_tensor_hooks_enabled() or transformed() or self._conflicts():
             return
         if module is not None:
             self.root = ref(module)

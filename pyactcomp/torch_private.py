@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,14 +16,17 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import Node
 
 __all__ = [
+    "being_traced",
     "checkpointed_run",
     "constant_in_graphs",
     "current_raw_stream",
+    "dispatch_mode_active",
     "draw_from_generator",
+    "forward_ad_active",
     "graph_is_retained",
     "has_no_memory",
     "history_enabled",
@@ -39,6 +43,7 @@ __all__ = [
     "self_test",
     "source_dtype",
     "top_saved_tensor_hooks",
+    "transformed",
     "under_checkpoint",
 ]
 
@@ -123,6 +128,30 @@ def has_no_memory(x: Tensor) -> bool:
 def dispatch_mode_active() -> bool:
     """Return whether operators are being recorded or replaced, as make_fx does: they see no kernel called directly."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def being_traced() -> bool:
+    """Return whether make_fx records operators; selective checkpoints and counters of FLOPs are modes that run them.
+
+    A kernel called directly is not recorded, and memory that it fills would be read as it is.
+    """
+    # Imported by all that traces; of the two stacks of modes only the first is looked up in C++.
+    if "torch.fx.experimental.proxy_tensor" not in sys.modules:
+        return False
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return (
+        torch._C._get_dispatch_mode(proxy) is not None or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None  # type: ignore[no-untyped-call]
+    )
+
+
+def forward_ad_active() -> bool:
+    """Return whether tensors may have tangents, some of which stand for zeros and have no memory."""
+    return forward_ad._current_level >= 0
+
+
+def transformed() -> bool:
+    """Return whether operators are not just run and differentiated backward, so that saved tensors stay as they are."""
+    return inside_functorch() or forward_ad_active() or being_traced()
 
 
 def profiler_enabled() -> bool:
@@ -275,6 +304,31 @@ def _test_dispatch_mode() -> None:
     assert not dispatch_mode_active()
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
         assert dispatch_mode_active()
+
+
+def _test_being_traced() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[bool] = []
+
+    def probe(x: Tensor) -> Tensor:
+        seen.append(being_traced())
+        return x + 1
+
+    for options in ({}, {"tracing_mode": "fake"}, {"pre_dispatch": True}):
+        make_fx(probe, **options)(torch.zeros(1))
+    assert seen == [True] * 3
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
+        assert not being_traced()
+
+
+def _test_forward_ad() -> None:
+    assert not forward_ad_active()
+    with forward_ad.dual_level():
+        assert forward_ad_active()
+        assert transformed()
+    assert not transformed()
 
 
 def _test_profiler() -> None:
@@ -495,6 +549,8 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
     "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
+    "torch._C._get_dispatch_mode, torch._ops._get_dispatch_mode_pre_dispatch": _test_being_traced,
+    "torch.autograd.forward_ad._current_level": _test_forward_ad,
     "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,

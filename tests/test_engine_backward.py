@@ -6,13 +6,18 @@ import copy
 import io
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import pyactcomp
 from pyactcomp import torch_private
+from pyactcomp.compress import paused
 from pyactcomp.reference import error_bound
 
 
@@ -234,6 +239,85 @@ def test_functorch_transforms_step_aside() -> None:
     for i in range(8):
         exact = torch.autograd.grad(loss(parameters, x[i]), model.bias)[0]
         assert (per_sample["bias"][i] - exact).norm() <= 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_dispatch": True}], ids=str)
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+def test_a_traced_step_computes_what_it_does_when_run(mode: str, options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Softmax(-1))
+    pyactcomp.compress(model, mode=mode, min_bytes=1)
+    x = torch.randn(32, 64)
+
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with pyactcomp.compressed(mode=mode, min_bytes=1):
+            loss = torch.where(x * 1.0 > 0, x * 2, x * 3).square().sum() + model(x).square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    with paused(model):
+        exact = torch.autograd.grad(step_of_torch(model, leaf := x.clone().requires_grad_()), leaf)[0]
+    traced = make_fx(step, **options)(x)
+    assert (traced(x) - exact).norm() <= 1e-5 * exact.norm()
+
+
+def step_of_torch(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.where(x * 1.0 > 0, x * 2, x * 3).square().sum() + model(x).square().sum()
+
+
+def test_a_trace_inside_a_context_reads_what_was_written() -> None:
+    x = torch.randn(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(torch.where(x * 1.0 > 0, x * 2, x * 3).square().sum(), x)[0]
+
+    with pyactcomp.compressed(mode="lossless", min_bytes=1):
+        traced = make_fx(step)(x)
+    assert torch.equal(traced(x), step(x))
+
+
+def test_other_dispatch_modes_do_not_stop_compression() -> None:
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), min_bytes=0, fuse=False)
+    with FlopCounterMode(display=False):
+        model(torch.randn(8, 64)).sum().backward()
+    report = pyactcomp.report(model)
+    assert report.stored_bytes < 0.5 * report.unique_bytes
+
+
+# Torch scripts formulas of its own for it.
+scripts = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@scripts
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+def test_forward_mode_derivatives_are_those_of_torch(mode: str, fuse: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.0), nn.Linear(64, 64))
+    x, tangent = torch.randn(256, 64), torch.ones(256, 64)
+
+    def derivatives() -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            out, along = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+            gradient = torch.autograd.grad(out.square().sum(), model[0].weight)[0]
+        return out, along, gradient
+
+    exact = derivatives()
+    pyactcomp.compress(model, mode=mode, fuse=fuse, min_bytes=0)
+    for got, expected in zip(derivatives(), exact, strict=True):
+        assert torch.equal(got, expected)
+
+
+@scripts
+def test_a_dual_level_inside_a_context_is_stepped_aside_for() -> None:
+    x, weight = torch.randn(64, 64), torch.randn(64, 64).requires_grad_()
+    with pyactcomp.compressed(min_bytes=0), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        out, along = forward_ad.unpack_dual((dual @ weight).tanh())
+    expected = 1 - (x @ weight).tanh().square()
+    assert torch.allclose(along, expected * weight.sum(0), rtol=1e-4, atol=1e-4)
+    gradient = torch.autograd.grad(out.sum(), weight)[0]
+    assert torch.allclose(gradient, x.t() @ expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_disabled_hooks_are_respected() -> None:

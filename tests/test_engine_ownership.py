@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -170,6 +171,66 @@ def test_autocast_copies_are_cast_again_and_not_held(dtype: torch.dtype) -> None
     assert sum(t.unique_bytes for t in copies) == 2 * 256 * 256 * 2
     # Both weights are exact, and the square is taken outside the model, so nothing lossy is on this path.
     assert torch.equal(got, exact)
+
+
+def clamped(weight: Tensor) -> Tensor:
+    """Return a straight-through estimate: the forward reads what the gradient knows nothing of."""
+    copy = weight.to(torch.bfloat16)
+    with torch.no_grad():
+        copy.clamp_(-0.5, 0.5)
+    return copy
+
+
+def set_through_a_view(weight: Tensor) -> Tensor:
+    copy = weight.to(torch.bfloat16)
+    view = copy.detach()
+    view[:4] = 0
+    return copy.flatten(1).view(copy.shape)
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16, memory_format=torch.channels_last)
+
+
+def contiguous(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16, memory_format=torch.contiguous_format)
+
+
+def plain_cast(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+@pytest.mark.parametrize(
+    ("of", "cast", "again"),
+    [
+        (torch.contiguous_format, clamped, False),
+        (torch.contiguous_format, set_through_a_view, False),
+        (torch.contiguous_format, channels_last, False),
+        (torch.channels_last, contiguous, False),
+        (torch.channels_last, channels_last, True),
+        (torch.channels_last, plain_cast, True),
+        (torch.contiguous_format, plain_cast, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_cast_of_a_parameter_is_made_again_only_where_it_is_one(
+    of: torch.memory_format, cast: Callable[[Tensor], Tensor], again: bool, mode: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 16, 3, 3, generator=generator).contiguous(memory_format=of))
+    x = torch.randn(2, 16, 8, 8, generator=generator).requires_grad_()
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(nn.functional.conv2d(x.bfloat16(), cast(weight)).sum(), x)[0]
+
+    exact = gradient()
+    with pyactcomp.compressed(mode=mode, min_bytes=0) as c:
+        loss = nn.functional.conv2d(x.bfloat16(), cast(weight)).sum()
+    # The weight is all that the gradient of the input reads.
+    assert torch.equal(torch.autograd.grad(loss, x)[0], exact)
+    assert reasons(pyactcomp.report(c)).get(policy.RECAST, 0) == again
+    assert reasons(pyactcomp.report(c)).get(policy.OTHER_LAYOUT, 0) == (not again)
 
 
 def test_keep_weight_copies_holds_them() -> None:

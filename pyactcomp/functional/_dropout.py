@@ -38,11 +38,17 @@ class _Dropout(torch.autograd.Function):
         if torch.is_grad_enabled():
             # With create_graph=True torch takes operators that have derivatives, and these round the scale.
             return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
-        if ctx.how.runs_kernels(grad) and ctx.layout.dense:
+        # Where the gradient lies otherwise torch knows how to lay out what becomes of it.
+        if ctx.how.runs_kernels(grad) and grad.stride() == ctx.layout.stride and _as_it_is(grad):
             from . import _fused_activations
 
-            return _fused_activations.dropout_backward(bits, grad, ctx.layout, scale), None, None
+            return _fused_activations.dropout_backward(bits, grad, scale), None, None
         return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
+
+
+def _as_it_is(grad: Tensor) -> bool:
+    """Return whether torch's backward on CUDA lays its result out as ``grad`` is."""
+    return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
 
 
 def check_probability(p: float) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .. import format as fmt
 from ..kernels import triton as codec_kernels
-from ..layouts import Layout, layout_of
+from ..layouts import Layout, arranged, elementwise_layout, layout_of
 from ..redo import Compute, is_reported, stand_for
 from ..torch_private import dispatch_mode_active
 from . import _activation_kernels, _silu_mul_kernels
@@ -48,7 +48,17 @@ class _Elementwise:
         return torch.empty_strided(self.layout.shape, self.layout.stride, dtype=dtype, device=self.device)
 
     def arrange(self, x: Tensor) -> Tensor:
-        return x if x.stride() == self.layout.stride else self.empty(x.dtype).copy_(x)
+        return arranged(x, self.layout)
+
+    def as_torch(self, result: Tensor, grad: Tensor, of: Layout | None = None) -> Tensor:
+        """Return a gradient laid out as torch's operator does: by the incoming one first, then by its operand.
+
+        How sums behind it are rounded depends on that. Kernels read and write in the layout of the operands; ``of`` is
+        that of the operand where it is another.
+        """
+        if grad.stride() == self.layout.stride:
+            return result
+        return arranged(result, elementwise_layout(layout_of(grad), of or self.layout))
 
     def launch(
         self,
@@ -72,7 +82,8 @@ _elementwise = functools.lru_cache(maxsize=1024)(_Elementwise)
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if layout_of(x).dense else x.contiguous()
+    """Return ``x`` without gaps and repeats, its dimensions in the order that torch gives an elementwise result."""
+    return x if layout_of(x).dense else x.clone()
 
 
 def _owns_memory(x: Tensor) -> bool:
@@ -110,17 +121,16 @@ class _Gelu:
         return out, packed
 
     def backward(self, packed: Tensor, grad: Tensor) -> Tensor:
-        grad = self.on.arrange(grad)
         grad_x = self.on.empty(grad.dtype)
         self.on.launch(
             _activation_kernels,
             "gelu_backward_kernel",
             self._form(codec_kernels.TILE, self.how.bits),
-            (packed, grad, grad_x),
+            (packed, self.on.arrange(grad), grad_x),
             tile=codec_kernels.TILE,
             warps=codec_kernels.WARPS,
         )
-        return grad_x
+        return self.on.as_torch(grad_x, grad)
 
     def redo(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         again = self.on.empty(dtype)
@@ -169,6 +179,7 @@ def silu_mul(
     """
     gate = _dense(gate)
     on = _like(gate)
+    up_layout = layout_of(up)
     up = on.arrange(up)
     dtype = gate.dtype
     # In a report each tensor counts by memory of its own.
@@ -195,15 +206,17 @@ def silu_mul(
 
     def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
-        grad = on.arrange(grad)
+        given = on.arrange(grad)
         up = up if up_again is None else on.arrange(up)
         # Each over what it is computed from: that of gate from up.
         over = inplace and not dispatch_mode_active()
         grad_gate = up if over and up_again is not None else on.empty(dtype)
-        grad_up = grad if over else on.empty(dtype)
-        tensors = (kept_gate, up, grad, grad_gate, grad_up)
+        grad_up = given if over else on.empty(dtype)
+        tensors = (kept_gate, up, given, grad_gate, grad_up)
         on.launch(_silu_mul_kernels, kernel, form, tensors)
-        return grad_gate, grad_up
+        # Torch goes back to gate from grad * up.
+        of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
+        return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
 
     again_from = tuple(t.detach() for t in kept)
 
@@ -238,7 +251,7 @@ def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, T
         grad_x = on.empty(x.dtype)
         tensors = (x, on.arrange(grad), grad_x)
         on.launch(_activation_kernels, "new_gelu_backward_kernel", (wide,), tensors)
-        return grad_x
+        return on.as_torch(grad_x, grad)
 
     return compute(torch.float32 if wide else x.dtype), x, backward, compute
 
@@ -258,17 +271,17 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Te
         grad_x = on.empty(grad.dtype)
         tensors = (positive, on.arrange(grad), grad_x)
         on.launch(_activation_kernels, "masked_kernel", (False,), tensors, (0.0,))
-        return grad_x
+        return grad_x  # torch, too, takes the layout of the result here
 
     return out, positive, backward
 
 
-def dropout_backward(bits: Tensor, grad: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask of a layout.
+def dropout_backward(bits: Tensor, grad: Tensor, scale: float) -> Tensor:
+    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask laid out as ``grad`` is.
 
     A bfloat16 element moves 4.125 bytes, where restoring the mask and reading it again would move 6.125.
     """
-    on = _elementwise(layout, grad.device)
+    on = _like(grad)
     grad_x = on.empty(grad.dtype)
-    on.launch(_activation_kernels, "masked_kernel", (True,), (bits, on.arrange(grad), grad_x), (scale,))
+    on.launch(_activation_kernels, "masked_kernel", (True,), (bits, grad, grad_x), (scale,))
     return grad_x

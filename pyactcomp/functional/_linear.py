@@ -25,6 +25,7 @@ class _Linear(torch.autograd.Function):
         kept, ctx.restore = how.keep(source) if needs_weight else (None, None)
         # The weight itself, not autocast's copy of it: casting again is cheaper than keeping two.
         ctx.save_for_backward(kept, weight if needs_x else None)
+        ctx.by_column = x.dim() == 2 and x.stride() == (1, x.shape[0])
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(source, cast(Tensor, cast_to(weight)), cast_to(bias))
@@ -39,7 +40,10 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad.device.type, enabled=False):
             if weight is not None:
-                grad_x = (rows @ weight.to(grad.dtype)).view(ctx.shape).to(x_dtype)
+                matrix = weight.to(grad.dtype)
+                # As torch: the gradient of a matrix by columns is one, too.
+                grad_x = (matrix.t() @ rows.t()).t() if ctx.by_column else (rows @ matrix).view(ctx.shape)
+                grad_x = grad_x.to(x_dtype)
             if kept is not None:
                 grad_weight = (rows.t() @ ctx.restore(kept).reshape(count, ctx.shape[-1])).to(weight_dtype)
             if ctx.needs_input_grad[2]:

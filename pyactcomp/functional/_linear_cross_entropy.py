@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import codec
 from ..codec import Impl
 from ..errors import check_choice
+from ..layouts import layout_of
 from ..torch_private import graph_is_retained
 from ._saving import check_float_tensor, differentiable_once, recorded
 
@@ -124,7 +125,9 @@ def _walk(
     losses = x.new_empty(count, dtype=exact)
     logits = x.new_empty((min(rows, count), padded), dtype=dtype)
     needs_x, needs_weight, needs_bias = needs
-    grad_x = torch.empty_like(x, dtype=dtype) if needs_x else None
+    # As torch's: that of a matrix by columns is one, too.
+    form = torch.preserve_format if layout_of(x).dense else torch.contiguous_format
+    grad_x = torch.empty_like(x, dtype=dtype, memory_format=form) if needs_x else None
     grad_weight = x.new_zeros((padded, x.shape[1]), dtype=exact) if needs_weight else None
     grad_bias = x.new_zeros(padded, dtype=exact) if needs_bias else None
     for start in range(0, count, rows):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl, Rounding
+from ..layouts import arranged, contiguous_layout, layout_of
 from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
 
 
@@ -39,8 +40,9 @@ class _Rope(torch.autograd.Function):
         out = _fused(x, cos, sin, heads, torch.empty_like(x, dtype=dtype), how, backward=False)
         if out is None:
             out = _rotated(x, cos, sin, heads).to(dtype)
-        # Gradients are laid out as x is: often a view of a linear layer's output, which takes them as they are.
-        ctx.stride = out.stride()
+        # Torch's gradients are contiguous, and the sums behind them are rounded in that order. Laid out as x is, often
+        # a view of a linear layer's output, that takes them as they are.
+        ctx.layout = layout_of(out) if how.bits is not None else contiguous_layout(x.shape)
         return out
 
     @staticmethod
@@ -48,12 +50,13 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad = grad.to(_product(ctx.dtype, cos, sin)) if grad.dtype.itemsize > ctx.dtype.itemsize else grad
-        grad_x = torch.empty_strided(grad.shape, ctx.stride, dtype=ctx.dtype, device=grad.device)
+        shape, stride, _ = ctx.layout
+        grad_x = torch.empty_strided(shape, stride, dtype=ctx.dtype, device=grad.device)
         out = _fused(grad, cos, sin, ctx.heads, grad_x, ctx.how, backward=True)
         if out is None:
             grad = grad.to(_product(ctx.dtype, cos, sin))
             straight, turned = ((grad * t.unsqueeze(ctx.heads)).to(ctx.dtype) for t in (cos, sin))
-            out = straight + _turned_back(turned)
+            out = arranged(straight + _turned_back(turned), ctx.layout)
         return out, None, None, None, None, None
 
 
@@ -105,7 +108,8 @@ def rope(
         Of the results; by default that of the products. In float32, as where ``cos`` is float32, and cast to bfloat16
         by autocast, they are the same as with ``dtype=torch.bfloat16``.
     bits, group_size, rounding, seed, impl
-        As in :func:`linear`, for calls in one form. Nothing is kept in codes: all but ``impl`` give the same.
+        As in :func:`linear`, for calls in one form. Nothing is kept in codes. Gradients are laid out in memory as
+        ``q`` and ``k`` are, with ``bits=None`` as torch's; else all but ``impl`` give the same.
 
     Returns
     -------

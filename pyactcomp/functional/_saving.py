@@ -16,7 +16,14 @@ from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
 from ..policy import PLAIN
 from ..redo import stand_for
-from ..torch_private import dispatch_mode_active, has_no_memory, inside_functorch, saves_are_dropped
+from ..torch_private import (
+    being_traced,
+    dispatch_mode_active,
+    forward_ad_active,
+    has_no_memory,
+    inside_functorch,
+    saves_are_dropped,
+)
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -88,6 +95,7 @@ class Saving:
         return (
             type(x) in PLAIN
             and not has_no_memory(x)
+            and not being_traced()
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and x.numel() > 0
             and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))
@@ -108,7 +116,7 @@ def _triton_serves(impl: Impl, device: torch.device) -> bool:
 
 def _traced() -> bool:
     """Return whether a graph is being recorded, which may have symbols for sizes and sees no kernel called directly."""
-    return torch.compiler.is_compiling() or dispatch_mode_active() or inside_functorch()
+    return torch.compiler.is_compiling() or dispatch_mode_active() or being_traced() or inside_functorch()
 
 
 def _restore(packed: Packed, impl: Impl) -> Restore:
@@ -150,8 +158,10 @@ def differentiable_once(backward: Backward) -> Backward:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Return whether autograd will want a gradient for one of the tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Return whether autograd will want a gradient for one of the tensors, going back alone: forward it asks torch."""
+    return (
+        torch.is_grad_enabled() and not forward_ad_active() and any(t is not None and t.requires_grad for t in tensors)
+    )
 
 
 def check_float_tensor(name: str, x: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from ..codec import Impl, Rounding
 from ..config import Config
-from ..torch_private import inside_functorch
+from ..torch_private import transformed
 
 ATTRIBUTE = "_pyactcomp_fusing"
 
@@ -71,8 +71,9 @@ class Fusing:
 def fusing(module: Module) -> Options | None:
     """Return how the fused form of ``module`` is to keep tensors, or None where it must run as its own class does.
 
-    That is in evaluation mode, without gradients, inside functorch transforms, while torch.compile traces, where
-    compression is paused, and under ``PYACTCOMP_DISABLE=1``. It does not depend on hooks, so a checkpointed function
+    That is in evaluation mode, without gradients, inside functorch transforms and forward-mode differentiation, while
+    torch.compile or make_fx traces, where compression is paused, and under ``PYACTCOMP_DISABLE=1``.
+    It does not depend on hooks, so a checkpointed function
     takes the same way when it runs again in backward.
     """
     state: Fusing | None = module.__dict__.get(ATTRIBUTE)
@@ -83,7 +84,7 @@ def fusing(module: Module) -> Options | None:
         or not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or os.environ.get("PYACTCOMP_DISABLE") == "1"
-        or inside_functorch()
+        or transformed()
     ):
         return None
     return state.options()

@@ -73,10 +73,13 @@ class Block(Fused):
         how = options(self, x)
         if how is None or self.dynamic_mask or not self._known(x):
             return cast(Tensor, super().forward(x))
+        exact = how["bits"] is None
+        # Rows are taken from contiguous memory, and torch lays out what it makes of other tensors as they are.
+        if exact and not x.is_contiguous():
+            return cast(Tensor, super().forward(x))
         batch, height, width, channels = x.shape
         order, inverse = _windows(batch, height, width, tuple(self.window_size), tuple(self.shift_size), x.device)
         rows = x.reshape(-1, channels)
-        exact = how["bits"] is None
         early = _feeds_linear(self.attn, "timm.models.swin_transformer", "WindowAttention", "qkv")
         if exact:
             normal = self.norm1(x).reshape(-1, channels)

@@ -1,0 +1,86 @@
+"""How outputs, gradients and what is computed again lie in memory: as torch's do, whatever comes in.
+
+Views of an output are taken by its strides, and sums are rounded in the order of memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from child_pytest import run_cases
+from layout_checks import FAR, LAYOUTS, PAIRS, check, in_layout, normal, off_by
+from torch import nn
+
+import pyactcomp
+from pyactcomp import functional
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
+def test_kernels(interpret: bool) -> None:
+    run_cases("functional_layout_cases.py", interpret=interpret)
+
+
+def test_every_function_is_here() -> None:
+    assert {name.split()[0].strip(",") for name in PAIRS} == set(functional.__all__) - {"residual_add"}
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_results_lie_as_torchs(name: str, layout: str, bits: int | None) -> None:
+    check(name, layout, bits, "auto", torch.device("cpu"), to_the_bit=name not in TO_AN_ULP)
+
+
+# Their gradients are those of one formula instead of a chain of operators.
+TO_AN_ULP = {"softmax", "softmax of columns", "window_attention", "linear_cross_entropy", "batch_norm, add and relu"}
+
+
+class Patches(nn.Module):
+    """Patches of a convolution, which lie in memory channel by channel, normalised before a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm, self.linear = nn.Conv2d(3, 64, 4, 4), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(self.norm(self.patches(x).flatten(2).transpose(1, 2)))
+        return out
+
+
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+def test_a_norm_of_transposed_patches_gives_the_next_layer_its_gradient(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x, weight = Patches(), normal(8, 3, 32, 32), normal(8, 64, 64, seed=1)
+    exact = torch.autograd.grad((model(x) * weight).sum(), list(model.parameters()))
+    pyactcomp.compress(model, mode=mode, min_bytes=0)
+    for got, expected in zip(
+        torch.autograd.grad((model(x) * weight).sum(), list(model.parameters())), exact, strict=True
+    ):
+        assert torch.equal(got, expected) if mode == "lossless" else off_by(got, expected) < FAR
+
+
+def test_sums_behind_a_rotary_embedding_are_rounded_as_torchs() -> None:
+    """As where a norm of each head comes before it: its weight's gradient is a sum over tokens and heads."""
+    cos, sin = normal(1, 64, 16, seed=1), normal(1, 64, 16, seed=2)
+    x, weight, grad = normal(4, 64, 8, 16), normal(16, seed=3).requires_grad_(), normal(4, 8, 64, 16, seed=4)
+
+    def gradient(heads_first: torch.Tensor, rotate: object) -> torch.Tensor:
+        assert callable(rotate)
+        return torch.autograd.grad(rotate(heads_first), weight, grad)[0]
+
+    def of_torch(q: torch.Tensor) -> torch.Tensor:
+        turned = torch.cat((-q[..., 8:], q[..., :8]), -1)
+        return q * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+    def of_ours(q: torch.Tensor) -> torch.Tensor:
+        return functional.rope(q, q, cos, sin, bits=None)[0]
+
+    expected = gradient((x * weight).transpose(1, 2), of_torch)
+    assert torch.equal(gradient((x * weight).transpose(1, 2), of_ours), expected)
+
+
+def test_layouts_are_what_they_are_called() -> None:
+    x = normal(4, 8, 16, 64)
+    strides = {name: in_layout(name, x).stride() for name in LAYOUTS}
+    assert len(set(strides.values())) == len(LAYOUTS)
+    assert all(torch.equal(in_layout(name, x), x) for name in LAYOUTS if name != "expanded")
