@@ -357,7 +357,9 @@ class Frame:
         known = self._regions.get((tensor.data_ptr(), tensor.numel()))
         region = None if known is None else known()
         if region is not None and region.still_holds(tensor, tensor.untyped_storage(), region.stream):
-            region.store(tensor, ITSELF, None, tensor.dtype, tensor, 0)
+            # The same memory in the layout that was packed first.
+            whole = tensor.detach().as_strided(region.layout.shape, region.layout.stride)
+            region.store(whole, ITSELF, None, tensor.dtype, whole, 0)
         return kept
 
     def _pack_for_checkpoint(self, tensor: Tensor, saved: Tensor, reading: Reading) -> Saved:
