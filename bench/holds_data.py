@@ -1,4 +1,4 @@
-"""What the suite `holds` trains on: the source of the installed packages, and scikit-learn's digits."""
+"""What the suite `holds` trains on: the source of the installed packages, scikit-learn's digits, and random bytes."""
 
 from __future__ import annotations
 
@@ -80,6 +80,14 @@ def installed_sources(folder: Path, limit: int = TEXT_BYTES, package_limit: int 
             training.append(text)
             left -= len(text)
     return Text(_bytes(b"".join(training)), _bytes(b"".join(held_out)), len(training))
+
+
+def random_sequences(count: int, length: int) -> Tensor:
+    """Return random bytes int64 [count, length]; each row starts with a byte of its own, so that it can be known."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(256, (count, length), generator=generator)
+    sequences[:, 0] = torch.randperm(256, generator=generator)[:count]
+    return sequences
 
 
 def digits() -> Images:

@@ -65,10 +65,13 @@ class ByteModel(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return what the softmax over the next byte is taken of: [sequences, length, BYTES]."""
         x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
-        logits = self.head(self.norm(self.blocks(x)))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.head(self.norm(self.blocks(x)))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
 
 def resnet50() -> ClassifierLoss:

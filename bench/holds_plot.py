@@ -14,7 +14,11 @@ from .rows import Row
 
 COLOURS = {VANILLA: INK, "lossless": "#2e6f95", "int8": "#d1495b", "nearest2": "#b08900"}
 NAMES = {"nearest2": "2 bits, nearest"}
-TITLES = {"byte_lm": "Byte language model, 25 M parameters", "resnet50_digits": "ResNet-50 on handwritten digits"}
+TITLES = {
+    "byte_lm": "Byte language model, 25 M parameters",
+    "resnet50_digits": "ResNet-50 on handwritten digits",
+    "memorise": "Random bytes by heart, 0.4 M parameters",
+}
 SHADE = "#f1f3f5"
 LEFT, RIGHT = -2 * LIMIT, 3.4 * LIMIT
 """Ends of the axis of degradations; what is beyond is drawn at the edge with its figure."""
@@ -54,8 +58,10 @@ def _curves(axes: Any, outcomes: Sequence[Outcome]) -> None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers on a logarithmic axis: 1, 2 and 5 of each decade, more where it spans less than one."""
-    digits = (1, 2, 5) if high / low > 8 else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    """Return round numbers on a logarithmic axis: 1, 2 and 5 of each decade, more or fewer where few or many are."""
+    digits: tuple[float, ...] = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    if high / low > 8:
+        digits = (1, 2, 5) if high / low < 1000 else (1,)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [digit * 10.0**decade for decade in decades for digit in digits if low <= digit * 10.0**decade <= high]
 

@@ -144,9 +144,10 @@ def holds_table(rows: Iterable[Row]) -> str:
         "to nearest, and shows that the test can tell: its mean must exceed the limit. act x: allocated by a "
         "forward, against vanilla's."
     )
+    notes = [TASKS[task].note for task in dict.fromkeys(outcome.task for outcome in found)]
     shown = [row for outcome in found for row in outcome.rows]
     missing = latest(on_gpu(everything), "workload", "method", "seed").values()
-    return section(table(header, lines), note, conditions(shown), reasons(missing))
+    return section(table(header, lines), " ".join(filter(None, [note, *notes])), conditions(shown), reasons(missing))
 
 
 TABLES = {"holds": ("holds", holds_table)}

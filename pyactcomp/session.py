@@ -75,7 +75,7 @@ class Session(Packing):
             return
         if module is not None:
             self.root = ref(module)
-        frame = Frame(self, module, self._new_recorder(module))
+        frame = self._new_frame(module)
         frame.open(caller)
         stack[-1] = frame
 
@@ -94,6 +94,9 @@ class Session(Packing):
         if frame in stack:
             del stack[stack.index(frame) :]
         frame.close()
+
+    def _new_frame(self, module: Module | None) -> Frame:
+        return Frame(self, module, self._new_recorder(module))
 
     def _new_recorder(self, module: Module | None) -> Recorder | None:
         if self.recorder is not None or not torch.is_grad_enabled():

@@ -37,6 +37,7 @@ __all__ = [
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
+    "saved_as_it_is",
     "saved_form",
     "saved_tensor_hooks_enabled",
     "saves_are_dropped",
@@ -189,6 +190,15 @@ def saved_form(node: Node, name: str) -> object:
     """Return what a pack hook returned for a tensor that ``node`` saves under a name, or None if it saves none."""
     saved = getattr(node, f"_raw_saved_{name}", None)
     return None if saved is None or saved.unpack_hook is None else saved.data
+
+
+def saved_as_it_is(node: Node, name: str) -> Tensor | None:
+    """Return a tensor that ``node`` saves under a name and that no hook packed, or None; runs no unpack hook."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if saved is None or saved.unpack_hook is not None:
+        return None
+    tensor: Tensor = getattr(node, f"_saved_{name}")
+    return tensor.detach()
 
 
 def source_dtype(node: Node) -> torch.dtype | None:
@@ -434,12 +444,17 @@ def _test_saved_form() -> None:
     node: Any = out.grad_fn
     assert isinstance(saved_form(node, "self"), Held)
     assert saved_form(node, "result") is None
+    assert saved_as_it_is(node, "self") is None
     node.metadata["self test"] = 1
     again: Any = out.grad_fn
     assert again.metadata == {"self test": 1}
     scaled = (2.0 * x).grad_fn
     assert scaled is not None
     assert saved_form(scaled, "self") is None
+    tanh: Any = x.tanh().grad_fn
+    result = saved_as_it_is(tanh, "result")
+    assert result is not None
+    assert result.shape == x.shape
 
 
 def _test_graph_is_retained() -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
+from .checked import Checked
 from .compress import Compressed, fused_by, paused, session_of
 from .config import Config
-from .errors import PyactcompError
+from .errors import PyactcompError, check_integer
+from .state import State, state_of
+
+MakeOptimizer = Callable[[list[Parameter]], Optimizer]
+History = tuple[tuple[int, float, float], ...]
+_CLEAR = "\r\x1b[K"
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,11 @@ class Verification:
         Name of the parameter with the largest error; empty if no parameter has a gradient.
     loss_exact, loss_compressed : float
         The two losses; the forward computes the same, so they differ by less than its own noise.
+    notes : tuple of str
+        Sentences about the states of the model that these figures speak for; none in lossless mode, whose gradients are
+        exact in every state.
+    history : tuple of (int, float, float)
+        Training step, exact loss and error of each look; one at step 0 unless ``steps`` were asked for.
     """
 
     error: float
@@ -37,16 +54,28 @@ class Verification:
     worst: str
     loss_exact: float
     loss_compressed: float
+    notes: tuple[str, ...] = ()
+    history: History = ()
 
     def __str__(self) -> str:
         lines = [f"gradients: relative error {self.error:.3%} over all {len(self.errors)} parameters"]
         for name in sorted(self.errors, key=lambda name: -self.errors[name])[:5]:
             lines.append(f"  {self.errors[name]:.3%}  {name}")
         lines.append(f"loss: exact {self.loss_exact:.6g}, compressed {self.loss_compressed:.6g}")
-        return "\n".join(lines)
+        if len(self.history) > 1:
+            lines += [f"  step {step:<6} loss {loss:<10.4g} error {error:.3%}" for step, loss, error in self.history]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-def verify(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], **options: Any) -> Verification:
+def verify(
+    model: Module,
+    batch: Any,
+    loss_fn: Callable[[Any], Tensor],
+    *,
+    steps: int = 0,
+    optimizer: MakeOptimizer | None = None,
+    **options: Any,
+) -> Verification:
     """Compare the gradients of a compressed step with those of an exact one.
 
     Parameters
@@ -55,25 +84,36 @@ def verify(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], **option
         Compressed or not; parameters, their ``.grad``, buffers, hooks and mode are left as they were, and so are
         torch's random generators.
     batch : mapping, tuple, list or anything else
-        Passed to the model as keyword arguments, positional arguments or the one argument.
+        Passed to the model as keyword arguments, positional arguments or the one argument. With ``steps``, an iterator
+        gives such a batch for each step.
     loss_fn : callable
         Takes the model's output, returns a scalar loss; targets come in by closure, as in
         ``lambda output: F.cross_entropy(output, target)`` or ``lambda output: output.loss``.
+    steps : int
+        Train for so many exact steps, which are undone, and compare before the first, after 1, 2, 4, 8, ... and after
+        the last: the error of one state says little about a later one. Progress shows on a terminal after two seconds.
+    optimizer : callable, optional
+        From a list of parameters to the optimizer of those steps; by default AdamW with a learning rate of 0.001.
     **options
         The fields of :class:`Config`; by default those the model was compressed with.
 
     Returns
     -------
     Verification
-        Plain data that prints as a few lines.
+        Plain data that prints as a few lines: of the look with the largest error, with the history of all.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong option, or a loss that is no scalar tensor with a graph.
+        For a wrong option, a loss that is no scalar tensor with a graph, or a loss that training makes infinite or NaN.
+    PyactcompError
+        If backward would be given other values than autograd saved: something was written to through ``.data``.
 
     Notes
     -----
+    Each look takes an exact step, one in lossless mode that compares each tensor that is not held as it is with the one
+    that plain autograd would hold, and one with the options asked for.
+
     Uses ``torch.autograd.grad``, so that no ``.grad`` is touched and no optimizer or reduction that hangs on
     accumulation runs; reentrant checkpointing does not support that and raises torch's own error. Call it inside
     ``torch.autocast`` to verify a step under autocast.
@@ -82,19 +122,55 @@ def verify(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], **option
     --------
     >>> import torch, pyactcomp
     >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
-    >>> v = pyactcomp.verify(model, torch.randn(1024, 256), lambda y: y.square().mean())
+    >>> v = pyactcomp.verify(model, torch.randn(1024, 256), lambda y: y.square().mean(), steps=5)
     >>> v.error < 0.02
     True
+    >>> [step for step, loss, error in v.history]
+    [0, 1, 2, 4, 5]
     """
     if not isinstance(model, Module):
         raise TypeError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
+    check_integer("steps", steps, 2**31)
+    if optimizer is not None and not steps:
+        raise ValueError("optimizer is for the training between looks: pass steps=... as well")
     config = _config(model, options)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not steps:
+        found, state = _look(model, batch, loss_fn, parameters, config)
+        history: History = ((0, found.loss_exact, found.error),)
+    else:
+        found, state, history = _look_while_training(
+            model, batch, loss_fn, parameters, config, steps, optimizer or _adamw
+        )
+    return replace(found, notes=() if config.mode == "lossless" else _notes(state, history), history=history)
+
+
+def _adamw(parameters: list[Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _look(
+    model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], parameters: dict[str, Parameter], config: Config
+) -> tuple[Verification, State]:
+    """Compare in the state that the model is in."""
+
+    def compressed_by(config: Config, hooks: Compressed) -> tuple[Tensor, dict[str, Tensor]]:
+        with paused(model), _state_kept(model), fused_by(model, config), hooks:
+            loss = _loss(model, batch, loss_fn)
+            return loss.detach(), _gradients(loss, parameters)
+
     with paused(model), _state_kept(model):
-        loss_exact, exact = _gradients(model, batch, loss_fn, parameters)
-    hooks = Compressed(model, **{**vars(config), "fuse": False, "fuse_head": False})
-    with paused(model), _state_kept(model), fused_by(model, config), hooks:
-        loss_compressed, compressed = _gradients(model, batch, loss_fn, parameters)
+        loss = _loss(model, batch, loss_fn)
+        state = state_of(loss)
+        exact = _gradients(loss, parameters)
+        loss_exact = float(loss.detach())
+        del loss
+    lossless = replace(config, mode="lossless", fuse_head=False)
+    loss_compressed, compressed = compressed_by(lossless, Checked(model, replace(lossless, fuse=False)))
+    if config.mode != "lossless":
+        del compressed
+        hooks = Compressed(model, **{**vars(config), "fuse": False, "fuse_head": False})
+        loss_compressed, compressed = compressed_by(config, hooks)
 
     errors: dict[str, float] = {}
     squared_difference = squared_norm = 0.0
@@ -104,13 +180,74 @@ def verify(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], **option
         errors[name] = _ratio(difference, norm)
         squared_difference += difference**2
         squared_norm += norm**2
-    return Verification(
+    found = Verification(
         error=_ratio(squared_difference**0.5, squared_norm**0.5),
         errors=errors,
         worst=max(errors, key=lambda name: errors[name], default=""),
         loss_exact=loss_exact,
-        loss_compressed=loss_compressed,
+        loss_compressed=float(loss_compressed),
     )
+    return found, state
+
+
+def _look_while_training(
+    model: Module,
+    batch: Any,
+    loss_fn: Callable[[Any], Tensor],
+    parameters: dict[str, Parameter],
+    config: Config,
+    steps: int,
+    make_optimizer: MakeOptimizer,
+) -> tuple[Verification, State, History]:
+    """Compare again and again between exact training steps; return the worst look, the last state, and all looks."""
+    batches = batch if isinstance(batch, Iterator) else itertools.repeat(batch)
+    looks: list[tuple[int, Verification]] = []
+    optimizer = make_optimizer(list(parameters.values()))
+    with _state_kept(model, parameters.values()), _optimizer_kept(optimizer), _Progress(steps) as progress:
+        for step, current in enumerate(itertools.islice(batches, steps + 1)):
+            if step.bit_count() <= 1 or step == steps:
+                found, state = _look(model, current, loss_fn, parameters, config)
+                looks.append((step, found))
+            if step == steps:
+                break
+            with paused(model):
+                trained = _loss(model, current, loss_fn)
+                gradients = _gradients(trained, parameters)
+            loss = float(trained.detach())
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss is {loss} at step {step}: pass optimizer=... with a lower learning rate")
+            for name, parameter in parameters.items():
+                parameter.grad = gradients.get(name)
+            optimizer.step()
+            progress.show(step + 1, loss)
+        else:
+            raise ValueError(f"{steps} steps need {steps + 1} batches, one more for the last look; they ended early")
+    _, worst = max(looks, key=lambda look: look[1].error if math.isfinite(look[1].error) else math.inf)
+    return worst, state, tuple((step, look.loss_exact, look.error) for step, look in looks)
+
+
+def _notes(state: State, history: History) -> tuple[str, ...]:
+    """Return what to know about the state that was looked at last."""
+    steps, loss, _ = history[-1]
+    if steps:
+        lowest = min(loss for _, loss, _ in history)
+        notes = [f"verified at {len(history)} states in {steps} steps, at losses down to {lowest:.4g}"]
+    else:
+        notes = [
+            f"verified at one state, where the loss is {loss:.4g}; in another the error may be another: pass steps=... "
+            "to look again while the model trains"
+        ]
+    if state.looks_untrained:
+        notes.append(
+            f"the model looks untrained{' still' if steps else ''}: the entropy of its classes is "
+            f"{state.uniformity:.0%} of the largest possible, and the error of one that has learned may be larger"
+        )
+    if state.attention_logit is not None:
+        notes.append(
+            f"no logit of a fused attention was above {state.attention_logit:.3g}; where they grow, rounded queries "
+            "and keys weigh more"
+        )
+    return tuple(notes)
 
 
 def _config(model: Module, options: dict[str, Any]) -> Config:
@@ -128,9 +265,9 @@ def _ratio(difference: float, norm: float) -> float:
     return difference / norm
 
 
-def _gradients(
-    model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], parameters: dict[str, torch.nn.Parameter]
-) -> tuple[float, dict[str, Tensor]]:
+def _loss(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:
+    # Autocast, if the caller has entered it, holds casts of the parameters from before they were trained.
+    torch.clear_autocast_cache()
     with torch.enable_grad():
         if isinstance(batch, Mapping):
             output = model(**batch)
@@ -142,18 +279,21 @@ def _gradients(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return a scalar tensor, got {got}")
+    return loss
+
+
+def _gradients(loss: Tensor, parameters: dict[str, Parameter]) -> dict[str, Tensor]:
     if not parameters:
-        return float(loss.detach()), {}
+        return {}
     if loss.grad_fn is None:
         raise ValueError("the loss does not depend on any parameter that requires grad")
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    found = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-    return float(loss.detach()), found
+    return {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
 @contextmanager
-def _state_kept(model: Module) -> Iterator[None]:
-    """Put buffers and torch's random generators back as they were."""
+def _state_kept(model: Module, parameters: Collection[Parameter] = ()) -> Iterator[None]:
+    """Put buffers, torch's random generators and, with their gradients, these parameters back as they were."""
     devices = sorted({t.get_device() for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -161,11 +301,55 @@ def _state_kept(model: Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    trained = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for module, name, buffer, copy in buffers:
+                for module, name, buffer, value in buffers:
                     module._buffers[name] = buffer
-                    buffer.copy_(copy)
+                    buffer.copy_(value)
+                if trained:
+                    torch.clear_autocast_cache()
+                for parameter, value, gradient in trained:
+                    parameter.copy_(value)
+                    parameter.grad = gradient
+
+
+@contextmanager
+def _optimizer_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Put the state of an optimizer, which may be the caller's own, back as it was."""
+    before = copy.deepcopy(optimizer.state_dict())
+    try:
+        yield
+    finally:
+        optimizer.load_state_dict(before)
+
+
+class _Progress:
+    """A line on a terminal that tells of steps, once they have taken a while; it is gone at the end."""
+
+    _PATIENCE_S = 2.0
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._begin = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def show(self, step: int, loss: float) -> None:
+        """Tell how many steps are done."""
+        if sys.stderr.isatty() and time.monotonic() - self._begin > self._PATIENCE_S:
+            self._write(f"{_CLEAR}verify: step {step} of {self._steps}, loss {loss:.4g}")
+            self._shown = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._write(_CLEAR)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

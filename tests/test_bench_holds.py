@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bench import __main__ as command_line
-from bench import holds, holds_data, holds_models, holds_report, holds_training, report, rows
+from bench import holds, holds_data, holds_models, holds_plot, holds_report, holds_training, report, rows
 
 ORIGIN = {"commit": "c0ffee", "dirty": False, "sources": "s1", "device": "NVIDIA H200", "command": "python -m bench"}
 
@@ -138,6 +138,39 @@ def test_training_learns_and_keeps_its_curves(task: holds_training.Task) -> None
     assert row["training_curve"][-1][1] < row["training_curve"][0][1]
     assert row["validation_curve"][-1] == [task.steps, row["loss"], row["value"]]
     json.dumps(row, allow_nan=False)
+
+
+def test_memorised_sequences_can_be_known_to_the_last_byte() -> None:
+    sequences = holds_data.random_sequences(32, 65)
+    assert sequences.shape == (32, 65)
+    assert (int(sequences.min()), int(sequences.max())) == (0, 255)
+    # No two share what comes before a byte that differs.
+    assert len(set(sequences[:, 0].tolist())) == 32
+    assert torch.equal(sequences, holds_data.random_sequences(32, 65))
+
+
+def test_recall_is_the_share_of_bytes_above_the_bar() -> None:
+    task = holds_training.Memorise("cpu", True)
+    module = task.build()
+    right = nn.functional.one_hot(task.sequences[:, 1:], 256).float()
+    # The right byte's logit is a and all others are 0: it has e^a / (e^a + 255), in the first sequence 1 / 256.
+    for probability, recalled in ((0.9899, 0.0), (0.9901, 15 / 16)):
+        right[0] = 0.0
+        logits = right * math.log(255 * probability / (1 - probability))
+        module.logits = lambda _, logits=logits: logits  # type: ignore[method-assign]
+        loss, recall = task.evaluate(module)
+        assert recall == recalled
+        assert loss == pytest.approx((math.log(256) - 15 * math.log(probability)) / 16, rel=1e-4)
+
+
+def test_memorising_tells_a_gradient_that_is_wrong_at_low_loss() -> None:
+    task = holds_training.Memorise("cpu", True)
+    task.steps = 100
+    exact, wrong = (holds_training.train(task, arm, 0) for arm in ("vanilla", "nearest2"))
+    assert exact["value"] == 1.0
+    # The limit of the report, as a share of 1. By the loss, both learned: it is 5.5 at the start.
+    assert wrong["value"] < 1.0 - holds_report.LIMIT
+    assert exact["loss"] < wrong["loss"] < 0.1
 
 
 def test_weights_are_never_packed_in_two_bits() -> None:
@@ -342,6 +375,22 @@ def test_only_pairs_of_the_same_sources_count() -> None:
     older = [{**row, "origin": {**ORIGIN, "sources": "s0"}} for row in pairs("int8", [1.0] * 5)]
     assert one(older + found, "int8").mean == 0.0
     assert holds_report.outcomes([{**row, "scale": "tiny"} for row in found]) == []
+
+
+def test_task_explains_itself_where_it_is_shown() -> None:
+    found = pairs("int8", [0.001] * 5, "byte_lm")
+    note = holds_training.Memorise.note
+    assert note
+    assert note not in holds_report.holds_table(found)
+    assert note in holds_report.holds_table(found + pairs("int8", [0.001] * 5, "memorise"))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(1.0, 4.0, [1, 1.5, 2, 2.5, 3, 4]), (0.1, 5.0, [0.1, 0.2, 0.5, 1, 2, 5]), (0.001, 6.0, [0.001, 0.01, 0.1, 1])],
+)
+def test_ticks_are_few_and_round(low: float, high: float, ticks: list[float]) -> None:
+    assert holds_plot._ticks(low, high) == pytest.approx(ticks, rel=1e-12)
 
 
 def test_report_fills_the_block_and_draws(tmp_path: Path) -> None:

@@ -11,26 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from verify_checks import ROWS, Stateful, batch, hooks, perceptron, square
 
 import pyactcomp
 from pyactcomp import ImplementationUnavailableError, Verification, reference, torch_private
 
-ROWS = 512
 # DESIGN: relative error over all gradients of a step.
 BAR = 0.02
-
-
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.ReLU())
-
-
-def square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def batch(seed: int = 0) -> Tensor:
-    return torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("already", [False, True], ids=["plain", "compressed"])
@@ -106,32 +93,6 @@ def test_options_default_to_those_of_the_compressed_model() -> None:
     assert pyactcomp.verify(model, batch(), square, min_bytes=0).error > 0.0
     # A batch of 512 rows of 128 float32 is 256 KiB, above the default limit.
     assert pyactcomp.verify(perceptron(), batch(), square).error > 0.0
-
-
-class Stateful(nn.Module):
-    """Draws random numbers, counts its calls, and normalises with running statistics."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(128, 128)
-        self.norm = nn.BatchNorm1d(128)
-        self.drop = nn.Dropout(0.5)
-        self.last = nn.Linear(128, 8)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("history", torch.zeros(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.history = torch.cat([self.history[1:], x.mean().view(1)])
-        result: Tensor = self.last(self.drop(self.norm(self.first(x))))
-        return result
-
-
-def hooks(model: nn.Module) -> list[tuple[list[Any], list[Any]]]:
-    return [(list(m._forward_pre_hooks.values()), list(m._forward_hooks.values())) for m in model.modules()]
 
 
 @pytest.mark.parametrize("already", [False, True], ids=["plain", "compressed"])
@@ -274,8 +235,8 @@ def test_a_verification_is_plain_data_that_names_the_total() -> None:
     lines = str(v).splitlines()
     assert f"{v.error:.3%}" in lines[0]
     assert f"{len(v.errors)} parameters" in lines[0]
-    assert len(lines) == 2 + min(5, len(v.errors))
-    assert f"{v.loss_exact:.6g}" in lines[-1]
+    assert len(lines) == 2 + min(5, len(v.errors)) + len(v.notes)
+    assert f"{v.loss_exact:.6g}" in lines[-1 - len(v.notes)]
 
 
 # Wrong arguments.
