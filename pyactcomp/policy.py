@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
@@ -113,14 +114,17 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the local tensors of all parameters and buffers, every forward anew: what a model owns may change."""
+    """Yield the local tensors of all parameters and buffers, every forward anew: what a model owns may change.
+
+    Those that a lazy module has yet to make have no memory.
+    """
     # Module.modules() takes twice the time, for names that are not wanted.
     left, seen = [module], {module}
     while left:
         child = left.pop()
         for tensors in (child._parameters, child._buffers):
             for tensor in tensors.values():
-                if tensor is not None:
+                if tensor is not None and not is_lazy(tensor):
                     yield tensor if type(tensor) in PLAIN else local_tensor(tensor)
         for inner in child._modules.values():
             if inner is not None and inner not in seen:

@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from . import policy
 from .saved import Packs
@@ -95,10 +96,8 @@ class Recorder:
         self._modules = [""]
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
         self._handles = []
-        if root is not None:
-            self._count_gradients("", root)
-        for name, module in _eager_children(root, "") if root is not None else ():
-            self._count_gradients(name, module)
+        self._tracked = [] if root is None else [("", root), *_eager_children(root, "")]
+        for name, module in self._tracked[1:]:
 
             def enter(_module: Module, _args: object, name: str = name) -> None:
                 self.enter(name)
@@ -125,11 +124,15 @@ class Recorder:
 
     def _count_gradients(self, name: str, module: Module) -> None:
         """Note the bytes of the gradients of a module's own parameters."""
-        own = (p for p in module._parameters.values() if p is not None and p.requires_grad)
+        own = (p for p in module._parameters.values() if p is not None and p.requires_grad and not is_lazy(p))
         self.gradient_bytes[name] = sum(p.numel() * p.itemsize for p in own)
 
     def close(self) -> None:
-        """Remove the hooks and the references to storages; the records stay."""
+        """Remove the hooks and the references to modules and storages; the records stay."""
+        # Not before: the first forward of a lazy module makes its parameters.
+        for name, module in self._tracked:
+            self._count_gradients(name, module)
+        self._tracked.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
