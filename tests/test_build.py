@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pyactcomp.extensions import LIBRARIES
+
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 CUDA_SOURCES = sorted(CSRC.rglob("*.cu"))
@@ -49,18 +51,26 @@ def test_cuda_source_contracts_nothing_in_ptx(source: Path, tmp_path: Path) -> N
     assert set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\.\w+", text)) <= {"rcp.approx.ftz.f32"}
 
 
-def test_native_code_includes_torch_in_one_header_only() -> None:
-    sources = [path for path in CSRC.rglob("*") if path.suffix in {".cpp", ".hpp", ".cu", ".cuh", ".h"}]
-    # Only the subclass of torch's allocator does, a module of its own, and it does so in one place.
-    sources.remove(CSRC / "bindings" / "torch_headers.hpp")
-    assert len(sources) > 5
-    found = {
-        str(path.relative_to(CSRC)): line
-        for path in sources
-        for line in path.read_text().splitlines()
-        if re.match(r"\s*#\s*include\s*[<\"](?:torch|ATen|c10)/", line)
+def test_torch_is_included_in_libraries_alone_that_tell_their_release_of_torch() -> None:
+    text = {
+        str(path.relative_to(CSRC)): path.read_text()
+        for path in CSRC.rglob("*")
+        if path.suffix in {".cpp", ".hpp", ".cu", ".cuh", ".h"}
     }
-    assert found == {}
+    assert len(text) > 5
+    included = {name: set(re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)", each, re.M)) for name, each in text.items()}
+    torchs = {name for name, headers in included.items() if any(re.match("(torch|ATen|c10)/", h) for h in headers)}
+    # One place each: the allocator's header, and the observer.
+    assert torchs == {"bindings/torch_headers.hpp", "observer/observer.cpp"}
+    while more := {name for name, headers in included.items() if headers & torchs} - torchs:
+        torchs |= more
+    compiled = {name for name in torchs if name.endswith((".cpp", ".cu"))}
+    of_libraries = {source: name for name, library in LIBRARIES.items() for source in library.sources}
+    assert compiled <= set(of_libraries)
+    # What `load` compares with the torch that runs, and the module without torch has none of them.
+    assert {name for source, name in of_libraries.items() if "PAC_BUILT_FOR" in text[source]} == set(LIBRARIES)
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    assert [source for source in compiled if f"csrc/{source}" in cmake] == []
 
 
 def test_module_needs_neither_torch_nor_a_driver() -> None:

@@ -99,15 +99,16 @@ def test_double_backward_matches_within_the_format() -> None:
     x = torch.randn(64, 64, requires_grad=True)
 
     def second_derivative() -> Tensor:
-        (g,) = torch.autograd.grad((x * 2).sin().sum(), x, create_graph=True)
+        (g,) = torch.autograd.grad((x * 2).pow(3).sum(), x, create_graph=True)
         return torch.autograd.grad(g.sum(), x)[0]
 
     exact = second_derivative()
     with pyactcomp.compressed(min_bytes=0):
         got = second_derivative()
-    # d2/dx2 = -4 sin(2x), and sin has slope at most 1. The saved 2x is restored in the first backward and packed once
-    # more there, so two errors add up; the second one's steps are larger by less than their own size / 255.
-    bound = 4 * 2 * (1 + 2 / 255) * error_bound((2 * x).detach().flatten()).view_as(x) + 1e-5
+    # d2/dx2 = 4 * 6 (2x). The saved 2x is restored in the first backward and packed once more there, so two errors add
+    # up; the second one's steps are larger by less than their own size / 255. Beside them float32 rounds a few times.
+    rounded = 2**-21 * exact.abs().double()
+    bound = 4 * 6 * 2 * (1 + 2 / 255) * error_bound((2 * x).detach().flatten()).view_as(x) + rounded
     assert bool(((got - exact).abs() <= bound).all())
 
 
@@ -196,7 +197,7 @@ def test_an_exception_leaves_no_hook_behind(where: str) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.maybe("forward")
-            return x.sin()
+            return nn.functional.silu(x)
 
         def maybe(self, here: str) -> None:
             if self.broken and here == where:
@@ -361,7 +362,7 @@ def test_a_context_inside_a_checkpointed_block_raises_or_steps_aside() -> None:
 def test_our_own_context_around_a_compressed_model_is_no_conflict() -> None:
     model = pyactcomp.compress(nn.Linear(64, 64), min_bytes=0)
     with pyactcomp.compressed(model, min_bytes=0) as c:
-        loss = model(torch.randn(32, 64)).sin().sum()
+        loss = nn.functional.silu(model(torch.randn(32, 64))).sum()
     loss.backward()
     assert [t.kept for t in pyactcomp.report(c).tensors if t.shape == (32, 64)] == [None]
     assert len(pyactcomp.report(model).tensors) > 0

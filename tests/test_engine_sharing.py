@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pyactcomp
 from pyactcomp import format as fmt
@@ -22,7 +23,7 @@ def test_a_tensor_saved_by_several_operators_is_stored_once() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     with pyactcomp.compressed(min_bytes=0) as c:
         y = x * 2
-        out = y.sin() + y.cos() + y.exp() * 0
+        out = F.silu(y) + F.gelu(y) + y.exp() * 0
     assert stored(pyactcomp.report(c))[:2] == [fmt.packed_nbytes(64 * 64, 8, 64), 0]
     assert pyactcomp.report(c).saved_bytes > pyactcomp.report(c).unique_bytes
     out.sum().backward()
@@ -33,13 +34,15 @@ def test_views_of_one_memory_share_it_whatever_their_shape() -> None:
     with pyactcomp.compressed(min_bytes=0) as c:
         y = torch.randn(32, 64, requires_grad=True) * 2
         views = (y, y.view(64, 32), y.t(), y.view(4, 8, 64).transpose(0, 1))
-        graphs = [view.sin() for view in views]
+        graphs = [F.silu(view) for view in views]
     assert stored(pyactcomp.report(c)) == [fmt.packed_nbytes(32 * 64, 8, 64), 0, 0, 0]
     for view, graph in zip(views, graphs, strict=True):
         (gradient,) = torch.autograd.grad(graph.sum(), view)
-        bound = error_bound(y.detach().flatten()).max() + 1e-6
+        (exact,) = torch.autograd.grad(F.silu(view).sum(), view)
+        # The slope of silu' is at most silu''(0) = 1/2.
+        bound = error_bound(y.detach().flatten()).max() / 2 + 1e-6
         assert gradient.shape == view.shape
-        assert float((gradient - view.cos()).detach().abs().max()) <= bound
+        assert float((gradient - exact).detach().abs().max()) <= bound
 
 
 def test_slices_of_one_projection_share_their_base() -> None:
@@ -48,7 +51,7 @@ def test_slices_of_one_projection_share_their_base() -> None:
 
     def loss() -> Tensor:
         q, k, v = (x * 1.0).chunk(3, dim=-1)
-        return (q.sin() * k.cos() * v).sum()
+        return (F.silu(q) * F.gelu(k) * v).sum()
 
     exact = torch.autograd.grad(loss(), x)[0]
     with pyactcomp.compressed(min_bytes=0) as c:
@@ -105,13 +108,13 @@ def test_an_edit_after_saving_raises_what_autograd_raises(case: str, min_bytes: 
         x = torch.randn(64, 64, requires_grad=True)
         y = x * 2
         if case == "input":
-            return y.sin().sum(), y
+            return F.silu(y).sum(), y
         if case == "output":
             z = y.exp()
             return z.sum(), z
         if case == "view":
-            return y.t().sin().sum(), y
-        return y.sin().sum(), y.view(-1)
+            return F.silu(y.t()).sum(), y
+        return F.silu(y).sum(), y.view(-1)
 
     loss, target = graph()
     with torch.no_grad():
@@ -156,7 +159,7 @@ def test_packing_keeps_neither_the_tensor_nor_its_graph_alive() -> None:
         y = x * 2
         storage = weakref.ref(y.untyped_storage())
         address = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
-        z = y.sin()
+        z = F.silu(y)
         del y, storage
     assert address.expired()
     z.sum().backward()
@@ -211,7 +214,7 @@ def test_deep_chains_are_freed_without_recursion() -> None:
         x = torch.randn(64, requires_grad=True)
         y = x
         for _ in range(12_000):
-            y = y.sin()
+            y = F.mish(y)
     y.sum().backward()
     del y
     assert x.grad is not None

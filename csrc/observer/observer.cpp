@@ -41,7 +41,7 @@ class Object {
 
 /// What backward needs of one operand, as the table of readers has it; `need` orders them by strictness.
 struct Reading {
-  Object object;
+  Object object, form;
   long need = 0;
 };
 
@@ -167,6 +167,10 @@ void end(const at::RecordFunction&, at::ObserverContext*) {
 }
 
 bool read(PyObject* object, Reading& reading) {
+  PyObject* form = PyObject_GetAttrString(object, "form");
+  if (!form) return false;
+  reading.form = Object::borrowed(form);
+  Py_DECREF(form);
   PyObject* need = PyObject_GetAttrString(object, "need");
   if (!need) return false;
   reading.need = PyLong_AsLong(need);
@@ -267,7 +271,7 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
         continue;
       }
       const Reading& reading = argument.index < op.arguments.size() ? op.arguments[argument.index] : op.unclear;
-      if (found.is_argument && reading.need == found.reading->need && reading.object.get() != found.reading->object.get()) {
+      if (found.is_argument && reading.need == found.reading->need && reading.form.get() != found.reading->form.get()) {
         found.reading = &op.unclear;
       } else if (!found.is_argument || reading.need > found.reading->need) {
         found = {&reading, argument.index, true};
