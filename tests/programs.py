@@ -1,0 +1,330 @@
+"""Random training programs, run plain and under pyactcomp: ``python tests/programs.py --seed 0 --count 1000``.
+
+A program is drawn from a seed: inputs and parameters, statements over the tensors that live, losses and a backward,
+all as Python source. One that fails is made smaller while it fails in the same way, and printed as a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import programs_check
+import torch
+from programs_draw import NAME, Draw, Statement
+from programs_functions import FUNCTIONS
+
+Namespace = dict[str, Any]
+Failure = tuple[str, str]
+
+# Seeds of different sweeps do not meet before this many programs.
+_SWEEP = 10_000_000
+_ATTEMPTS = 6
+# Parts of the programs that raise in plain torch, or whose gradients are not finite or zero, that are taken as they are.
+_RAISING, _DEGENERATE = 0.5, 0.1
+# Runs of a failing program while it is made smaller.
+_MOST_CHECKS = 300
+
+_TEXT = '''"""Program {seed}."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+SEED = {seed}
+HOW = "{how}"
+OPTIONS = {options}
+STEPS = {steps}
+{functions}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+{setup}
+
+    def forward({arguments}):
+        losses = {losses}
+{forward}
+        return losses
+
+
+def inputs():
+{inputs}
+    return [{names}]
+
+
+def backward(model, losses, leaves):
+{backward}
+'''
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program."""
+
+    seed: int
+    how: str
+    options: dict[str, Any]
+    steps: int
+    losses: int
+    setup: tuple[Statement, ...]
+    inputs: tuple[Statement, ...]
+    forward: tuple[Statement, ...]
+    backward: tuple[Statement, ...]
+
+    def text(self) -> str:
+        """Return its source."""
+        names = [statement.head.split(" = ")[0] for statement in self.inputs]
+        forward = _indented(self.forward, 8)
+        functions = "\n".join(source for name, source in FUNCTIONS.items() if f"{name}." in forward)
+        return _TEXT.format(
+            seed=self.seed,
+            how=self.how,
+            options=self.options,
+            steps=self.steps,
+            functions=functions and f"\n{functions}",
+            setup=_indented(self.setup, 8),
+            arguments=", ".join(["self", *names]),
+            losses=[0.0] * self.losses,
+            forward=forward,
+            inputs=_indented(self.inputs, 4),
+            names=", ".join(names),
+            backward=_indented(self.backward, 4),
+        )
+
+    def namespace(self) -> Namespace:
+        """Return what its source defines."""
+        found: Namespace = {"__name__": "program"}
+        exec(compile(self.text(), f"<program {self.seed}>", "exec"), found)
+        return found
+
+    def script(self) -> str:
+        """Return a script that runs it and compares, which needs no more than torch and pyactcomp."""
+        return f"{self.text()}\n\n{Path(programs_check.__file__).read_text()}\n\nmain(globals())\n"
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of its statements, those in blocks too."""
+        return [each.kind for part in (self.setup, self.inputs, self.forward, self.backward) for each in _all(part)]
+
+
+def _indented(statements: Sequence[Statement], spaces: int) -> str:
+    return "\n".join(" " * spaces + line for statement in statements for line in statement.lines())
+
+
+def _all(statements: Sequence[Statement]) -> Iterator[Statement]:
+    for statement in statements:
+        yield statement
+        yield from _all(statement.body)
+
+
+def generate(seed: int) -> Program:
+    """Draw a program; most that raise in plain torch, or have no finite gradients, are drawn again."""
+    for attempt in range(_ATTEMPTS):
+        rng = random.Random(f"{seed}/{attempt}")
+        program = _draw(seed, rng)
+        plain = programs_check.run(program.namespace())
+        if plain.error is not None:
+            keep = rng.random() < _RAISING
+        else:
+            found = [g for g in plain.gradients if g is not None]
+            sound = bool(found) and all(bool(g.isfinite().all()) for g in found) and any(bool(g.any()) for g in found)
+            keep = sound or rng.random() < _DEGENERATE
+        if keep:
+            break
+    return program
+
+
+def _draw(seed: int, rng: random.Random) -> Program:
+    # Drawing runs what it draws.
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        draw = Draw(rng)
+        draw.grow(rng.randint(3, 25))
+    losses = draw.add_losses()
+    how = rng.choice(["compress", "compress", "compressed(model)", "compressed()"])
+    options: dict[str, Any] = {}
+    if rng.random() < 0.1:
+        options["rounding"] = "stochastic"
+    if rng.random() < 0.1:
+        options["group_size"] = rng.choice([128, 256])
+    if rng.random() < 0.1:
+        options["keep_weight_copies"] = True
+    steps = 2 if rng.random() < 0.1 else 1
+    parts = draw.setup, draw.inputs, draw.scope
+    setup, inputs, forward = (tuple(part) for part in parts)
+    return Program(seed, how, options, steps, losses, setup, inputs, forward, draw.backward(losses))
+
+
+def check(program: Program) -> list[Failure] | None:
+    """Return its failures, or None if plain torch does not repeat itself."""
+    return programs_check.check(program.namespace())
+
+
+def shrink(program: Program, kind: str) -> Program:
+    """Return a smaller program with a failure of the same kind."""
+    left = _MOST_CHECKS
+
+    def fails(candidate: Program) -> bool:
+        nonlocal left
+        left -= 1
+        return any(failure[0] == kind for failure in check(candidate) or ())
+
+    smaller = True
+    while smaller and left > 0:
+        smaller = False
+        for candidate in _smaller(program):
+            if left <= 0:
+                break
+            if candidate != program and fails(candidate):
+                program, smaller = candidate, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Yield programs with one thing less."""
+    yield replace(program, options={})
+    yield replace(program, steps=1)
+    yield replace(program, how="compressed()")
+    yield replace(program, backward=(Statement("backward", "losses[0].backward()"),))
+    for start, end in _halves(len(program.forward)):
+        yield _without(program, program.forward[start:end])
+    for part in ("forward", "setup", "inputs"):
+        for statement in reversed(list(_all(getattr(program, part)))):
+            yield _without(program, (statement,))
+    for statement in reversed(list(_all(program.forward))):
+        for other in _instead(statement):
+            yield replace(
+                program, forward=_mapped(program.forward, lambda s, a=statement, b=other: b if s is a else (s,))
+            )
+
+
+def _halves(count: int) -> Iterator[tuple[int, int]]:
+    size = count // 2
+    while size > 1:
+        for start in range(0, count, size):
+            yield start, start + size
+        size //= 2
+
+
+def _instead(statement: Statement) -> Iterator[tuple[Statement, ...]]:
+    """Yield what may stand in place of a statement: its body, or a tensor that it reads."""
+    if statement.body and not statement.tail:
+        yield statement.body
+    target, _, value = statement.head.partition(" = ")
+    if value and NAME.fullmatch(target) and not statement.body:
+        for name in dict.fromkeys(NAME.findall(value)):
+            if value != name:
+                yield (Statement("the same", f"{target} = {name}"),)
+
+
+def _mapped(
+    statements: Sequence[Statement], change: Callable[[Statement], Sequence[Statement]]
+) -> tuple[Statement, ...]:
+    found: list[Statement] = []
+    for statement in statements:
+        for each in change(statement):
+            if each is statement and each.body:
+                each = replace(each, body=_mapped(each.body, change))
+            if each.body or not statement.body or each is not statement:
+                found.append(each)
+    return tuple(found)
+
+
+def _without(program: Program, dropped: Sequence[Statement]) -> Program:
+    """Return a program without statements and without what reads what they make."""
+    gone = {id(each) for each in _all(dropped)}
+    missing = {name for each in _all(dropped) for name in _made(each)}
+
+    def keep(statement: Statement) -> Sequence[Statement]:
+        if id(statement) in gone or missing & set(NAME.findall(statement.head + statement.tail)):
+            missing.update(_made(statement))
+            return ()
+        return (statement,)
+
+    parts = {part: _mapped(getattr(program, part), keep) for part in ("setup", "inputs", "forward")}
+    return replace(program, **parts)
+
+
+def _made(statement: Statement) -> list[str]:
+    target, _, value = (statement.tail or statement.head).strip().rpartition("\n")[-1].partition(" = ")
+    return NAME.findall(target) if value else []
+
+
+@dataclass
+class Sweep:
+    """What came out of many programs."""
+
+    programs: int = 0
+    skipped: int = 0
+    raising: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    failing: list[tuple[Program, Failure]] = field(default_factory=list)
+
+    def add(self, program: Program) -> list[Failure]:
+        """Check one program, and note what comes out; returns its failures."""
+        failures = check(program)
+        self.programs += 1
+        if failures is None:
+            self.skipped += 1
+            return []
+        self.failures.update(kind for kind, _ in failures)
+        self.failing += [(program, failure) for failure in failures]
+        return failures
+
+    def __str__(self) -> str:
+        kinds = "".join(f", {kind}: {count}" for kind, count in sorted(self.failures.items()))
+        return f"{self.programs} programs, {self.skipped} that plain torch does not repeat{kinds or ', no failure'}"
+
+
+def seed_of(sweep: int, number: int) -> int:
+    """Return the seed of a program of a sweep."""
+    return sweep * _SWEEP + number
+
+
+def failure_text(program: Program, failure: Failure) -> str:
+    """Return what is printed of a failure: its kind, and the smallest script that was found."""
+    small = shrink(program, failure[0])
+    return (
+        f"# {failure[0]}: {failure[1]}\n# kinds: {[k for k in small.kinds() if ':' in k or '(' in k]}\n{small.script()}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sweep; the exit code is 1 where a program fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the sweep")
+    parser.add_argument("--count", type=int, default=1000, help="programs")
+    parser.add_argument("--start", type=int, default=0, help="number of the first program")
+    parser.add_argument("--scripts", type=Path, help="directory to write the scripts of failures to, not to stdout")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sweep, told = Sweep(), time.monotonic()
+    for number in range(options.start, options.start + options.count):
+        program = generate(seed_of(options.seed, number))
+        for failure in sweep.add(program):
+            text = failure_text(program, failure)
+            if options.scripts is None:
+                sys.stdout.write(f"{text}\n")
+            else:
+                options.scripts.mkdir(parents=True, exist_ok=True)
+                (options.scripts / f"{failure[0].replace(' ', '_')}_{number}.py").write_text(text)
+        if time.monotonic() - told > 2:
+            told = time.monotonic()
+            sys.stderr.write(f"at program {number}: {sweep}\n")
+    sys.stdout.write(f"{sweep}\n")
+    return int(bool(sweep.failing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
