@@ -7,6 +7,8 @@ all as Python source. One that fails is made smaller while it fails in the same 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import itertools
 import random
 import sys
 import time
@@ -25,11 +27,13 @@ from programs_functions import FUNCTIONS
 Namespace = dict[str, Any]
 Failure = tuple[str, str]
 
+MODES = ("lossless", "int8")
 # Seeds of different sweeps do not meet before this many programs.
 _SWEEP = 10_000_000
 _ATTEMPTS = 6
-# Parts of the programs that raise in plain torch, or whose gradients are not finite or zero, that are taken as they are.
+# Parts of the programs that raise in plain torch, or whose gradients are not finite or zero, that are not drawn again.
 _RAISING, _DEGENERATE = 0.5, 0.1
+_EDITS_OF_PARAMETERS = {"late edit", "silent edit: {p}.add_(0.1)"}
 # Runs of a failing program while it is made smaller.
 _MOST_CHECKS = 300
 
@@ -157,37 +161,38 @@ def _draw(seed: int, rng: random.Random) -> Program:
         options["rounding"] = "stochastic"
     if rng.random() < 0.1:
         options["group_size"] = rng.choice([128, 256])
-    if rng.random() < 0.1:
-        options["keep_weight_copies"] = True
     steps = 2 if rng.random() < 0.1 else 1
-    parts = draw.setup, draw.inputs, draw.scope
-    setup, inputs, forward = (tuple(part) for part in parts)
-    return Program(seed, how, options, steps, losses, setup, inputs, forward, draw.backward(losses))
+    parts = draw.setup, draw.inputs, draw.scope, draw.backward(losses)
+    program = Program(seed, how, options, steps, losses, *map(tuple, parts))
+    # Parameters that change between a cast of them and its backward need it.
+    if rng.random() < 0.1 or _EDITS_OF_PARAMETERS & set(program.kinds()):
+        options["keep_weight_copies"] = True
+    return program
 
 
-def check(program: Program) -> list[Failure] | None:
+def check(program: Program, modes: Sequence[str] = MODES) -> list[Failure] | None:
     """Return its failures, or None if plain torch does not repeat itself."""
-    return programs_check.check(program.namespace())
+    return programs_check.check(program.namespace(), modes)
 
 
 def shrink(program: Program, kind: str) -> Program:
     """Return a smaller program with a failure of the same kind."""
-    left = _MOST_CHECKS
+    left, mode = _MOST_CHECKS, kind.partition(" ")[0]
 
     def fails(candidate: Program) -> bool:
         nonlocal left
         left -= 1
-        return any(failure[0] == kind for failure in check(candidate) or ())
+        return any(failure[0] == kind for failure in check(candidate, [mode]) or ())
 
     smaller = True
     while smaller and left > 0:
-        smaller = False
-        for candidate in _smaller(program):
-            if left <= 0:
-                break
+        smaller, position = False, 0
+        while left > 0 and (candidate := next(itertools.islice(_smaller(program), position, None), None)) is not None:
             if candidate != program and fails(candidate):
+                # The next one in order is where this one was.
                 program, smaller = candidate, True
-                break
+            else:
+                position += 1
     return program
 
 
@@ -196,17 +201,38 @@ def _smaller(program: Program) -> Iterator[Program]:
     yield replace(program, options={})
     yield replace(program, steps=1)
     yield replace(program, how="compressed()")
-    yield replace(program, backward=(Statement("backward", "losses[0].backward()"),))
+    for losses in ("losses[0]", "sum(losses)"):
+        yield replace(program, backward=(Statement("backward", f"{losses}.backward()"),))
     for start, end in _halves(len(program.forward)):
         yield _without(program, program.forward[start:end])
     for part in ("forward", "setup", "inputs"):
         for statement in reversed(list(_all(getattr(program, part)))):
             yield _without(program, (statement,))
     for statement in reversed(list(_all(program.forward))):
-        for other in _instead(statement):
-            yield replace(
-                program, forward=_mapped(program.forward, lambda s, a=statement, b=other: b if s is a else (s,))
-            )
+        if statement.body:
+            yield _with(program, statement, statement.body)
+        made, _, value = statement.head.partition(" = ")
+        if NAME.fullmatch(made) and not statement.body:
+            for name in dict.fromkeys(NAME.findall(value)):
+                yield _renamed(_with(program, statement, ()), made, name)
+
+
+def _with(program: Program, old: Statement, new: Sequence[Statement]) -> Program:
+    """Return a program with other statements in place of one."""
+    return replace(program, forward=_mapped(program.forward, lambda each: new if each is old else (each,)))
+
+
+def _renamed(program: Program, old: str, new: str) -> Program:
+    """Return a program that reads one tensor where it read another."""
+
+    def rename(text: str) -> str:
+        return NAME.sub(lambda name: new if name[0] == old else name[0], text)
+
+    def renamed(statement: Statement) -> Statement:
+        body = tuple(map(renamed, statement.body))
+        return replace(statement, head=rename(statement.head), body=body, tail=rename(statement.tail))
+
+    return replace(program, forward=tuple(map(renamed, program.forward)))
 
 
 def _halves(count: int) -> Iterator[tuple[int, int]]:
@@ -217,27 +243,16 @@ def _halves(count: int) -> Iterator[tuple[int, int]]:
         size //= 2
 
 
-def _instead(statement: Statement) -> Iterator[tuple[Statement, ...]]:
-    """Yield what may stand in place of a statement: its body, or a tensor that it reads."""
-    if statement.body and not statement.tail:
-        yield statement.body
-    target, _, value = statement.head.partition(" = ")
-    if value and NAME.fullmatch(target) and not statement.body:
-        for name in dict.fromkeys(NAME.findall(value)):
-            if value != name:
-                yield (Statement("the same", f"{target} = {name}"),)
-
-
 def _mapped(
     statements: Sequence[Statement], change: Callable[[Statement], Sequence[Statement]]
 ) -> tuple[Statement, ...]:
     found: list[Statement] = []
     for statement in statements:
         for each in change(statement):
-            if each is statement and each.body:
-                each = replace(each, body=_mapped(each.body, change))
-            if each.body or not statement.body or each is not statement:
+            if each is not statement or not each.body:
                 found.append(each)
+            elif (body := _mapped(each.body, change)) or each.tail:
+                found.append(replace(each, body=body))
     return tuple(found)
 
 
@@ -267,13 +282,12 @@ class Sweep:
 
     programs: int = 0
     skipped: int = 0
-    raising: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     failing: list[tuple[Program, Failure]] = field(default_factory=list)
 
-    def add(self, program: Program) -> list[Failure]:
+    def add(self, program: Program, modes: Sequence[str] = MODES) -> list[Failure]:
         """Check one program, and note what comes out; returns its failures."""
-        failures = check(program)
+        failures = check(program, modes)
         self.programs += 1
         if failures is None:
             self.skipped += 1
@@ -294,10 +308,10 @@ def seed_of(sweep: int, number: int) -> int:
 
 def failure_text(program: Program, failure: Failure) -> str:
     """Return what is printed of a failure: its kind, and the smallest script that was found."""
-    small = shrink(program, failure[0])
-    return (
-        f"# {failure[0]}: {failure[1]}\n# kinds: {[k for k in small.kinds() if ':' in k or '(' in k]}\n{small.script()}"
-    )
+    kind, detail = failure
+    small = shrink(program, kind)
+    rows = sorted({each.kind for each in _all(small.forward)} - {"loss"})
+    return f"# {kind}: {detail}\n# {' | '.join(rows)}\n{small.script()}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,12 +321,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000, help="programs")
     parser.add_argument("--start", type=int, default=0, help="number of the first program")
     parser.add_argument("--scripts", type=Path, help="directory to write the scripts of failures to, not to stdout")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     sweep, told = Sweep(), time.monotonic()
     for number in range(options.start, options.start + options.count):
         program = generate(seed_of(options.seed, number))
-        for failure in sweep.add(program):
+        for failure in sweep.add(program, options.modes):
             text = failure_text(program, failure)
             if options.scripts is None:
                 sys.stdout.write(f"{text}\n")
@@ -327,4 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # A crash of torch itself names its program: it is the name of a file.
+    faulthandler.enable()
     sys.exit(main())

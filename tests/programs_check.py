@@ -155,12 +155,18 @@ def _int8_failure(program, plain: Outcome) -> tuple[str, str] | None:
     return None
 
 
-def check(program) -> list[tuple[str, str]] | None:
-    """Return the failures of a program, each its kind and its detail; None if plain torch does not repeat itself."""
+_CHECKS = {"lossless": _lossless_failure, "int8": _int8_failure}
+
+
+def check(program, modes=tuple(_CHECKS)) -> list[tuple[str, str]] | None:
+    """Return the failures of a program, each its kind and its detail; None if plain torch does not repeat itself.
+
+    A kind begins with the mode.
+    """
     plain = run(program)
     if not repeats(plain, run(program)):
         return None
-    return [failure for each in (_lossless_failure, _int8_failure) if (failure := each(program, plain)) is not None]
+    return [failure for mode in modes if (failure := _CHECKS[mode](program, plain)) is not None]
 
 
 def main(program) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from programs_functions import FUNCTIONS
-from programs_rows import ACTIVATIONS, EDITS, MODULES, ROWS, SILENT_EDITS
+from programs_rows import ACTIVATIONS, EDITS, FRESH, MODULES, ROWS, SILENT_EDITS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -133,7 +133,7 @@ class Draw:
         kinds = ["losses[0].backward()"] * 6 + [gradients.format(part) for part in ("", "[::2]", "[-1:]", "[:1]")]
         kinds.append("losses[0].backward(retain_graph=True)\nlosses[0].backward()")
         if losses == 2:
-            kinds = ["sum(losses).backward()", "losses[1].backward()\nlosses[0].backward()"] + kinds[-5:]
+            kinds = ["sum(losses).backward()", "losses[1].backward()\nlosses[0].backward()", *kinds[-5:]]
             kinds.append("losses[1].backward(retain_graph=True)\nlosses[0].backward()")
         late = "with torch.no_grad():\n    leaves[-1].mul_(1.1)"
         edit = (Statement("late edit", late),) if rng.random() < 0.04 else ()
@@ -321,7 +321,7 @@ class Draw:
 
     def f(self) -> str:
         if self.rng.random() < 0.75:
-            row = self.rng.choice(["{x} * {c}", "{x} + {y}", "{x} * {y}", "{x}.clone()", "{x} + {w}", "{p} * {c}"])
+            row = self.rng.choice(FRESH)
             outer, self._names = self._names, _Names(self)
             name = self._assign("fresh", row.format_map(self._names))
             self._names = outer
@@ -344,7 +344,7 @@ class Draw:
         return parameter if same else f"{parameter}.to({self._current.dtype})"
 
     def p(self) -> str:
-        shape = self.rng.choice([(self._sizes[2],), (self._sizes[1], self._sizes[2]), (8, 8)])
+        shape = self.rng.choice([(self._sizes[2],), (self._sizes[1], self._sizes[2]), (8, 8), (4, 2, 3, 3)])
         return self._refer_to(self._parameter(*shape))
 
     def _beside(self) -> str:

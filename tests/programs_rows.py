@@ -149,7 +149,7 @@ ROWS: dict[str, tuple[float, list[str]]] = {
             "{x} * torch.rsqrt({x}.square().mean(-1, keepdim=True) + 1e-6)",
             "({x} - {x}.mean(-1, keepdim=True)) / ({x}.var(-1, keepdim=True) + 1e-3).sqrt()",
             "F.group_norm({v3}, 1)",
-            "F.group_norm({v4}, {channels})",
+            "F.group_norm({v4}.contiguous(), {channels})",
             "F.batch_norm({v2}, None, None, {w}, {w2}, training=True)",
             "F.batch_norm({v4}, None, None, training=True)",
             "F.instance_norm({v4})",
@@ -307,7 +307,7 @@ ROWS: dict[str, tuple[float, list[str]]] = {
             "F.max_pool1d({v3}, 2)",
             "F.interpolate({v4}, scale_factor=2.0, mode='bilinear')",
             "F.interpolate({v4}, scale_factor=2.0)",
-            "F.grid_sample({v4}.float(), {y}.flatten(1)[:, :8].reshape(-1, 2, 2, 2).float().tanh(), align_corners=False)",
+            "F.grid_sample({v4}.float(), {y}.flatten(1)[:, :8].reshape(-1, 2, 2, 2).float().tanh())",
             "F.pixel_unshuffle({v4}, 2)",
             "F.unfold({v4}, 2)",
         ],
@@ -338,6 +338,7 @@ ROWS: dict[str, tuple[float, list[str]]] = {
             "{v4}.to(torch.bfloat16, memory_format=torch.channels_last).float()",
             "{p}.to(torch.bfloat16)",
             "{p}.to(torch.bfloat16) * {p}",
+            "{p}.to(torch.bfloat16, memory_format=torch.channels_last)",
             "{p}.double()",
         ],
     ),
@@ -366,6 +367,21 @@ ROWS: dict[str, tuple[float, list[str]]] = {
     ),
     "function": (1.0, ["{function}.apply({x})"]),
 }
+
+# Made to be written to: most products and sums may be, what others are computed again from may not.
+FRESH = [
+    "{x} * {c}",
+    "{x} + {y}",
+    "{x} * {y}",
+    "{x} + {w}",
+    "{x} * {w}",
+    "{x}.clone()",
+    "{x}.to(torch.bfloat16)",
+    "F.gelu({x} * {c})",
+    "F.silu({x} * {c})",
+    "{p} * {c}",
+    "{p}.to(torch.bfloat16)",
+]
 
 # Written to in place. A row starts with the statement's tensor, and assigns nothing.
 EDITS = [
@@ -431,7 +447,8 @@ MODULES = [
     ("{module}({v2})", "nn.BatchNorm1d({last})"),
     ("{module}({v4})", "nn.Sequential(nn.Conv2d({channels}, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())"),
     ("{module}({v4})", "nn.Sequential(nn.Conv2d({channels}, 4, 3, bias=False), nn.ReLU6(), nn.MaxPool2d(2))"),
-    ("{module}({v4})", "nn.GroupNorm(1, {channels})"),
+    # Torch 2.13 crashes on the gradient of its bias alone where the input lies channels last.
+    ("{module}({v4}.contiguous())", "nn.GroupNorm(1, {channels})"),
     ("{module}({v3}, {v3}, {v3})[0]", "nn.MultiheadAttention({last}, 1, batch_first=True)"),
     ("{module}({v3}, {y}, {z}, need_weights=False)[0]", "nn.MultiheadAttention({last}, 1, dropout=0.1)"),
     ("{module}({v3})[0]", "nn.LSTM({last}, 5, batch_first=True)"),
