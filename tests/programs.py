@@ -182,7 +182,10 @@ def shrink(program: Program, kind: str) -> Program:
     def fails(candidate: Program) -> bool:
         nonlocal left
         left -= 1
-        return any(failure[0] == kind for failure in check(candidate, [mode]) or ())
+        try:
+            return any(failure[0] == kind for failure in check(candidate, [mode]) or ())
+        except SyntaxError:  # two arguments of one name
+            return False
 
     smaller = True
     while smaller and left > 0:
