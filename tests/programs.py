@@ -21,8 +21,9 @@ from typing import Any
 
 import programs_check
 import torch
-from programs_draw import NAME, Draw, Statement
-from programs_functions import FUNCTIONS
+from programs_draw import Draw
+from programs_scope import NAME, Statement
+from programs_statements import FUNCTIONS
 
 Namespace = dict[str, Any]
 Failure = tuple[str, str]
@@ -162,8 +163,7 @@ def _draw(seed: int, rng: random.Random) -> Program:
     if rng.random() < 0.1:
         options["group_size"] = rng.choice([128, 256])
     steps = 2 if rng.random() < 0.1 else 1
-    parts = draw.setup, draw.inputs, draw.scope, draw.backward(losses)
-    program = Program(seed, how, options, steps, losses, *map(tuple, parts))
+    program = Program(seed, how, options, steps, losses, *draw.parts(), draw.backward(losses))
     # Parameters that change between a cast of them and its backward need it.
     if rng.random() < 0.1 or _EDITS_OF_PARAMETERS & set(program.kinds()):
         options["keep_weight_copies"] = True

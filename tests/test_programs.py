@@ -16,8 +16,9 @@ import programs
 import pytest
 import torch
 from programs_check import rounding_to_bfloat16, run
-from programs_draw import Statement
-from programs_rows import EDITS, MODULES, ROWS, SILENT_EDITS
+from programs_rows import ROWS
+from programs_scope import Statement
+from programs_statements import EDITS, MODULES, SILENT_EDITS
 from torch import Tensor
 
 from pyactcomp import saved
