@@ -14,7 +14,7 @@ HAS_TORCH := -c "import torch; exit(tuple(map(int, torch.__version__.split('.')[
 # Two workers with one thread each use two cores better than one worker with two: most tests are small.
 WORKERS ?= 2
 ARGS ?=
-# Of random training programs in a sweep: an hour and a half for each 100,000 on one core.
+# Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
 PROGRAMS ?= 100000
 
 LINTED := bench pyactcomp requirements setup.py tests
