@@ -10,6 +10,7 @@ import argparse
 import faulthandler
 import itertools
 import random
+import re
 import sys
 import time
 import warnings
@@ -206,6 +207,9 @@ def _smaller(program: Program) -> Iterator[Program]:
     yield replace(program, how="compressed()")
     for losses in ("losses[0]", "sum(losses)"):
         yield replace(program, backward=(Statement("backward", f"{losses}.backward()"),))
+    for statement in program.forward:
+        if statement.kind == "loss":
+            yield _only(program, statement)
     for start, end in _halves(len(program.forward)):
         yield _without(program, program.forward[start:end])
     for part in ("forward", "setup", "inputs"):
@@ -218,6 +222,26 @@ def _smaller(program: Program) -> Iterator[Program]:
         if NAME.fullmatch(made) and not statement.body:
             for name in dict.fromkeys(NAME.findall(value)):
                 yield _renamed(_with(program, statement, ()), made, name)
+
+
+def _only(program: Program, loss: Statement) -> Program:
+    """Return a program with one term of its losses and what that needs."""
+    needed = set(NAME.findall(loss.head))
+    kept = []
+    for statement in reversed(program.forward):
+        if statement is loss or (statement.kind != "loss" and needed & _written(statement)):
+            kept.append(statement)
+            needed.update(NAME.findall(statement.text()))
+    parts = {
+        part: tuple(each for each in getattr(program, part) if needed & _written(each)) for part in ("setup", "inputs")
+    }
+    return replace(program, forward=tuple(reversed(kept)), **parts)
+
+
+def _written(statement: Statement) -> set[str]:
+    """Return what a statement makes, or else what it writes to."""
+    edited = NAME.findall(statement.head)[:1] if not statement.body else []
+    return {*(_made(statement) or edited), *(name for each in statement.body for name in _written(each))}
 
 
 def _with(program: Program, old: Statement, new: Sequence[Statement]) -> Program:
@@ -335,7 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.write(f"{text}\n")
             else:
                 options.scripts.mkdir(parents=True, exist_ok=True)
-                (options.scripts / f"{failure[0].replace(' ', '_')}_{number}.py").write_text(text)
+                name = "_".join(re.findall(r"\w+", failure[0]))
+                (options.scripts / f"{name}_{number}.py").write_text(text)
         if time.monotonic() - told > 2:
             told = time.monotonic()
             sys.stderr.write(f"at program {number}: {sweep}\n")

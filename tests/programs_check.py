@@ -105,6 +105,15 @@ def same_error(found: Outcome, expected: Outcome) -> bool:
     return found.error[0] == expected.error[0] and issubclass(found.error[1], expected.error[1])
 
 
+def difference(mode: str, found: Outcome, expected: Outcome) -> tuple[str, str]:
+    """Return the kind and the detail of exceptions that differ."""
+    ours, theirs = (
+        "nothing" if outcome.error is None else f"{outcome.error[1].__name__} in {outcome.error[0]}"
+        for outcome in (found, expected)
+    )
+    return f"{mode} raises {ours}, torch {theirs}", f"{found.error or expected.error}"
+
+
 def repeats(a: Outcome, b: Outcome) -> bool:
     return same_error(a, b) and all_same(a.losses, b.losses) and all_same(a.gradients, b.gradients)
 
@@ -125,7 +134,7 @@ def relative_error(found: Outcome, expected: Outcome) -> float:
 def _lossless_failure(program, plain: Outcome) -> tuple[str, str] | None:
     found = run(program, **program["OPTIONS"], mode="lossless", min_bytes=1)
     if not same_error(found, plain):
-        return "lossless raises", f"{found.error}, plain torch: {plain.error}"
+        return difference("lossless", found, plain)
     if not all_same(found.losses, plain.losses):
         return "lossless loss", f"{found.losses}, plain torch: {plain.losses}"
     if not all_same(found.gradients, plain.gradients):
@@ -137,7 +146,7 @@ def _int8_failure(program, plain: Outcome) -> tuple[str, str] | None:
     options = program["OPTIONS"] | {"mode": "int8", "min_bytes": 1}
     found = run(program, **options)
     if not same_error(found, plain):
-        return "int8 raises", f"{found.error}, plain torch: {plain.error}"
+        return difference("int8", found, plain)
     if not found.fused and not all_same(found.losses, plain.losses):
         return "int8 loss", f"{found.losses}, plain torch: {plain.losses}"
     for a, b in zip(found.gradients, plain.gradients, strict=True):
