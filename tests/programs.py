@@ -335,8 +335,9 @@ def seed_of(sweep: int, number: int) -> int:
 
 def failure_text(program: Program, failure: Failure) -> str:
     """Return what is printed of a failure: its kind, and the smallest script that was found."""
-    kind, detail = failure
+    kind = failure[0]
     small = shrink(program, kind)
+    detail = dict(check(small) or ())[kind]
     rows = sorted({each.kind for each in _all(small.forward)} - {"loss"})
     return f"# {kind}: {detail}\n# {' | '.join(rows)}\n{small.script()}"
 
