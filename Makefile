@@ -14,6 +14,8 @@ HAS_TORCH := -c "import torch; exit(tuple(map(int, torch.__version__.split('.')[
 # Two workers with one thread each use two cores better than one worker with two: most tests are small.
 WORKERS ?= 2
 ARGS ?=
+# Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
+PROGRAMS ?= 100000
 
 LINTED := bench pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
@@ -45,6 +47,10 @@ soak: $(VENV)/package
 	$(VENV)/bin/cmake -S tests/cpp -B build/soak -GNinja -DCMAKE_MAKE_PROGRAM=$(VENV)/bin/ninja -DSANITIZE=address,undefined
 	$(VENV)/bin/cmake --build build/soak
 	for seed in $$(seq 0 11); do build/soak/allocator_stress --seed $$seed --operations 833334 --every 1000; done
+
+# What is too long for every test run, one command a line: random training programs against plain torch.
+sweep: $(VENV)/package
+	$(RUN) tests/programs.py --count $(PROGRAMS) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
