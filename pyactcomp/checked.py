@@ -12,10 +12,10 @@ from .compress import Compressed
 from .config import Config
 from .engine import Frame, Packing
 from .errors import PyactcompError
+from .forms import BITS
 from .policy import MADE_AGAIN, PLAIN, RECAST
 from .record import Recorder, SavedTensor
-from .redo import Redone
-from .saved import Saved, View
+from .saved import Region, Saved, Shapeless, View
 from .session import Session
 from .torch_private import never_traced
 
@@ -44,7 +44,7 @@ class CheckedFrame(Frame):
     def pack(self, tensor: Tensor) -> Saved:
         """Pack, and hold the tensor too where it is not held as it is."""
         saved = super().pack(tensor)
-        if type(tensor) in PLAIN and not _only_its_shape_is_read(saved):
+        if type(tensor) in PLAIN and not _values_are_not_read(saved):
             record = self._saves[-1]
             if record.kept is None or record.kept in MADE_AGAIN:
                 expected = _Expected(tensor.detach(), record)
@@ -84,10 +84,10 @@ class Checked(Compressed):
         self.session = CheckedSession(self.session.config)
 
 
-def _only_its_shape_is_read(saved: Saved) -> bool:
-    """Return whether a saved tensor may be restored without its values."""
+def _values_are_not_read(saved: Saved) -> bool:
+    """Return whether a saved tensor is restored without its values: its shape, or the answer to a comparison."""
     shared = saved.region if isinstance(saved, View) else saved
-    return isinstance(shared, Redone) and shared.recipe.shape_reader is not None
+    return isinstance(shared, Shapeless) or (isinstance(shared, Region) and shared.form.need == BITS)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

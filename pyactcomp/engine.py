@@ -19,7 +19,22 @@ from . import format as fmt
 from .codec import bind
 from .config import Config
 from .errors import ImplementationUnavailableError
-from .forms import AS_CODES, AS_SHAPE, BITS, CODES, ITSELF, POSITIVE, RELATIVE, SCALED, Form, Reading
+from .forms import (
+    AS_CODES,
+    AS_SHAPE,
+    BFLOAT16,
+    BITS,
+    CHANNELS,
+    CODES,
+    FACTOR,
+    ITSELF,
+    POSITIVE,
+    RELATIVE,
+    ROWS,
+    SCALED,
+    Form,
+    Reading,
+)
 from .halves import BitsKernel, half_kernel, half_nbytes
 from .kernels import Kernel
 from .layouts import Layout, layout_of
@@ -42,6 +57,7 @@ from .policy import (
     cast_parameter,
     local_tensor,
     producer,
+    spans_magnitudes,
 )
 from .readers import CHECKPOINT, CHECKPOINTED, of_no_operator
 from .record import Recorder
@@ -76,6 +92,9 @@ _RECENTLY_RESTORED = 2
 # A view with gaps is packed with its whole base, unless the base is more than this many times larger: then it is
 # cheaper to gather the view's elements.
 _LARGEST_BASE = 4
+# Batches of vectors, or of sequences of them, have at most so many dimensions; images have more.
+_VECTORS = 3
+_HALF_BYTES = 2
 # Sizes repeat from step to step. Not in format.py: graphs call that one with symbols, which have no hash.
 _packed_nbytes = functools.lru_cache(maxsize=4096)(fmt.packed_nbytes)
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
@@ -116,11 +135,16 @@ class Packing:
         """Return the form in which a tensor is stored for a reader: no wider than the tensor itself."""
         form = reading.form
         config = self.config
+        if form is ROWS:
+            form = AS_CODES if tensor.shape[-1] >= config.group_size else BFLOAT16
+        elif form is CHANNELS:
+            # In images a group spans few channels, and those of a layer differ little.
+            form = AS_CODES if tensor.dim() > _VECTORS else BFLOAT16
         if not reading.known and config.unknown == "int8":
             return AS_CODES
         if form is SCALED and config.attention == "int8":
             return AS_CODES
-        if form.need == RELATIVE and tensor.itemsize <= 2:
+        if form.need == RELATIVE and tensor.itemsize <= _HALF_BYTES:
             return ITSELF
         if self.lossless and form.need >= CODES:
             return ITSELF
@@ -287,6 +311,9 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, node = producer(saved)
+        if form is FACTOR:
+            wide = spans_magnitudes(name, node)
+            form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > _HALF_BYTES else ITSELF
         if name == CAST and node is not None and self._casts_left:
             self._casts_left -= 1
             parameter = cast_parameter(node)

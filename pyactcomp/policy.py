@@ -100,6 +100,32 @@ def source(node: Any) -> tuple[Any, int]:
     return None, 0
 
 
+# Log-probabilities, masked scores (-1e9, -inf) and exponentials: a group of them has a range beside which most of its
+# elements vanish. Where the gradient is zero for the largest, as it is where an entropy multiplies masked
+# log-probabilities by probabilities, the error of the others is all that counts.
+_WIDE = frozenset(
+    f"{name}Backward0" for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Reciprocal", "LogSigmoid")
+)
+_RANGE_KEPT = frozenset(
+    f"{name}Backward{number}" for name in ("Clamp", "ClampMin", "ClampMax", "Sub", "Add", "Neg") for number in (0, 1)
+) | {"ToCopyBackward0"}
+_RANGE_WALK = 4
+
+
+def spans_magnitudes(name: str, node: Any) -> bool:
+    """Return whether what a node, of a known name, made may span orders of magnitude, by the operators behind it."""
+    for _ in range(_RANGE_WALK):
+        if name in _WIDE:
+            return True
+        if name not in _RANGE_KEPT and name not in _VIEWS:
+            return False
+        node = node.next_functions[0][0]
+        if node is None:
+            return False
+        name = node.name()
+    return False
+
+
 def cast_parameter(node: Node) -> Tensor | None:
     """Return the parameter that a cast reads, or None if it reads something else."""
     leaf: Any = node.next_functions[0][0]

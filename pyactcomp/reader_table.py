@@ -18,10 +18,13 @@ from .forms import (
     AS_SHAPE,
     BFLOAT16,
     BITS,
+    CHANNELS,
+    FACTOR,
     ITSELF,
     LOG,
     LOGIT,
     POSITIVE,
+    ROWS,
     SCALED,
     Comparison,
     Form,
@@ -36,15 +39,42 @@ class _Group:
         self.form, self.why, self.entries = form, why, entries
 
 
+_ATTENTIONS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _SMOOTH = "the derivative is a smooth bounded function of it"
 _RATIO = "the derivative divides by it or takes its log or a power, so relative precision counts"
 
 _GROUPS = (
     _Group(
+        FACTOR,
+        "the derivative multiplies the incoming gradient by it, which may be zero where it is largest",
+        *("mul self other", "addcmul tensor1 tensor2"),
+    ),
+    _Group(
+        ROWS,
+        "the derivative divides by the deviation of each row, so an error counts beside the row's own range",
+        *("native_layer_norm input", "_fused_rms_norm input"),
+    ),
+    _Group(
+        CHANNELS,
+        "the derivative divides by the deviation of each channel, so an error counts beside the channel's own range",
+        *("native_batch_norm input", "cudnn_batch_norm input", "miopen_batch_norm input"),
+        *("_native_batch_norm_legit input", "_native_batch_norm_legit_no_training input"),
+        *("_batch_norm_with_update input", "_batch_norm_no_update input"),
+    ),
+    _Group(
         AS_CODES,
         _MULTIPLIED,
-        *("mul self other", "addcmul tensor1 tensor2", "lerp self end weight"),
+        "lerp self end weight",
         *("mm self mat2", "bmm self mat2", "addmm mat1 mat2", "baddbmm batch1 batch2", "addbmm batch1 batch2"),
         *("mv self vec", "addmv mat vec", "addr vec1 vec2", "dot self tensor", "vdot self other"),
         *("matmul self other", "linear input weight", "mkldnn_linear self weight", "_trilinear i1 i2 i3"),
@@ -64,28 +94,19 @@ _GROUPS = (
     _Group(
         AS_CODES,
         _SMOOTH,
-        *("gelu self", "silu self", "mish self", "glu self", "native_layer_norm input"),
-        *("native_group_norm input", "_fused_rms_norm input", "native_batch_norm input", "cudnn_batch_norm input"),
-        *("miopen_batch_norm input", "_native_batch_norm_legit input", "_native_batch_norm_legit_no_training input"),
-        *("_batch_norm_with_update input", "_batch_norm_no_update input", "var self", "var_mean self", "std self"),
-        "std_mean self",
+        *("gelu self", "silu self", "mish self", "glu self", "native_group_norm input", "var self", "var_mean self"),
+        *("std self", "std_mean self"),
     ),
     _Group(POSITIVE, "the derivative asks where it is above zero", "relu result"),
     _Group(
         SCALED,
         "attention computes probabilities again from it, and differences that vanish where they saturate",
-        *("_scaled_dot_product_flash_attention query key value", "_scaled_dot_product_efficient_attention query key value"),
-        *("_scaled_dot_product_cudnn_attention query key value", "_scaled_dot_product_flash_attention_for_cpu query key value"),
-        *("_scaled_dot_product_fused_attention_overrideable query key value", "_flash_attention_forward query key value"),
-        *("_efficient_attention_forward query key value", "_cudnn_attention_forward query key value"),
+        *(f"{attention} query key value" for attention in _ATTENTIONS),
     ),
     _Group(
         AS_CODES,
         "the derivative multiplies the incoming gradient by it, summed over a head",
-        *("_scaled_dot_product_flash_attention result", "_scaled_dot_product_efficient_attention result"),
-        *("_scaled_dot_product_cudnn_attention result", "_flash_attention_forward result"),
-        *("_scaled_dot_product_flash_attention_for_cpu result", "_efficient_attention_forward result"),
-        *("_scaled_dot_product_fused_attention_overrideable result", "_cudnn_attention_forward result"),
+        *(f"{attention} result" for attention in _ATTENTIONS),
     ),
     _Group(
         LOG,

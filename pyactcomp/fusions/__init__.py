@@ -105,8 +105,19 @@ def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[
         fusion = by_place.get(module, known)
         if fusion is None or (config.mode == "lossless" and not fusion.exact):
             continue
-        if fusion.suits is None or fusion.suits(module):
+        if (fusion.suits is None or fusion.suits(module)) and not _mixes_rows(module, fusion, config):
             yield name, module, fusion
+
+
+def _mixes_rows(module: Module, fusion: Fusion, config: Config) -> bool:
+    """Return whether codes would share a group among rows that are divided by deviations of their own.
+
+    The engine stores such rows in 16 bits.
+    """
+    if config.mode == "lossless" or not issubclass(fusion.fused, Fused):
+        return False
+    length = fusion.fused.row_length(module)
+    return length is not None and length < config.group_size
 
 
 def _headless(model: Module) -> LeftAlone:

@@ -21,6 +21,11 @@ class Fused(Module):
     It must add nothing to the module and keep nothing on it, so that changing ``__class__`` is all there is to do.
     """
 
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return how many elements share a deviation that the module divides by; None where it divides by none."""
+        return None
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Name the two classes instead of the one made of them, which is no attribute of any module."""
         parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))

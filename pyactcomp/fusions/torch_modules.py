@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, cast
 
@@ -22,6 +23,11 @@ from .untouched import plain, untouched
 
 class LayerNorm(Fused, nn.LayerNorm):
     """``nn.LayerNorm``, float32 under autocast as that is."""
+
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return the elements of a row."""
+        return math.prod(cast(nn.LayerNorm, module).normalized_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
@@ -45,6 +51,11 @@ class LayerNormForLinear(LayerNorm):
 
 class RMSNorm(Fused, nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension, with a weight and an ``eps`` of its own."""
+
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return the elements of a row."""
+        return math.prod(cast(nn.RMSNorm, module).normalized_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""

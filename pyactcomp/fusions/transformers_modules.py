@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard, cast
 
@@ -42,6 +43,11 @@ class RMSNorm(Fused):
     weight: Tensor
     variance_epsilon: float
     _copy = False
+
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return the elements of a row."""
+        return cast(RMSNorm, module).weight.numel()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
@@ -144,6 +150,11 @@ class ResidualNorm(Fused):
     dense: Module
     dropout: Module
     LayerNorm: nn.LayerNorm
+
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return the elements of a row."""
+        return math.prod(cast(ResidualNorm, module).LayerNorm.normalized_shape)
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Run the output part of a post-norm block."""
