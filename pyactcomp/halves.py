@@ -27,6 +27,17 @@ def _scale_offset(numel: int) -> int:
     return -(-2 * numel // _SCALE_BYTES) * _SCALE_BYTES
 
 
+class _Bfloat16(NarrowKernel):
+    """Bfloat16; what is finite stays so."""
+
+    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        super().encode(source, out, seed)
+        narrow = out.view(self.dtype)
+        # The number before infinity has the bits before its own, whatever the sign.
+        overflowed = narrow.isinf().logical_and_(_flat(source.detach()).isfinite())
+        out.view(torch.int16).sub_(overflowed.to(torch.int16))
+
+
 class _Saturating(NarrowKernel):
     """Float16; a log-probability below -65504 is -65504, whose exponential is zero as well."""
 
@@ -98,7 +109,7 @@ class BitsKernel:
 def half_kernel(form: Form, by_triton: bool) -> Kernel:
     """Return the kernel of a 16-bit form."""
     kernels: dict[Form, Kernel] = {
-        BFLOAT16: NarrowKernel(torch.bfloat16, by_triton),
+        BFLOAT16: _Bfloat16(torch.bfloat16, by_triton),
         LOG: _Saturating(torch.float16, by_triton),
         LOGIT: _Logit(),
         ARTANH: _Artanh(),
