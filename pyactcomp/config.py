@@ -55,9 +55,9 @@ class Config:
         How to store what an operator saves that is not in the table of readers (:func:`pyactcomp.register_reader`
         adds one): as it is, or in codes on the chance that they are enough.
     attention : {"exact", "int8"}
-        How to store the queries and keys of scaled_dot_product_attention, from which backward computes the
-        probabilities again: in 16 bits, or in codes. Codes put an error on the gradients of q and k that grows with
-        the logits: 1 % where the largest is 5, 4 % at 20, 13 % at 80.
+        How to store the queries and keys of scaled_dot_product_attention and of fused window attention, from which
+        backward computes the probabilities again: in 16 bits, or in codes. Codes put an error on the gradients of q
+        and k that grows with the logits: 1 % where the largest is 5, 4 % at 20, 13 % at 80.
     keep_weight_copies : bool
         Keep autocast's low-precision copies of the parameters, as torch does, instead of casting again in
         backward. Needed where an optimizer changes parameters between forward and backward.

@@ -29,7 +29,8 @@ CHECKPOINT = Reading(
     "torch.utils.checkpoint", "input", AS_CODES, "the block runs again from it; exact where the block decides a route"
 )
 CHECKPOINTED = Reading("torch.utils.checkpoint", "input", AS_CODES, "the block, which has run once, runs again from it")
-_OURS = Reading("pyactcomp.functional", "saved", AS_CODES, "its function keeps it as exactly as its backward needs")
+# They save codes where codes are enough: a float that one of them saves is there to stay as it is.
+_OURS = Reading("pyactcomp.functional", "saved", ITSELF, "its function saves codes where they are enough")
 OUTSIDE = Reading("outside of any operator", "saved", ITSELF, "", known=False)
 
 on_change: list[Callable[[], None]] = []

@@ -6,13 +6,11 @@ Run by ``test_functional_norms.py`` in a process of its own, without Triton's in
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton_ptx_cases import GROUP, RCP, assert_exact, multiply_adds, ptx
+from triton_ptx_cases import GROUP, RCP, assert_exact, assert_no_spills, multiply_adds, ptx
 
 from pyactcomp.functional import _norm_kernels
 from pyactcomp.kernels import triton as kernels
@@ -27,14 +25,6 @@ NOISE = "i64 i64 u32 u32 fp32"
 def quads(dtype: str) -> int:
     """Return how many quads of elements lie in the 16 bytes that torch's dropout takes at a time."""
     return 1 if dtype == "fp32" else 2
-
-
-def assert_no_spills(text: str, tmp_path: Path) -> None:
-    source = tmp_path / "kernel.ptx"
-    source.write_text(text)
-    command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report) == [("0", "0")]
 
 
 def constants(length: int, groups: int, rows: int, **flags: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from functional_checks import SEED, assert_codes_saved, normal, saved_by
 from torch import Tensor
-from window_checks import attention, check_window_attention, inputs, recipe_of
+from window_checks import attention, check_window_attention, inputs, recipe_of, restored
 
 from pyactcomp import codec
 from pyactcomp.functional import _fused_windows
@@ -34,14 +34,51 @@ def placed(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.to(DEVICE) for t in tensors]
 
 
+@pytest.mark.parametrize("bits", [8, None])
 @pytest.mark.parametrize(("dtype", "tokens", "heads", "head", "group_size", "masked"), FORMS, ids=str)
 def test_attention_is_within_its_bounds(
-    dtype: torch.dtype, tokens: int, heads: int, head: int, group_size: int, masked: bool
+    dtype: torch.dtype, tokens: int, heads: int, head: int, group_size: int, masked: bool, bits: int | None
 ) -> None:
     qkv, bias, mask = placed(*inputs(4, tokens, heads, head, dtype, masked))
     (grad,) = placed(normal(4, tokens, heads * head, seed=3).to(dtype))
-    assert _fused_windows.attention_serves(qkv, heads, saving(8, group_size, None, SEED, "triton"))
-    check_window_attention(qkv, bias, mask, grad, group_size, "triton")
+    assert _fused_windows.attention_serves(qkv, heads, saving(bits, group_size, None, SEED, "triton"))
+    check_window_attention(qkv, bias, mask, grad, bits, group_size, "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_from_codes_and_from_what_they_restore_are_the_same_to_the_bit(
+    dtype: torch.dtype, masked: bool
+) -> None:
+    qkv, bias, mask = placed(*inputs(4, 49, 2, 32, dtype, masked))
+    (grad,) = placed(normal(4, 49, 64, seed=3).to(dtype))
+
+    def results(x: Tensor, bits: int | None) -> tuple[Tensor, list[Tensor]]:
+        leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
+        out = window_attention(leaves[0], 2, leaves[1], mask, bits=bits, impl="triton")
+        return out, [recipe_of(out).compute(dtype), *torch.autograd.grad(out, leaves, grad)]
+
+    out, later = results(qkv, 8)
+    assert torch.equal(out, results(qkv, None)[0])
+    assert all(torch.equal(*pair) for pair in zip(later, results(restored(qkv, 8), None)[1], strict=True))
+
+
+@pytest.mark.parametrize("bits", [16, None])
+def test_attention_keeps_its_input_itself(bits: int | None) -> None:
+    # Three heads: of codes, groups would have to divide their common width.
+    qkv, bias, _ = placed(*inputs(3, 49, 3, 32, torch.bfloat16, False))
+    assert _fused_windows.attention_serves(qkv, 3, saving(None, 64, None, 0, "triton"))
+    assert not _fused_windows.attention_serves(qkv, 3, saving(8, 64, None, 0, "triton"))
+    leaf = qkv.requires_grad_()
+    saved = saved_by(lambda: window_attention(leaf, 3, bias, bits=bits, impl="triton"))
+    assert [t.data_ptr() for t in saved] == [leaf.data_ptr(), bias.data_ptr()]
+    copy = leaf * 1
+    out = window_attention(copy, 3, bias, bits=bits, impl="triton")
+    assert torch.equal(recipe_of(out).compute(torch.bfloat16), out)
+    copy.mul_(2)
+    for read in (out.sum().backward, lambda: recipe_of(out).compute(torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            read()
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -54,21 +91,13 @@ def test_attention_saves_the_bytes_of_the_reference(rounding: codec.Rounding) ->
     assert sum(t.nbytes for t in saved) == qkv.numel() * 17 // 16 + bias.nbytes
 
 
-def test_output_computed_again_is_that_of_the_restored_input() -> None:
-    qkv, bias, mask = placed(*inputs(4, 49, 2, 32, torch.bfloat16, True))
-    out = window_attention(qkv.requires_grad_(), 2, bias, mask, seed=SEED, impl="triton")
-    restored = codec.dequantize(codec.quantize(qkv.detach())).requires_grad_()
-    expected = window_attention(restored, 2, bias, mask, seed=SEED, impl="triton")
-    recipe = recipe_of(out)
-    assert torch.equal(recipe.compute(torch.bfloat16), expected.detach())
-
-
+@pytest.mark.parametrize("bits", [8, None])
 @pytest.mark.parametrize("special", [float("inf"), float("nan")])
-def test_non_finite_values_stay_visible_in_their_window_alone(special: float) -> None:
+def test_non_finite_values_stay_visible_in_their_window_alone(special: float, bits: int | None) -> None:
     qkv, bias, mask = placed(*inputs(2, 49, 2, 32, torch.bfloat16, True))
     qkv[1, 3, 150] = special
     leaf, bias = qkv.clone().requires_grad_(), bias.requires_grad_()
-    out = window_attention(leaf, 2, bias, mask, impl="triton")
+    out = window_attention(leaf, 2, bias, mask, bits=bits, impl="triton")
     out.float().sum().backward()
     wide = qkv.cpu().double().requires_grad_()
     exact = attention(wide, bias.detach().cpu().double(), mask.cpu())
@@ -119,4 +148,4 @@ def test_attention_sums_the_bias_over_more_windows_than_programs() -> None:
     qkv, bias, mask = placed(*inputs(600, 49, 4, 32, torch.bfloat16, True))
     (grad,) = placed(normal(600, 49, 128, seed=3).bfloat16())
     assert len(qkv) > _fused_windows._programs(DEVICE) // 4
-    check_window_attention(qkv, bias, mask, grad, 64, "triton")
+    check_window_attention(qkv, bias, mask, grad, 8, 64, "triton")

@@ -21,7 +21,7 @@ from functional_checks import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import ImplementationUnavailableError, codec, functional
+from pyactcomp import ImplementationUnavailableError, codec, compressed, functional
 from pyactcomp.errors import PyactcompError
 
 CPU = torch.device("cpu")
@@ -283,3 +283,40 @@ def test_implementation_for_another_device_raises() -> None:
     with pytest.raises(ImplementationUnavailableError, match="impl='cuda'") as caught:
         functional.gelu(x, impl="cuda")
     assert isinstance(caught.value, PyactcompError)
+
+
+def _exact(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *tensors: function(*tensors, bits=None)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (_exact(functional.linear), [(8, 64), (64, 64)]),
+        (_exact(functional.gelu), [(8, 64)]),
+        (_exact(functional.new_gelu), [(8, 64)]),
+        (_exact(functional.softmax), [(8, 64)]),
+        (_exact(functional.silu_mul), [(8, 64), (8, 64)]),
+        (lambda x, w: functional.rms_norm(x, w, 1e-6, bits=None), [(8, 64), (64,)]),
+        (lambda x, w: functional.layer_norm(x, 64, w, bits=None), [(8, 64), (64,)]),
+        (lambda x, w: functional.batch_norm(x, None, None, w, bits=None), [(2, 64, 2, 2), (64,)]),
+        (lambda x, b: functional.window_attention(x, 2, b, bits=None), [(2, 4, 192), (2, 4, 4)]),
+        (lambda x, m: functional.window_attention(x, 2, x.new_zeros(2, 4, 4), 100 * m), [(2, 4, 192), (1, 4, 4)]),
+    ],
+)
+def test_tensors_that_functions_keep_exact_are_exact_in_a_compressed_forward(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    leaves = [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+    def run() -> Tensor:
+        return function(*(2 * leaf for leaf in leaves))  # what requires grad and is no leaf, the hooks may pack
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, normal(*out.shape, seed=9), materialize_grads=True)
+
+    with compressed(min_bytes=0):
+        ours = run()
+    exact = gradients(run())
+    assert exact[0].any()
+    assert all(torch.equal(*pair) for pair in zip(exact, gradients(ours), strict=True))

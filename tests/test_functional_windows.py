@@ -12,6 +12,7 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of
 
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional import softmax
 from pyactcomp.functional._residual_add import residual_add
 from pyactcomp.functional._take_rows import take_rows
 from pyactcomp.functional._window_attention import window_attention
@@ -20,6 +21,10 @@ from pyactcomp.functional._window_attention import window_attention
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
 def test_window_kernels(interpret: bool) -> None:
     run_cases("functional_window_cases.py", interpret=interpret)
+
+
+def test_compiled_kernels() -> None:
+    run_cases("functional_window_ptx_cases.py", interpret=False)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -32,9 +37,53 @@ def test_window_attention_passes_gradcheck(masked: bool) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_window_attention_is_within_its_bounds(masked: bool) -> None:
+@pytest.mark.parametrize("bits", [8, 16, None])
+def test_window_attention_is_within_its_bounds(bits: int | None, masked: bool) -> None:
     qkv, bias, mask = inputs(4, 9, 2, 32, torch.float32, masked)
-    check_window_attention(qkv, bias, mask, normal(4, 9, 64, seed=3), 64, "auto")
+    check_window_attention(qkv, bias, mask, normal(4, 9, 64, seed=3), bits, 64, "auto")
+
+
+def gradients_at(qkv: Tensor, bias: Tensor, bits: int | None) -> Tensor:
+    """Return all gradients, q's first, of 16 windows with two heads of 32."""
+    leaves = qkv.clone().requires_grad_(), bias.to(qkv.dtype).requires_grad_()
+    out = window_attention(leaves[0], 2, leaves[1], bits=bits)
+    grads = torch.autograd.grad(out, leaves, normal(*out.shape, seed=3).to(out.dtype))
+    return torch.cat([g.double().flatten() for g in grads])
+
+
+@pytest.mark.parametrize("largest", [5, 20, 45, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_cost_no_more_than_the_dtype_whatever_the_logits(dtype: torch.dtype, largest: float) -> None:
+    qkv, bias = normal(16, 49, 3 * 64), normal(2, 49, 49, seed=1)
+    q, k = (t.unflatten(2, (2, 32)).transpose(1, 2) for t in qkv[..., :128].split(64, 2))
+    qkv[..., :64] *= largest / float((q @ k.mT).abs().max() * 32**-0.5)
+    exact = gradients_at(qkv.double(), bias, None)
+
+    def error(x: Tensor, bits: int | None) -> float:
+        return float((gradients_at(x, bias, bits) - exact).norm() / exact.norm())
+
+    # A training in bfloat16 has 8 binary digits of qkv, float16 has 11: an eighth of the error, here within twice.
+    most = error(qkv.bfloat16(), None) * (1 if dtype is torch.bfloat16 else 2 / 8)
+    assert error(qkv.to(dtype), 16) <= most < error(qkv.to(dtype), 8)
+
+
+def test_window_attention_saves_16_bits() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        qkv, bias, mask = inputs(4, 9, 2, 32, dtype, True)
+        leaf = qkv.requires_grad_()
+        kept, *_ = saved_by(lambda leaf=leaf, bias=bias, mask=mask: window_attention(leaf, 2, bias, mask, bits=16))
+        # A scale of four bytes comes with what is not qkv itself.
+        assert kept.nbytes == 2 * qkv.numel() + 4 * (dtype is torch.float32)
+        assert (kept.data_ptr() == leaf.data_ptr()) == (dtype is torch.bfloat16)
+
+
+def test_qkv_that_is_kept_itself_must_not_be_written_to() -> None:
+    leaf, bias, _ = inputs(2, 9, 2, 32, torch.bfloat16, False)
+    qkv = leaf.requires_grad_() * 1
+    out = window_attention(qkv, 2, bias, bits=16)
+    qkv.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_window_attention_saves_codes_and_no_probabilities() -> None:
@@ -118,6 +167,7 @@ QKV, BIAS, X = normal(4, 9, 192), normal(2, 9, 9), normal(4, 3)
         (lambda: window_attention(QKV, 2, BIAS, normal(3, 9, 9)), ValueError, "4 windows a multiple of n"),
         (lambda: window_attention(QKV, 2, BIAS, BIAS > 0), TypeError, "mask must be a floating-point"),
         (lambda: window_attention(QKV, 2, BIAS, bits=3), ValueError, "bits must be one of"),
+        (lambda: softmax(QKV, bits=16), ValueError, "bits must be one of"),
         (lambda: residual_add(X, X[:2]), ValueError, r"one \[n, width\], got \(4, 3\) and \(2, 3\)"),
         (lambda: residual_add(X, X, rows=torch.arange(3)), ValueError, r"rows of \(4,\), got \(3,\)"),
         (lambda: residual_add(X, X, rows=X[:, 0]), TypeError, "int32 or int64 torch.Tensor, got torch.float32"),

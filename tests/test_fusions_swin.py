@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from functional_checks import normal
+from functional_checks import normal, saved_by
 from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp.config import Config
+from pyactcomp.format import packed_nbytes
 from pyactcomp.fusions import fuse, fused_modules, swin, unfuse
 from pyactcomp.fusions.base import ATTRIBUTE, Fusing
 
@@ -126,7 +127,7 @@ def test_drops_take_the_random_numbers_of_timm() -> None:
     assert torch.equal(*states)
 
 
-def test_norms_and_attention_keep_codes_only() -> None:
+def test_norms_and_attention_keep_no_floats() -> None:
     original = model()
 
     def kept(network: torch.nn.Module) -> int:
@@ -154,6 +155,21 @@ def test_norms_and_attention_keep_codes_only() -> None:
     small = 4 * (4 * 49 * 49 + 49 * 49) + 4 * 6 * 196 * 4
     assert 8 * n <= kept(fused(original)) <= 8 * n + small
     assert kept(original) > 14 * n
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("attention", ["exact", "int8"])
+def test_attention_stores_its_projection_as_the_configuration_has_it(attention: str, autocast: bool) -> None:
+    module = fused(model(), attention=attention).layers[0].blocks[0].attn
+    x = normal(24, 49, 32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        saved = saved_by(lambda: module(x))
+    n = 24 * 49 * 3 * 32
+    kept = [t for t in saved if t.dtype is torch.uint8 or t.numel() == n]
+    # A float32 projection is scaled, and a scale has four bytes.
+    sixteen_bits = (2 * n, torch.bfloat16) if autocast else (2 * n + 4, torch.uint8)
+    codes = packed_nbytes(n, 8, 64), torch.uint8
+    assert [(t.nbytes, t.dtype) for t in kept] == [sixteen_bits if attention == "exact" else codes]
 
 
 @pytest.mark.parametrize(

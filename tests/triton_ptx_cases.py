@@ -6,9 +6,12 @@ Run by ``test_triton.py`` in a process of its own, without Triton's interpreter.
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -99,6 +102,14 @@ def decode(dtype: str, bits: int = 8) -> str:
         GROUPS=kernels.TILE // GROUP,
         COMPILED=True,
     )
+
+
+def assert_no_spills(text: str, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.ptx"
+    source.write_text(text)
+    command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report) == [("0", "0")]
 
 
 def assert_exact(text: str, multiply_adds: int, *, flushing: tuple[str, ...] = ()) -> None:

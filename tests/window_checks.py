@@ -44,17 +44,28 @@ def recipe_of(out: Tensor) -> Recipe:
     return recipe
 
 
+def restored(qkv: Tensor, bits: int | None, group_size: int = 64) -> Tensor:
+    """Return what backward has of ``qkv``."""
+    if bits is None or (bits == 16 and qkv.itemsize == 2):
+        return qkv
+    if bits == 16:
+        # Rounded to the 11 digits of float16, whose exponents the largest magnitude is scaled to the upper end of.
+        scale = 2.0 ** (15 - int(torch.frexp(qkv.abs().max()).exponent))
+        return (qkv * scale).half().to(qkv.dtype) / scale
+    return codec.dequantize(codec.quantize(qkv, bits=bits, group_size=group_size))
+
+
 def check_window_attention(
-    qkv: Tensor, bias: Tensor, mask: Tensor | None, grad: Tensor, group_size: int, impl: Impl
+    qkv: Tensor, bias: Tensor, mask: Tensor | None, grad: Tensor, bits: int | None, group_size: int, impl: Impl
 ) -> None:
     """Assert that output and gradients are the float64 ones, the gradients at the restored ``qkv``, up to rounding."""
     heads = len(bias)
     leaves = qkv.clone().requires_grad_(), bias.clone().requires_grad_()
-    out = window_attention(*leaves[:1], heads, leaves[1], mask, group_size=group_size, seed=SEED, impl=impl)
+    how = {"bits": bits, "group_size": group_size, "seed": SEED, "impl": impl}
+    out = window_attention(*leaves[:1], heads, leaves[1], mask, **how)
     out.backward(grad)
     assert out.dtype == qkv.dtype
-    restored = codec.dequantize(codec.quantize(qkv, group_size=group_size))
-    points = [t.detach().cpu().double() for t in (qkv, restored, bias)]
+    points = [t.detach().cpu().double() for t in (qkv, restored(qkv, bits, group_size), bias)]
     wide_mask = None if mask is None else mask.cpu().double()
     g = grad.detach().cpu().double()
 

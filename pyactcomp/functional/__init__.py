@@ -4,7 +4,7 @@ They need no hooks: use them where a model is written, or in place of the functi
 :mod:`torch.nn.functional` that they are named for. Where Triton serves the device, they write the codes in the pass
 that computes their output, and read them in the pass that computes the gradient. Under
 :func:`pyactcomp.compress` the operator that saves such an output keeps no copy of it: it is computed again from the
-codes. ``bits=None`` keeps exact tensors everywhere.
+codes, and a float that such a function saves stays as it is. ``bits=None`` keeps exact tensors everywhere.
 """
 
 from __future__ import annotations

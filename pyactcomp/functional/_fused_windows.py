@@ -33,9 +33,16 @@ def attention_serves(qkv: Tensor, heads: int, how: Saving) -> bool:
         # The tensor cores' dtypes: in float32 the products are no faster here than apart.
         qkv.dtype in (torch.bfloat16, torch.float16)
         and qkv.is_contiguous()
-        and how.bits == 8
         and qkv.shape[1] <= MOST_TOKENS
         and head in (16, 32, 64)
+        and (how.bits is None or _packs(qkv, width, how))
+    )
+
+
+def _packs(qkv: Tensor, width: int, how: Saving) -> bool:
+    """Return whether the forward kernel packs qkv, of which queries, keys and values are ``width`` wide."""
+    return (
+        how.bits == 8
         # A tile of tokens by 256 does not fit the registers.
         and how.group_size <= 128
         and width % how.group_size == 0
@@ -50,44 +57,49 @@ AttentionBackward = Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tens
 def window_attention(
     qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, how: Saving
 ) -> tuple[Tensor, Tensor, Again, AttentionBackward]:
-    """Return the output, the packed qkv, what gives the output again from that, and the function that goes back.
+    """Return the output, what to keep, what gives the output again from that, and the function that goes back.
 
-    That takes the packed qkv, the bias, the mask and the output's gradient.
+    That is qkv, packed or itself; the function takes it, the bias, the mask and the output's gradient.
     """
     count, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     shape, numel = qkv.shape, qkv.numel()
     dtype, device = qkv.dtype, qkv.device
     rows = max(16, 1 << (tokens - 1).bit_length())
-    form = (tokens, rows, heads, width // heads, mask is not None, how.group_size)
+    # Without groups kernels read qkv itself.
+    form = (tokens, rows, heads, width // heads, mask is not None, 0 if how.bits is None else how.group_size)
     windows = 1 if mask is None else mask.shape[0]
     bias = bias.contiguous()
     mask = None if mask is None else mask.contiguous()
-    out, packed = qkv.new_empty(count, tokens, width), buffer(qkv, how)
-    constants = *form, how.stochastic
-    # The tile of a larger group needs them all.
-    registers = FORWARD_REGISTERS if how.group_size == 64 else None
-    forward = launcher(kernels, "window_attention_forward_kernel", constants, WARPS, device, registers)
-    tensors = (qkv, bias, bias if mask is None else mask, out, packed)
-    forward(count * (width // how.group_size), tensors, (numel, windows, scale, *keys(how)))
 
-    def again(packed: Tensor) -> Tensor:
+    def attend_from(kept: Tensor) -> Tensor:
         result = torch.empty((count, tokens, width), dtype=dtype, device=device)
         launch = launcher(kernels, "window_attention_again_kernel", form, WARPS, device)
-        tensors = (packed, bias, bias if mask is None else mask, result)
+        tensors = (kept, bias, bias if mask is None else mask, result)
         launch(count * heads, tensors, (numel, windows, scale))
         return result
 
-    def backward(packed: Tensor, bias: Tensor, mask: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def attend_and_pack() -> tuple[Tensor, Tensor]:
+        out, packed = qkv.new_empty(count, tokens, width), buffer(qkv, how)
+        # The tile of a larger group needs them all.
+        registers = FORWARD_REGISTERS if how.group_size == 64 else None
+        constants = *form, how.stochastic
+        launch = launcher(kernels, "window_attention_forward_kernel", constants, WARPS, device, registers)
+        tensors = (qkv, bias, bias if mask is None else mask, out, packed)
+        launch(count * (width // how.group_size), tensors, (numel, windows, scale, *keys(how)))
+        return out, packed
+
+    def backward(kept: Tensor, bias: Tensor, mask: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
         grad = grad.contiguous()
         grad_qkv = torch.empty(shape, dtype=dtype, device=device)
         programs = max(1, min(count, _programs(device) // heads))
         partial = torch.empty((programs, heads, tokens, tokens), dtype=torch.float32, device=device)
         launch = launcher(kernels, "window_attention_backward_kernel", form, WARPS, device, BACKWARD_REGISTERS)
-        tensors = (packed, bias, bias if mask is None else mask, grad, grad_qkv, partial)
+        tensors = (kept, bias, bias if mask is None else mask, grad, grad_qkv, partial)
         launch(programs * heads, tensors, (numel, windows, scale))
         return grad_qkv, partial.sum(0)
 
-    return out, packed, again, backward
+    out, kept = (attend_from(qkv), qkv) if how.bits is None else attend_and_pack()
+    return out, kept, attend_from, backward
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,6 +14,8 @@ from .. import codec
 from .. import format as fmt
 from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
+from ..forms import SCALED
+from ..halves import half_kernel, half_nbytes
 from ..policy import PLAIN
 from ..redo import stand_for
 from ..torch_private import (
@@ -27,6 +29,8 @@ from ..torch_private import (
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[..., tuple[Tensor | None, ...]]
+
+_SCALED = half_kernel(SCALED, by_triton=False)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,25 @@ class Saving:
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         dtype, shape = x.dtype, x.shape
         return stand_for(copy.view(-1).view(torch.uint8), x), lambda buffer: buffer.view(dtype).view(shape)
+
+    def keep_half(self, x: Tensor) -> tuple[Tensor, Restore]:
+        """Return ``x`` in 16 bits, itself or as float16 times a power of two, and what makes a contiguous ``x`` of it.
+
+        That is how saved-tensor hooks store queries and keys of attention.
+        """
+        if x.itemsize <= 2:
+            return x, _same
+        dtype, shape, device = x.dtype, x.shape, x.device
+        buffer = torch.empty(half_nbytes(x.numel(), SCALED), dtype=torch.uint8, device=device)
+        if not saves_are_dropped():
+            _SCALED.encode(x.contiguous(), buffer, 0)
+
+        def restore(buffer: Tensor) -> Tensor:
+            out = torch.empty(shape, dtype=dtype, device=device)
+            _SCALED.decode(buffer, out)
+            return out
+
+        return stand_for(buffer, x), restore
 
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor in one bit an element, and what restores it."""

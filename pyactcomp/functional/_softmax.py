@@ -106,7 +106,9 @@ def softmax(
     Notes
     -----
     The gradient is p * (g - sum(g * p)). An error of at most ``e`` in the probabilities p
-    (:func:`pyactcomp.reference.error_bound`) makes one of at most ``e * |g - sum(g p)| + (p + e) * sum(|g| e)``.
+    (:func:`pyactcomp.reference.error_bound`) makes one of at most ``e * |g - sum(g p)| + (p + e) * sum(|g| e)``. That
+    is small in an attention, where ``g`` is a product with the values. Where the logarithm of a probability is taken
+    or something is divided by it, ``g`` is as large as the probability is small: use ``bits=None`` there.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""``window_attention``, which stores the projected queries, keys and values in codes, and no probabilities."""
+"""``window_attention``, which stores the projected queries, keys and values, and no probabilities."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def _attend_backward(
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, how: Saving
+        ctx: Any, qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, half: bool, how: Saving
     ) -> Tensor:
         # Without the graph, the engine keeps the bias as it is: it is small, and backward needs it exactly.
         exact = bias.detach()
         ctx.heads, ctx.scale, ctx.bias_dtype = heads, scale, bias.dtype
         ctx.fused_backward = None
         again: Callable[[Tensor], Tensor]
-        if how.fuses(qkv):
+        if how.runs_kernels(qkv):
             from . import _fused_windows as fused
 
             if fused.attention_serves(qkv, heads, how):
                 out, kept, again, ctx.fused_backward = fused.window_attention(qkv, heads, exact, mask, scale, how)
         if ctx.fused_backward is None:
-            kept, restore = how.keep(qkv)
+            kept, restore = how.keep_half(qkv) if half else how.keep(qkv)
             ctx.restore = restore
             out = _attend(qkv, heads, exact, mask, scale)
 
@@ -93,7 +93,7 @@ class _WindowAttention(torch.autograd.Function):
                 grad_qkv, grad_bias = ctx.fused_backward(kept, bias, mask, grad)
             else:
                 grad_qkv, grad_bias = _attend_backward(ctx.restore(kept), ctx.heads, bias, mask, ctx.scale, grad)
-        return grad_qkv, None, grad_bias.to(ctx.bias_dtype), None, None, None
+        return grad_qkv, None, grad_bias.to(ctx.bias_dtype), None, None, None, None
 
 
 def window_attention(
@@ -109,7 +109,7 @@ def window_attention(
     seed: int = 0,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Attend within windows, softmax(scale * q k^T + bias + mask) v, and keep ``qkv`` for backward in codes.
+    """Attend within windows, softmax(scale * q k^T + bias + mask) v, and keep ``qkv`` alone for backward.
 
     The probabilities are computed in float32 and rounded to the dtype of ``qkv``; they are computed again in
     backward, as is the output for the projection behind it.
@@ -125,7 +125,10 @@ def window_attention(
         Added to the scores of the windows i, n + i, 2 n + i, ... in its i-th part. It gets no gradient.
     scale : float, optional
         By default 1 / sqrt(head_dim).
-    bits, group_size, rounding, seed, impl
+    bits : {16, 8, 4, 2} or None
+        Width of a code, as in :func:`linear`; None keeps ``qkv`` as it is. So does 16 where its dtype has no more bits;
+        a wider one is kept as float16 times a power of two.
+    group_size, rounding, seed, impl
         As in :func:`linear`.
 
     Returns
@@ -147,8 +150,8 @@ def window_attention(
     Gradients are those at the restored ``qkv``, each element off by at most ``e``
     (:func:`pyactcomp.reference.error_bound`): a score is off by at most ``scale * (|q| e_k + |k| e_q + e_q e_k)``,
     summed over the head, and a probability by a factor from exp(-2 d) to exp(2 d), d being the largest such error of
-    its row. The fused kernels serve bfloat16 and float16, 8 bits in groups of 64 or 128, windows of at most 64 tokens,
-    and heads of 16, 32 or 64 whose common width is a multiple of the group size.
+    its row, which grows with the logits. The fused kernels serve bfloat16 and float16, windows of at most 64 tokens and
+    heads of 16, 32 or 64; of codes, 8 bits in groups of 64 or 128 that divide the heads' common width.
 
     Examples
     --------
@@ -158,7 +161,8 @@ def window_attention(
     >>> functional.window_attention(qkv, 2, bias).shape
     torch.Size([4, 9, 64])
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    half = bits == 16
+    how = saving(None if half else bits, group_size, rounding, seed, impl)
     for name, tensor in (("qkv", qkv), ("bias", bias), ("mask", mask)):
         if tensor is not None:
             check_float_tensor(name, tensor)
@@ -181,4 +185,5 @@ def window_attention(
         scale = (width // (3 * heads)) ** -0.5
     if not recorded(qkv, bias):
         return _attend(qkv, heads, bias, mask, scale)
-    return cast(Tensor, _WindowAttention.apply(qkv, heads, bias, mask, scale, how))  # type: ignore[no-untyped-call]
+    out = _WindowAttention.apply(qkv, heads, bias, mask, scale, half, how)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)

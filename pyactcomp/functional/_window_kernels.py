@@ -51,8 +51,8 @@ def _tile(WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _restore(
-    packed,
+def _load(
+    kept,
     start,
     numel,
     N: tl.constexpr,
@@ -63,17 +63,24 @@ def _restore(
     DTYPE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Restore COLUMNS elements of each of N rows of WIDTH from ``start`` on; the columns lie in one group a row."""
+    """Return COLUMNS elements of each of N rows of WIDTH from ``start`` on, of DTYPE.
+
+    ``kept`` has them as they are if GROUP is 0, else in codes, a row's in one group.
+    """
     row = tl.arange(0, ROWS)[:, None]
     present = row < N
-    codes = tl.load(packed + start + _tile(WIDTH, ROWS, COLUMNS), mask=present, other=0)
-    parameters = tl.load(_parameter_pointer(packed, start + row * WIDTH, numel, 8, GROUP), mask=present, other=0)
-    x = decode_tile(codes, parameters)
-    if DTYPE == tl.float16:
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-    if any_flagged(parameters):
-        x = restore_escapes(x, codes, parameters, float("-inf"), float("inf"), float("nan"), 8)
-    return _narrow(x, DTYPE, COMPILED)
+    stored = tl.load(kept + start + _tile(WIDTH, ROWS, COLUMNS), mask=present, other=0)
+    if GROUP == 0:
+        y = stored
+    else:
+        parameters = tl.load(_parameter_pointer(kept, start + row * WIDTH, numel, 8, GROUP), mask=present, other=0)
+        x = decode_tile(stored, parameters)
+        if DTYPE == tl.float16:
+            x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        if any_flagged(parameters):
+            x = restore_escapes(x, stored, parameters, float("-inf"), float("inf"), float("nan"), 8)
+        y = _narrow(x, DTYPE, COMPILED)
+    return y
 
 
 @triton.jit
@@ -177,7 +184,7 @@ def window_attention_forward_kernel(
 
 @triton.jit(do_not_specialize=["numel", "windows"])
 def window_attention_again_kernel(
-    packed,
+    kept,
     bias,
     mask,
     out,
@@ -192,16 +199,16 @@ def window_attention_again_kernel(
     GROUP: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Attend from codes, restored in the dtype of ``out``; a window and a head a program, the last one first."""
+    """Attend from what is kept, in the dtype of ``out``; a window and a head a program, the last one first."""
     WIDTH: tl.constexpr = HEADS * HEAD
     DTYPE: tl.constexpr = out.dtype.element_ty
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     window = program // HEADS
     head = program % HEADS
     start = window.to(tl.int64) * (3 * N * WIDTH) + head * HEAD
-    q = _restore(packed, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-    k = _restore(packed, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-    v = _restore(packed, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+    q = _load(kept, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+    k = _load(kept, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+    v = _load(kept, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
     target = out + window.to(tl.int64) * (N * WIDTH) + head * HEAD
     head_bias, window_mask = bias + head * (N * N), mask + window % windows * (N * N)
     _attend(q, k, v, head_bias, window_mask, target, scale, N, WIDTH, ROWS, HEAD, HAS_MASK, COMPILED)
@@ -209,7 +216,7 @@ def window_attention_again_kernel(
 
 @triton.jit(do_not_specialize=["numel", "windows"])
 def window_attention_backward_kernel(
-    packed,
+    kept,
     bias,
     mask,
     grad,
@@ -226,7 +233,7 @@ def window_attention_backward_kernel(
     GROUP: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the gradients of window attention from codes.
+    """Compute the gradients of window attention from what is kept.
 
     Program p takes head p % HEADS of the windows p // HEADS, p // HEADS + programs // HEADS, ... and leaves its sum
     for the bias in row p of the [programs, N * N] result.
@@ -241,9 +248,9 @@ def window_attention_backward_kernel(
     window = tl.program_id(0) // HEADS
     while window < count:
         start = window.to(tl.int64) * (3 * N * WIDTH) + head * HEAD
-        q = _restore(packed, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-        k = _restore(packed, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-        v = _restore(packed, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+        q = _load(kept, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+        k = _load(kept, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+        v = _load(kept, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
         g_start = window.to(tl.int64) * (N * WIDTH) + head * HEAD
         g = tl.load(grad + g_start + _tile(WIDTH, ROWS, HEAD), mask=present, other=0)
         head_bias, window_mask = bias + head * (N * N), mask + window % windows * (N * N)

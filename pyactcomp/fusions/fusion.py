@@ -103,6 +103,12 @@ def options(module: Module, *inputs: Tensor) -> Options | None:
     return fusing(module)
 
 
+def attention_options(module: Module, how: Options) -> Options:
+    """Return ``how`` for queries and keys, which the engine stores in 16 bits where ``config.attention`` is "exact"."""
+    state: Fusing = module.__dict__[ATTRIBUTE]
+    return {**how, "bits": 16} if how["bits"] is not None and state.config.attention == "exact" else how
+
+
 def linear_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast has a Linear read ``x``, or None where autocast has no say."""
     device = x.device.type

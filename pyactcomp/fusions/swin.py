@@ -21,7 +21,7 @@ from ..functional._residual_add import residual_add
 from ..functional._take_rows import take_rows
 from ..functional._window_attention import window_attention
 from .base import Options
-from .fusion import Fused, Fusion, form_of, linear_dtype, options
+from .fusion import Fused, Fusion, attention_options, form_of, linear_dtype, options
 from .untouched import plain
 
 # Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
@@ -46,7 +46,8 @@ class WindowAttention(Fused):
         if how is None or not self._bypassable() or x.shape[1] > _MOST_TOKENS:
             return cast(Tensor, super().forward(x, mask))
         (bias,) = self._get_rel_pos_bias()
-        x = window_attention(self.qkv(x), self.num_heads, bias, mask, scale=self.scale, **how)
+        kept = attention_options(self, how)
+        x = window_attention(self.qkv(x), self.num_heads, bias, mask, scale=self.scale, **kept)
         return self.proj_drop(self.proj(x))
 
     def _bypassable(self) -> bool:
