@@ -146,6 +146,8 @@ class Packing:
             return AS_CODES
         if form.need == RELATIVE and tensor.itemsize <= _HALF_BYTES:
             return ITSELF
+        if form.comparison is not None and not form.comparison.is_exact_in(tensor.dtype):
+            return ITSELF
         if self.lossless and form.need >= CODES:
             return ITSELF
         return form
@@ -508,7 +510,7 @@ class Frame:
             region = None
         if nbytes is None:
             nbytes = self._nbytes(source.dtype, numel, form)
-        carrier = source.dtype if form.need >= RELATIVE else CARRIER[source.dtype]
+        carrier = CARRIER[source.dtype] if form.need == CODES else source.dtype
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
         seed = self.packing.next_seed() if self.packing.stochastic else 0
         if region is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 # Needs, ordered by strictness. A comparison's bits are no coarser form of the values, see `strictest`.
@@ -31,6 +33,12 @@ class Comparison:
     high: float
     yes: float
     no: float
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - of few comparisons, each made anew for every call
+    def is_exact_in(self, dtype: torch.dtype) -> bool:
+        """Return whether operators compare with the same bounds in a dtype; some round them to 16 bits, some do not."""
+        bounds = [self.low, self.high]
+        return dtype.itemsize > 2 or torch.tensor(bounds, dtype=dtype).tolist() == bounds
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return where the answer is yes."""

@@ -74,6 +74,8 @@ class _Scaled:
     _LARGEST = 126
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        if source.numel() == 0:  # there is no largest
+            return
         x = _flat(source.detach())
         offset = _scale_offset(x.numel())
         exponent = self._TOP - torch.frexp(torch.linalg.vector_norm(x, float("inf"))).exponent

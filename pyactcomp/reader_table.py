@@ -159,7 +159,8 @@ _GROUPS = (
         *("reflection_pad3d self", "replication_pad1d self", "replication_pad2d self", "replication_pad3d self"),
         *("max_pool2d_with_indices self", "max_pool3d_with_indices self", "adaptive_max_pool2d self"),
         *("adaptive_max_pool3d self", "fractional_max_pool2d self", "fractional_max_pool3d self"),
-        *("masked_select self", "gather self", "take self"),
+        *("masked_select self", "gather self", "take self", "index_add source", "index_copy source", "put source"),
+        "_fft_r2c self",
     ),
     _Group(
         ITSELF,
@@ -168,6 +169,17 @@ _GROUPS = (
         *("scatter_reduce", "index_reduce", "segment_reduce", "clamp.Tensor", "clamp_min.Tensor", "clamp_max.Tensor"),
         *("hardswish", "kthvalue", "cummax", "cummin", "copysign", "multi_margin_loss", "nan_to_num", "sgn", "hypot"),
         *("multilabel_margin_loss_forward", "nansum", "angle", "nextafter", "fmod", "remainder", "rrelu_with_noise"),
+        "rrelu_with_noise_functional",
+    ),
+    _Group(
+        ITSELF,
+        "it saves indices and masks: integers are kept as they are, and booleans take a bit",
+        *("embedding", "index", "index_put", "index_select", "index_fill", "scatter", "scatter_add", "where"),
+        *("masked_fill", "masked_scatter", "max_unpool2d", "max_unpool3d", "mode", "sort", "topk"),
+        *("native_dropout", "_fused_dropout", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+        *("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "_pack_padded_sequence"),
+        *("fake_quantize_per_tensor_affine_cachemask", "fake_quantize_per_channel_affine_cachemask"),
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
     ),
     _Group(
         ITSELF,
@@ -194,7 +206,6 @@ _GROUPS = (
         *(
             "_standard_gamma",
             "pow.Tensor_Tensor",
-            "_standard_gamma_grad",
             "_sparse_softmax",
             "polar",
             "frexp",
@@ -224,7 +235,7 @@ _GROUPS = (
         *("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex"),
         *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_lstsq", "linalg_lu", "linalg_qr"),
         *("linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_solve_triangular"),
-        *("cholesky", "cholesky_inverse", "cholesky_solve", "ormqr", "triangular_solve", "lu_unpack"),
+        *("cholesky", "cholesky_inverse", "cholesky_solve", "ormqr", "triangular_solve"),
     ),
     _Group(
         ITSELF,
@@ -238,7 +249,17 @@ _GROUPS = (
         *("_fake_quantize_learnable_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine"),
         *("_weight_norm_interface", "_sparse_mm_reduce_impl", "_sparse_sparse_matmul", "sparse_sampled_addmm"),
         *("_sparse_sum", "_to_dense", "to_mkldnn", "mkldnn_adaptive_avg_pool2d", "mkldnn_max_pool2d", "complex"),
-        *("mkldnn_max_pool3d", "max_pool2d", "values", "_nested_from_padded", "to_padded_tensor", "linalg_vector_norm"),
+        *(
+            "mkldnn_max_pool3d",
+            "max_pool2d",
+            "values",
+            "values_copy",
+            "_nested_from_padded",
+            "to_padded_tensor",
+            "linalg_vector_norm",
+        ),
+        *("_nested_get_values", "_nested_get_values_copy", "_nested_tensor_from_tensor_list", "sparse_mask"),
+        *("_sparse_coo_tensor_with_dims_and_tensors", "sparse_compressed_tensor"),
     ),
 )
 

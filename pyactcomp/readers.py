@@ -60,7 +60,7 @@ def _unknown(name: str) -> Reading:
         return Reading(
             name, "any operand", ITSELF, f"{NAMESPACES[namespace]} have not been tried, so they are kept exact"
         )
-    if namespace == "aten" and (base.endswith("_backward") or base.startswith("_foreach_")):
+    if namespace == "aten" and ("_backward" in base or base.startswith("_foreach_")):
         return Reading(name, "any operand", ITSELF, "saved for a second derivative, or of several tensors at once")
     return Reading(name, "any operand", ITSELF, "", known=False)
 
