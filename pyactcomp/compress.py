@@ -22,6 +22,7 @@ from .fusions.base import ATTRIBUTE
 from .fusions.untouched import untouched
 from .policy import KINK, SKIPPED
 from .redo import offer_layer_norm
+from .scriptable import Scriptable
 from .session import Session
 from .torch_private import constant_in_graphs
 
@@ -276,6 +277,7 @@ def compress(model: Module, **options: Any) -> Module:
     model.register_forward_hook(_CloseHooks(session), always_call=True)
     _keep_exact(session, exact)
     _offer_layer_norms(session, model)
+    model.__dict__[Scriptable.NAME] = Scriptable(model)
     _roots.add(model)
     return model
 
@@ -305,6 +307,7 @@ def decompress(model: Module) -> Module:
     """
     session_of(model)
     unfuse(model)
+    model.__dict__.pop(Scriptable.NAME, None)
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
