@@ -270,8 +270,8 @@ def compress(model: Module, **options: Any) -> Module:
     exact = _exact_modules(model, config)
     _check_implementation(model, config)
     unfuse(model)  # what a compressed model that is gone, or a copy of one, left in this module
-    fuse(model, config, _skipped_modules(model, config))
-    session = Session(config)
+    fusing = fuse(model, config, _skipped_modules(model, config))
+    session = Session(config, fusing.seeds)
     # First in and last out: whatever other hooks of the module do runs inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
     model.register_forward_hook(_CloseHooks(session), always_call=True)

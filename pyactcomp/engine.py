@@ -42,6 +42,7 @@ from .policy import (
 from .record import Recorder
 from .redo import Recipe, cast_recipe, source_of, source_of_cast
 from .saved import Distributed, Gathered, Kept, Packs, Recast, Recent, Region, Saved, View, unpack, unpack_profiled
+from .seeds import Seeds
 from .torch_private import (
     current_raw_stream,
     never_traced,
@@ -67,14 +68,14 @@ _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 class Packing:
     """How the forwards of one configuration pack: kernels, seeds, and the names in their errors."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
         self.config = config
+        self.seeds = Seeds(config.seed) if seeds is None else seeds
         self.stochastic = config.rounding == "stochastic"
         self.lossless = config.mode == "lossless"
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
         self._kernels: dict[tuple[torch.dtype, torch.device, bool], Kernel] = {}
-        self._packed = 0
 
     def kernel(self, dtype: torch.dtype, device: torch.device, keep_positive: bool) -> Kernel:
         """Return the kernel that packs ``dtype`` on ``device``."""
@@ -86,11 +87,6 @@ class Packing:
             kernel = bind(config.impl, CARRIER[dtype], bits, config.group_size, self.stochastic, keep_positive, device)
             self._kernels[key] = kernel
         return kernel
-
-    def next_seed(self) -> int:
-        """Return a seed of its own for each packed tensor."""
-        self._packed += 1
-        return (self.config.seed + self._packed * 0x9E3779B97F4A7C15) % 2**64
 
     def name_of(self, parameter: Tensor) -> str:
         """Return a parameter's qualified name, for an error."""
@@ -157,7 +153,9 @@ class Frame:
     def close(self) -> None:
         """Deactivate the hooks; what they packed stays."""
         self._caller = None
-        self._context.__exit__()
+        # The context knows the hooks, which are bound to this frame: no cycle is to outlive the forward.
+        context, self._context = self._context, None
+        context.__exit__()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -350,7 +348,7 @@ class Frame:
             bits = 1 if source.dtype is torch.bool else 8
             nbytes = _packed_nbytes(numel, bits, self.packing.config.group_size)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
-        seed = self.packing.next_seed() if self.packing.stochastic else 0
+        seed = self.packing.seeds.next() if self.packing.stochastic else 0
         region = Region(source, kernel, CARRIER[source.dtype], buffer, seed, stream, self._recent)
         self._regions[key] = ref(region)
         return region, True
