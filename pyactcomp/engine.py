@@ -31,8 +31,8 @@ from .policy import (
     OVERLAPPING,
     PLAIN,
     RECAST,
+    RECTIFIERS,
     REDONE,
-    RELU,
     SAME_CAST,
     Policy,
     cast_parameter,
@@ -265,7 +265,7 @@ class Frame:
             return self._narrow(tensor, node if name == CAST else None)
         try:
             # Only the sign of what ReLU produced decides about its gradient.
-            positive = name == RELU or getattr(node, "keep_positive", False)
+            positive = name in RECTIFIERS or getattr(node, "keep_positive", False)
             kernel = self.packing.kernel(tensor.dtype, tensor.device, positive)
         except ImplementationUnavailableError:
             unserved = f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"

@@ -71,7 +71,9 @@ _LONGEST_WALK = 8
 _RESHAPES = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze")
 )
-RELU = "ReluBackward0"
+# The second is of any operator that wrote to a view, as relu_ does to what a Linear returns of tokens: it does not tell
+# which. What is positive stays so at little cost: of groups that begin at zero, elements are off by up to one step.
+RECTIFIERS = frozenset({"ReluBackward0", "torch::autograd::CopySlices"})
 CAST = "ToCopyBackward0"
 
 
