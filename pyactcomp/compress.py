@@ -22,6 +22,7 @@ from .fusions.base import ATTRIBUTE
 from .fusions.untouched import untouched
 from .policy import SKIPPED
 from .redo import offer_layer_norm
+from .scriptable import Scriptable
 from .session import Session
 from .torch_private import constant_in_graphs
 
@@ -248,13 +249,14 @@ def compress(model: Module, **options: Any) -> Module:
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     unfuse(model)  # what a compressed model that is gone, or a copy of one, left in this module
-    fuse(model, config, skipped)
-    session = Session(config)
+    fusing = fuse(model, config, skipped)
+    session = Session(config, fusing.seeds)
     # First in and last out: whatever other hooks of the module do runs inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
     model.register_forward_hook(_CloseHooks(session), always_call=True)
     _keep_exact(session, skipped)
     _offer_layer_norms(session, model)
+    model.__dict__[Scriptable.NAME] = Scriptable(model)
     _roots.add(model)
     return model
 
@@ -284,6 +286,7 @@ def decompress(model: Module) -> Module:
     """
     session_of(model)
     unfuse(model)
+    model.__dict__.pop(Scriptable.NAME, None)
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:

@@ -77,6 +77,7 @@ from .saved import (
     unpack,
     unpack_profiled,
 )
+from .seeds import Seeds
 from .torch_private import (
     current_raw_stream,
     never_traced,
@@ -105,14 +106,14 @@ _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 class Packing:
     """How the forwards of one configuration pack: kernels, seeds, and the names in their errors."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
         self.config = config
+        self.seeds = Seeds(config.seed) if seeds is None else seeds
         self.stochastic = config.rounding == "stochastic"
         self.lossless = config.mode == "lossless"
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
         self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
-        self._packed = 0
 
     def kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
         """Return the kernel that stores ``dtype`` on ``device`` in a form; booleans take bits whatever the form."""
@@ -151,11 +152,6 @@ class Packing:
         if self.lossless and form.need >= CODES:
             return ITSELF
         return form
-
-    def next_seed(self) -> int:
-        """Return a seed of its own for each packed tensor."""
-        self._packed += 1
-        return (self.config.seed + self._packed * 0x9E3779B97F4A7C15) % 2**64
 
     def name_of(self, parameter: Tensor) -> str:
         """Return a parameter's qualified name, for an error."""
@@ -232,7 +228,9 @@ class Frame:
     def close(self) -> None:
         """Deactivate the hooks; what they packed stays."""
         self._caller = None
-        self._context.__exit__()
+        # The context knows the hooks, which are bound to this frame: no cycle is to outlive the forward.
+        context, self._context = self._context, None
+        context.__exit__()
         observer().stop()
         self._decide_pending()
         if self.recorder is not None:
@@ -350,7 +348,7 @@ class Frame:
         part = copy.dtype, copy.storage_offset(), layout_of(copy)
         reference = copies.get(part)
         stored = None if reference is None else reference()
-        if stored is not None and (is_exact(stored) or (isinstance(stored, Region) and stored.form.serves(reading))):
+        if stored is not None and (is_exact(stored) or (isinstance(stored, Region) and stored.form.serves(form))):
             if isinstance(stored, Region):
                 stored.uses += 1
             if self.recorder is not None:
@@ -500,7 +498,7 @@ class Frame:
         region = None if known is None else known()
         held = 0
         if region is not None and region.still_holds(source, source.untyped_storage(), stream):
-            if region.form is ITSELF or region.form.serves(reading):
+            if region.form is ITSELF or region.form.serves(form):
                 region.uses += 1
                 return region, 0
             held = region.nbytes
@@ -512,7 +510,7 @@ class Frame:
             nbytes = self._nbytes(source.dtype, numel, form)
         carrier = CARRIER[source.dtype] if form.need == CODES else source.dtype
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
-        seed = self.packing.next_seed() if self.packing.stochastic else 0
+        seed = self.packing.seeds.next() if self.packing.stochastic else 0
         if region is not None:
             region.store(source, form, kernel, carrier, buffer, seed)
             region.uses += 1

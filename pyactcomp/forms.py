@@ -70,14 +70,14 @@ class Form:
     need: int
     comparison: Comparison | None = None
 
-    def serves(self, reading: Reading) -> bool:
-        """Return whether a tensor that is stored like this is as exact as a reader needs."""
-        if reading.need in (SHAPE, BITS) or self.need == BITS:
-            return reading.need == SHAPE or self == reading.form
-        if self.need == reading.need:
-            return reading.form in (self, AS_CODES)
+    def serves(self, wanted: Form) -> bool:
+        """Return whether a tensor that is stored like this is as exact as in another form."""
+        if wanted.need in (SHAPE, BITS) or self.need == BITS:
+            return wanted.need == SHAPE or self == wanted
+        if self.need == wanted.need:
+            return wanted in (self, AS_CODES)
         # Saturated log-probabilities are good for their own reader alone.
-        return self.need > reading.need and self is not LOG
+        return self.need > wanted.need and self is not LOG
 
 
 AS_SHAPE = Form("shape", SHAPE)
@@ -140,6 +140,6 @@ def strictest(readings: Iterable[Reading]) -> Reading:
     """Return the one that serves all, or an exact one where none does."""
     kinds = list(readings)
     first = max(kinds, key=lambda reading: reading.need)
-    if all(first.form.serves(reading) for reading in kinds):
+    if all(first.form.serves(reading.form) for reading in kinds):
         return first
     return Reading(first.operator, first.operand, ITSELF, "several operands may be meant, which need different forms")

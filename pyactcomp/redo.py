@@ -22,7 +22,7 @@ from .forms import AS_CODES, ITSELF
 from .layouts import arranged, layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
-from .saved import Kept, Packs, Recent, Region, Shared, View, check_reader, check_version
+from .saved import Kept, ModifiedError, Packs, Recent, Region, Shared, View, check_reader, check_version
 from .torch_private import being_traced, saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
@@ -31,6 +31,12 @@ Compute = Callable[[torch.dtype], Tensor]
 # A recipe may rest on an operand that is itself computed again, as SwiGLU's product does on SiLU's result, but on no
 # longer chain of them.
 _DEEPEST = 2
+
+
+_NOT_HELD = (
+    "An output of it was not kept but was to be computed again from it: write out of place, hold on to that output "
+    "until backward, or name the module in skip."
+)
 
 
 class Recipe:
@@ -58,6 +64,7 @@ class Recipe:
         "_compute",
         "_copies",
         "_operands",
+        "_out",
         "_redone",
         "_versions",
         "casts",
@@ -80,6 +87,7 @@ class Recipe:
     ) -> None:
         self._compute = compute
         self._operands = operands
+        self._out = ref(out)
         self._versions = tuple(operand._version for operand in operands)
         self._redone: ref[Redone] | None = None
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
@@ -110,12 +118,20 @@ class Recipe:
     def compute(self, dtype: torch.dtype) -> Tensor:
         """Compute the output again, in its layout, or raise autograd's error if an operand was written to.
 
-        Views of the output are taken by their strides, and operators behind it sum in the order of memory.
+        Views of the output are taken by their strides, and operators behind it sum in the order of memory. Torch, which
+        saved the output, does not read the operands: while it is alive and unchanged, it is taken after such an error.
         """
-        for operand, version in zip(self._operands, self._versions, strict=True):
-            check_version(operand, version)
         assert self._compute is not None
-        return arranged(self._compute(dtype), self.layout)
+        try:
+            for operand, version in zip(self._operands, self._versions, strict=True):
+                check_version(operand, version)
+            again = self._compute(dtype)
+        except ModifiedError as error:
+            out = self._out()
+            if out is None or out._version != self.version:
+                raise ModifiedError(f"{error} {_NOT_HELD}") from None
+            again = out.detach().to(dtype)
+        return arranged(again, self.layout)
 
     def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
         """Return the stored form of ``out`` in a dtype, the same one for operators in a row that save it in that."""

@@ -59,9 +59,13 @@ def _modified(what: str, version: int, expected: int) -> str:
     )
 
 
-def _modified_error(tensor: Tensor, kind: str, shape: torch.Size, expected: int) -> RuntimeError:
+class ModifiedError(RuntimeError):
+    """Autograd's own error, of a tensor that was written to after it was saved."""
+
+
+def _modified_error(tensor: Tensor, kind: str, shape: torch.Size, expected: int) -> ModifiedError:
     """Return autograd's own error for a tensor of a type and a shape whose version counter ``tensor`` shares."""
-    return RuntimeError(_modified(f"[{kind} {list(shape)}]", tensor._version, expected))
+    return ModifiedError(_modified(f"[{kind} {list(shape)}]", tensor._version, expected))
 
 
 def check_version(tensor: Tensor, version: int) -> None:

@@ -15,6 +15,7 @@ from .config import Config
 from .engine import Frame, Packing
 from .errors import HookConflictError
 from .record import Recorder
+from .seeds import Seeds
 from .torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks, transformed
 
 
@@ -33,14 +34,14 @@ class Session(Packing):
     Copying or pickling a session gives a fresh one with the same configuration.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
+        super().__init__(config, seeds)
         self.recorder: Recorder | None = None
         self.paused = False
         self._frames = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Session, (self.config,)
+        return Session, (self.config, self.seeds)
 
     def _stack(self) -> list[Frame | None]:
         stack: list[Frame | None] | None = getattr(self._frames, "stack", None)

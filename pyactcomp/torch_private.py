@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -152,7 +153,7 @@ def forward_ad_active() -> bool:
 
 def transformed() -> bool:
     """Return whether operators are not just run and differentiated backward, so that saved tensors stay as they are."""
-    return inside_functorch() or forward_ad_active() or being_traced()
+    return inside_functorch() or forward_ad_active() or torch._C._is_tracing() or being_traced()
 
 
 def profiler_enabled() -> bool:
@@ -333,11 +334,21 @@ def _test_being_traced() -> None:
         assert not being_traced()
 
 
-def _test_forward_ad() -> None:
-    assert not forward_ad_active()
+def _test_transformed() -> None:
+    seen: list[bool] = []
+
+    def probe(x: Tensor) -> Tensor:
+        seen.append(transformed())
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(probe, torch.zeros(1), check_trace=False)  # type: ignore[no-untyped-call]
     with forward_ad.dual_level():
         assert forward_ad_active()
-        assert transformed()
+        probe(torch.zeros(1))
+    assert seen == [True, True]
+    assert not forward_ad_active()
     assert not transformed()
 
 
@@ -565,7 +576,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
     "torch._C._get_dispatch_mode, torch._ops._get_dispatch_mode_pre_dispatch": _test_being_traced,
-    "torch.autograd.forward_ad._current_level": _test_forward_ad,
+    "torch.autograd.forward_ad._current_level, torch._C._is_tracing": _test_transformed,
     "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,

@@ -41,12 +41,14 @@ def saved_by(compute: Callable[[], Tensor]) -> list[Tensor]:
     return saved
 
 
-def assert_codes_saved(saved: list[Tensor], x: Tensor, bits: int, group_size: int, rounding: str | None) -> None:
+def assert_codes_saved(
+    saved: list[Tensor], x: Tensor, bits: int, group_size: int, rounding: str | None, seed: int = SEED
+) -> None:
     """Assert that the one uint8 tensor saved is the reference's packing of ``x``."""
     (codes,) = (s for s in saved if s.dtype is torch.uint8)
     flat = x.detach().cpu().as_strided((x.numel(),), (1,))
     stochastic = rounding == "stochastic" or (rounding is None and bits != 8)
-    expected = reference.quantize(flat, bits=bits, group_size=group_size, stochastic=stochastic, seed=SEED)
+    expected = reference.quantize(flat, bits=bits, group_size=group_size, stochastic=stochastic, seed=seed)
     assert_same_bytes(codes, expected)
 
 

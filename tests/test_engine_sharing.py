@@ -145,7 +145,11 @@ def test_relu_keeps_its_sign_where_it_rounds_to_zero() -> None:
     x = torch.randn(64, 1024).abs() * torch.logspace(-6, 0, 1024)
     x[:, ::2] *= -1
     x.requires_grad_()
-    for relu in (torch.relu, torch.nn.functional.relu_):
+
+    def of_a_view(y: Tensor) -> Tensor:
+        return torch.relu_(y.view(64, 32, 32))
+
+    for relu in (torch.relu, torch.nn.functional.relu_, of_a_view):
         with pyactcomp.compressed(min_bytes=0) as c:
             loss = relu(x * 1.0).view(1024, 64).sum()
         (gradient,) = torch.autograd.grad(loss, x)

@@ -225,6 +225,10 @@ def test_output_is_offered_to_what_saves_it(bits: int | None, c: Case) -> None:
     assert (redone.shape, redone.stride(), redone.dtype) == (out.shape, out.stride(), out.dtype)
     with torch.no_grad():
         leaves[2].add_(1)
+    # While it is there, the output is taken as it is.
+    assert torch.equal(recipe.compute(out.dtype), out)
+    with torch.no_grad():
+        out.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         recipe.compute(out.dtype)
 

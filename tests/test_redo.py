@@ -361,6 +361,31 @@ def test_a_layer_norm_whose_weights_autocast_has_cast_is_kept() -> None:
     assert_same(gradients_of_a_step(), exact)
 
 
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+def test_an_operand_may_be_written_to_where_torch_reads_the_output_alone(mode: str) -> None:
+    x, v = leaf(16, 32), leaf(16, 32, seed=1)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        source = x * 1.0
+        out = F.gelu(source)
+        loss = (out * v).sum()
+        with torch.no_grad():
+            source.add_(1)
+        return loss, out
+
+    (exact,) = torch.autograd.grad(forward()[0], v)
+    with pyactcomp.compressed(mode=mode, min_bytes=0):
+        loss, out = forward()
+        unheld = forward()[0]
+    assert torch.equal(torch.autograd.grad(loss, v, retain_graph=True)[0], exact)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*hold on to that output"):
+        torch.autograd.grad(unheld, v)
+    with torch.no_grad():
+        out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, v)
+
+
 def test_casts_of_a_layer_norm_that_was_written_to_are_kept(block: Block) -> None:
     def edit(y: Tensor) -> None:
         with torch.no_grad():

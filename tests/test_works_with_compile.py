@@ -213,3 +213,49 @@ def test_hooks_are_not_traced_where_a_module_of_torch_is_compiled(
     assert_agrees(model, step(model, device), exact, step(exact, device))
     # What autograd calls for modules of torch, which are not traced themselves, is not traced either.
     assert graphs == []
+
+
+class Scripted(nn.Module):
+    """A model with all that compress adds: fused modules, exact ones, norms that are offered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.gelu = nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()
+        self.kinked, self.last = nn.LeakyReLU(), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.kinked(self.gelu(self.norm(self.first(x)))))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_compressed_model_is_scripted_without_what_compresses_it(fuse: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Scripted(), torch.randn(32, 64)
+    exact = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    pyactcomp.compress(model, fuse=fuse, min_bytes=0)
+    with pytest.warns(UserWarning, match="without pyactcomp"):
+        scripted = torch.jit.script(model)
+    got = torch.autograd.grad(scripted(x).square().sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, exact, strict=True))
+    # The model itself stays as it is, and so do its copies.
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each(x).square().sum().backward()
+        assert pyactcomp.report(each).stored_bytes < pyactcomp.report(each).unique_bytes
+    pyactcomp.decompress(model)
+    assert torch.equal(torch.jit.script(model)(x), scripted(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_compressed_model_is_traced_as_the_plain_one(fuse: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Scripted(), torch.randn(32, 64)
+    exact = model(x)
+    pyactcomp.compress(model, fuse=fuse, min_bytes=0)
+    traced = torch.jit.trace(model, x)
+    assert torch.allclose(traced(x), exact, rtol=1e-5, atol=1e-5)
+    # No operator of Python's is in the graph: it can be saved.
+    assert "PythonOp" not in str(traced.inlined_graph)

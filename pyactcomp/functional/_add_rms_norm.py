@@ -83,7 +83,7 @@ def add_rms_norm(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`rms_norm` of ``x + residual``, and the sum.

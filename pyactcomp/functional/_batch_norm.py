@@ -159,7 +159,7 @@ def batch_norm(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Normalise channels by the statistics of the batch, add ``residual``, apply ReLU; keep ``x`` in codes.

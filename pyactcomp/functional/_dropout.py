@@ -64,7 +64,7 @@ def dropout(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and keep one bit an element.

@@ -200,7 +200,8 @@ def silu_mul(
         tensors = (gate, up, out, kept[0], kept[-1])
         # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
-        on.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, keys(how), registers=registers)
+        scalars = *keys(how), *keys(how.second())
+        on.launch(_silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
     else:
         _silu_mul_exactly(on, gate, up, out)
 

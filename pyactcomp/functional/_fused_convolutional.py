@@ -149,7 +149,7 @@ class BatchNorm:
         parameters = (_given(weight, mean), _given(bias, mean))
         kept = (mean if signs is None else signs, mean if packed is None else packed)
         tensors = (x, x if residual is None else residual, mean, rstd, *parameters, out, *kept)
-        self._launch("batch_norm_apply_kernel", constants, tensors, keys(self.how))
+        self._launch("batch_norm_apply_kernel", constants, tensors, keys(self.how.second()))
         return out, signs, packed
 
     def _signs(self) -> Tensor:

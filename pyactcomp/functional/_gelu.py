@@ -52,7 +52,7 @@ def gelu(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Apply the Gaussian error linear unit and keep ``x`` for backward in codes.

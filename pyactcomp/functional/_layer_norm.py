@@ -208,7 +208,7 @@ def layer_norm(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Apply layer normalisation and keep ``x`` for backward in codes.
@@ -283,7 +283,7 @@ def add_layer_norm(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Apply layer normalisation to ``dropout(x, p) + residual`` and keep the sum for backward in codes.

@@ -59,7 +59,7 @@ def linear(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Apply ``x @ weight.T + bias`` and keep ``x`` for backward in codes.
@@ -80,8 +80,9 @@ def linear(
         Elements that share a minimum and a step.
     rounding : {"nearest", "stochastic"}, optional
         By default nearest for 8 bits and stochastic for fewer.
-    seed : int
-        64-bit seed of the stochastic rounding; give each call its own.
+    seed : int, optional
+        64-bit seed of the stochastic rounding, of each call its own; by default the next of a sequence that is the same
+        from run to run.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
         All give the same codes. A named one never falls back.
 

@@ -79,7 +79,7 @@ def max_pool2d(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Take the maximum of each window and keep its position in the window, one byte, instead of the input.

@@ -76,7 +76,7 @@ def new_gelu(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Return ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3)))`` and keep ``x`` for backward in codes.

@@ -46,7 +46,7 @@ def relu(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Return ``max(x, 0)`` and keep for backward, in one bit an element, where it is not zero.

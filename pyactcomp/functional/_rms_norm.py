@@ -118,7 +118,7 @@ def rms_norm(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Divide rows by their root mean square, multiply them by a weight, and keep ``x`` for backward in codes.

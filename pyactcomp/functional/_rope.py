@@ -90,7 +90,7 @@ def rope(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions and keep nothing of them for backward.

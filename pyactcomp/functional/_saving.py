@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..forms import SCALED
 from ..halves import half_kernel, half_nbytes
 from ..policy import PLAIN
 from ..redo import stand_for
+from ..seeds import calls, second_of
 from ..torch_private import (
     being_traced,
     dispatch_mode_active,
@@ -58,6 +59,10 @@ class Saving:
     def stochastic(self) -> bool:
         """Whether codes are rounded stochastically: by default, where they have fewer than 8 bits."""
         return self.rounding == "stochastic" or (self.rounding is None and self.bits != 8)
+
+    def second(self) -> Saving:
+        """Return the options for the second tensor that a call keeps, which has a seed of its own."""
+        return replace(self, seed=second_of(self.seed)) if self.stochastic else self
 
     def keep(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return the tensor to save for backward, and what restores ``x`` from it."""
@@ -127,7 +132,16 @@ class Saving:
 
 
 # Options are the same on every call of a layer: they are checked once.
-saving = functools.lru_cache(maxsize=256)(Saving)
+_saving = functools.lru_cache(maxsize=256)(Saving)
+
+
+def saving(bits: int | None, group_size: int, rounding: Rounding | None, seed: int | None, impl: Impl) -> Saving:
+    """Return the checked options of one call; without a seed it gets the next one if it is to round stochastically."""
+    if seed is None:
+        stochastic = rounding == "stochastic" or (rounding is None and bits != 8)
+        # A graph would take the number for a constant.
+        seed = calls.next() if stochastic and bits is not None and not _traced() else 0
+    return _saving(bits, group_size, rounding, seed, impl)
 
 
 @functools.lru_cache(maxsize=64)

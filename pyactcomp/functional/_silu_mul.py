@@ -50,7 +50,7 @@ class _SiluMul(torch.autograd.Function):
             return out
         ctx.fused_backward = None
         kept_gate, restore_gate = how.keep(gate)
-        kept_up, restore_up = (None, None) if up_again is not None else how.keep(up)
+        kept_up, restore_up = (None, None) if up_again is not None else how.second().keep(up)
         ctx.restore_gate, ctx.restore_up = restore_gate, restore_up
         ctx.save_for_backward(kept_gate, *(() if kept_up is None else (kept_up,)))
         out = F.silu(gate) * up
@@ -93,7 +93,7 @@ def silu_mul(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Return ``silu(gate) * up``, the inside of SwiGLU, and keep both for backward in codes.

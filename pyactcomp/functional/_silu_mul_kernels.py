@@ -121,6 +121,9 @@ def _compute_any(
     index,
     high,
     key,
+    up_index,
+    up_high,
+    up_key,
     DTYPE: tl.constexpr,
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -132,7 +135,7 @@ def _compute_any(
     codes, parameters = encode_any_tile(gate, index, high, key, BITS, STOCHASTIC, False)
     up_codes, up_parameters = codes, parameters
     if PACK_UP:
-        up_codes, up_parameters = encode_any_tile(up, index, high, key, BITS, STOCHASTIC, False)
+        up_codes, up_parameters = encode_any_tile(up, up_index, up_high, up_key, BITS, STOCHASTIC, False)
     return silu, codes, parameters, up_codes, up_parameters
 
 
@@ -148,6 +151,8 @@ def _silu_mul_forward(
     numel,
     key0,
     key1,
+    up_key0,
+    up_key1,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -162,17 +167,19 @@ def _silu_mul_forward(
     u = load_tile(up + start, left, GROUP, GROUPS, PARTIAL)
     index, high = element_index(start, key1, GROUP, GROUPS)
     key = key0.to(tl.uint32)
+    up_index, up_high = element_index(start, up_key1, GROUP, GROUPS)
+    up_key = up_key0.to(tl.uint32)
     # To the bit as torch: a deep model amplifies roundings to bfloat16 that turn, to 2.7 % of the gradient of a Llama.
     if PARTIAL:
         silu, g_codes, g_parameters, u_codes, u_parameters = _compute_any(
-            g, u, index, high, key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
+            g, u, index, high, key, up_index, up_high, up_key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
         )
     else:
         silu = _ordinary_silu(g, DTYPE, COMPILED)
         g_bits, g_parameters = encode_ordinary_tile(g, index, high, key, BITS, STOCHASTIC, False, COMPILED)
         u_bits, u_parameters = g_bits, g_parameters
         if PACK_UP:
-            u_bits, u_parameters = encode_ordinary_tile(u, index, high, key, BITS, STOCHASTIC, False, COMPILED)
+            u_bits, u_parameters = encode_ordinary_tile(u, up_index, up_high, up_key, BITS, STOCHASTIC, False, COMPILED)
         g_codes = g_bits.to(tl.uint8)
         u_codes = u_bits.to(tl.uint8)
         # One test for all that may be out of the ordinary: each is an exchange between the warps.
@@ -180,7 +187,7 @@ def _silu_mul_forward(
         far = tl.where(tl.maximum(highest, negative(lowest)) > _FAR, NO_CODE_BITS, 0).to(tl.uint32)
         if without_code(tl.maximum(tl.maximum(g_bits, u_bits), far)):
             silu, g_codes, g_parameters, u_codes, u_parameters = _compute_any(
-                g, u, index, high, key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
+                g, u, index, high, key, up_index, up_high, up_key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
             )
     store_raw(out + start, to_raw(silu * u, DTYPE, COMPILED), left, PARTIAL)
     store_codes(packed_gate, g_codes, g_parameters, start, left, numel, BITS, RUN, PARTIAL)
@@ -188,7 +195,7 @@ def _silu_mul_forward(
         store_codes(packed_up, u_codes, u_parameters, start, left, numel, BITS, RUN, PARTIAL)
 
 
-@triton.jit(do_not_specialize=["numel", "key0", "key1"])
+@triton.jit(do_not_specialize=["numel", "key0", "key1", "up_key0", "up_key1"])
 def silu_mul_forward_kernel(
     gate,
     up,
@@ -198,6 +205,8 @@ def silu_mul_forward_kernel(
     numel: tl.int64,
     key0: tl.uint32,
     key1: tl.uint32,
+    up_key0: tl.uint32,
+    up_key1: tl.uint32,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -220,6 +229,8 @@ def silu_mul_forward_kernel(
             numel,
             key0,
             key1,
+            up_key0,
+            up_key1,
             BITS,
             GROUP,
             GROUPS,
@@ -241,6 +252,8 @@ def silu_mul_forward_kernel(
             numel,
             key0,
             key1,
+            up_key0,
+            up_key1,
             BITS,
             GROUP,
             GROUPS,

@@ -66,7 +66,7 @@ def softmax(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Apply softmax to ``x + bias + mask`` and keep the result for backward in codes.

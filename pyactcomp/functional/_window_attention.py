@@ -106,7 +106,7 @@ def window_attention(
     bits: int | None = 8,
     group_size: int = 64,
     rounding: Rounding | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Attend within windows, softmax(scale * q k^T + bias + mask) v, and keep ``qkv`` alone for backward.

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from torch.nn import Module
 
 from ..config import Config
+from ..seeds import Seeds
 from . import convolutional, heads, swin, torch_modules, transformers_modules
 from .base import ATTRIBUTE, Fusing, LeftAlone
 from .fusion import Fused, Fusion, is_form, original_of
@@ -16,7 +17,7 @@ from .untouched import untouched
 __all__ = ["Fusing", "fuse", "fused_modules", "left_alone", "unfuse"]
 
 
-def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fusing:
+def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds: Seeds | None = None) -> Fusing:
     """Swap the modules of ``model`` for which there is a fused function, all of them or, after an error, none.
 
     Parameters
@@ -26,6 +27,8 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
         ``fuse`` and ``fuse_head`` say what to swap; in lossless mode, that is only what stays the same to the bit.
     skipped : collection of Module
         Left as they are, with all that is in them.
+    seeds : Seeds, optional
+        What stochastic rounding draws from; by default a sequence of its own.
 
     Returns
     -------
@@ -52,7 +55,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
             f"{headless.reason}; leave fuse_head out"
         )
-    state = Fusing(config, tuple(alone))
+    state = Fusing(config, tuple(alone), seeds)
     try:
         model.__dict__[ATTRIBUTE] = state
         for module, fused in plan.items():

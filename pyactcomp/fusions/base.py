@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from ..codec import Impl, Rounding
 from ..config import Config
+from ..seeds import Seeds
 from ..torch_private import transformed
 
 ATTRIBUTE = "_pyactcomp_fusing"
@@ -40,29 +41,30 @@ class Fusing:
     ----------
     config : Config
     left_alone : tuple of LeftAlone
+    seeds : Seeds
+        What the hooks of the model draw from, too.
     paused : bool
         While it is set, fused modules run as their own classes do.
     """
 
-    def __init__(self, config: Config, left_alone: tuple[LeftAlone, ...] = ()) -> None:
+    def __init__(self, config: Config, left_alone: tuple[LeftAlone, ...] = (), seeds: Seeds | None = None) -> None:
         self.config = config
+        self.seeds = Seeds(config.seed) if seeds is None else seeds
         self.left_alone = left_alone
         self.paused = False
-        self._calls = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Fusing, (self.config, self.left_alone)
+        return Fusing, (self.config, self.left_alone, self.seeds)
 
     def options(self) -> Options:
         """Return the keywords for one call: a seed of its own for each, exact tensors in lossless mode."""
         config = self.config
         # Options that repeat are checked once; rounding to nearest reads no seed.
-        self._calls += config.rounding == "stochastic"
         return {
             "bits": None if config.mode == "lossless" else 8,
             "group_size": config.group_size,
             "rounding": config.rounding,
-            "seed": (config.seed + self._calls * 0x9E3779B97F4A7C15) % 2**64,
+            "seed": self.seeds.next() if config.rounding == "stochastic" else 0,
             # The kernels of fused functions are Triton's; "cuda" is about the codec beside them.
             "impl": "auto" if config.impl == "cuda" else config.impl,
         }
@@ -87,4 +89,10 @@ def fusing(module: Module) -> Options | None:
         or transformed()
     ):
         return None
+    return state.options()
+
+
+def options_again(module: Module) -> Options:
+    """Return the options for one more call in a forward that runs fused: they have another seed."""
+    state: Fusing = module.__dict__[ATTRIBUTE]
     return state.options()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ..functional._batch_norm import batch_norm
-from .base import Options
+from .base import Options, options_again
 from .fusion import Fused, Fusion, form_of, options
 from .untouched import plain, untouched
 
@@ -81,16 +81,15 @@ class ResidualBlock(Fused):
         if how is None or not layers:
             return cast(Tensor, super().forward(x))
         out = x
-        for index, (convolution, norm) in enumerate(layers[:-1]):
-            out = _normalise(norm, convolution(out), {**how, "seed": how["seed"] ^ index}, relu=True)
+        for convolution, norm in layers[:-1]:
+            out = _normalise(norm, convolution(out), options_again(self), relu=True)
         convolution, norm = layers[-1]
         out = convolution(out)
         shortcut: Tensor = x if self.downsample is None else self.downsample(x)
-        last: Options = {**how, "seed": how["seed"] ^ len(layers)}
         if shortcut.dtype is not out.dtype or shortcut.shape != out.shape:
             # Promoted or broadcast by the sum, as in the block's own forward.
-            return torch.relu(_normalise(norm, out, last, relu=False) + shortcut)
-        return _normalise(norm, out, last, relu=True, residual=shortcut)
+            return torch.relu(_normalise(norm, out, how, relu=False) + shortcut)
+        return _normalise(norm, out, how, relu=True, residual=shortcut)
 
 
 def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:

@@ -20,7 +20,7 @@ from ..functional._layer_norm import layer_norm
 from ..functional._residual_add import residual_add
 from ..functional._take_rows import take_rows
 from ..functional._window_attention import window_attention
-from .base import Options
+from .base import Options, options_again
 from .fusion import Fused, Fusion, attention_options, form_of, linear_dtype, options
 from .untouched import plain
 
@@ -95,7 +95,7 @@ class Block(Fused):
             tokens = self.norm2(rows.view(batch, -1, channels))
         else:
             early = _feeds_linear(self.mlp, "timm.layers.mlp", "Mlp", "fc1")
-            tokens = _normalise(self.norm2, rows, {**how, "seed": how["seed"] ^ 1}, None, early)
+            tokens = _normalise(self.norm2, rows, options_again(self), None, early)
             tokens = tokens.view(batch, -1, channels)
         branch = self.mlp(tokens).reshape(-1, channels)
         scale = _drops(self.drop_path2, branch, batch)

@@ -28,6 +28,7 @@ from ..functional._silu_mul import silu_mul
 from ..saved import check_version
 from ..torch_private import under_checkpoint
 from .attention import Projections, rotates
+from .base import options_again
 from .formulas import children_fed, formula, forward_of
 from .fusion import Fused, Fusion, form_of, options, original_of
 from .products import cast_once, feeds_linears, is_matrix_product
@@ -192,6 +193,7 @@ class DecoderLayer(Fused):
         *named, (_, others) = _bound(function, self, hidden_states, *args, **kwargs)
         # In one name, so that no branch outlives its sum.
         normal, _ = self.self_attn(**{**dict(named[1:]), "hidden_states": normal}, **others)
+        how = options_again(self)
         normal, past = add_rms_norm(normal, past, second.weight, second.variance_epsilon, **how)
         return past + self.mlp(normal)
 
