@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import readers
 from .extensions import load
 from .forms import AS_CODES, ITSELF, Reading, strictest
-from .reader_table import DECIDING, READERS
+from .reader_table import DECIDING, ELEMENTWISE, READERS
 from .torch_private import running_node
 
 
@@ -63,21 +65,33 @@ _ALIASES = {
     "true_divide": "div",
     "multiply": "mul",
 }
+# As many elements of another operand for one make it a statistic, here as in the library.
+_FEWER = 8
 _PRODUCT = Reading("a product", "operand", AS_CODES, "the derivative multiplies the incoming gradient by it")
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_name(name: str) -> tuple[Reading, Reading] | None:
-    """Return how a function of torch, by its name, reads an argument and a result, as exactly as any of them."""
+def _of_name(name: str) -> tuple[Reading, Reading, Reading] | None:
+    """Return how a function of torch, by its name, reads its first argument, any argument, and anything."""
     if name in _PRODUCTS:
-        return _PRODUCT, _PRODUCT
+        return _PRODUCT, _PRODUCT, _PRODUCT
     name = _ALIASES.get(name, name)
     found = READERS.get(name)
     if found is None or any(key.startswith(f"{name}.") for key in READERS):
         return None
     exact = found.get("", Reading(f"aten::{name}", "another operand", ITSELF, "backward is not known to need less"))
-    arguments = [reading for operand, reading in found.items() if operand not in ("result", "")]
-    return strictest(arguments) if arguments else exact, found.get("result", exact)
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    tensors = [a.name for schema in schemas for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+    if not tensors:
+        return exact, exact, exact
+    arguments = [found.get(each, exact) for each in tensors]
+    return arguments[0], strictest(arguments), strictest([*arguments, found.get("result", exact)])
+
+
+def _is_statistic(tensor: Tensor, arguments: Iterable[Any]) -> bool:
+    """Return whether one number of a tensor meets many of another operand."""
+    distinct = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    return distinct * _FEWER <= max((each.numel() for each in arguments if isinstance(each, Tensor)), default=0)
 
 
 class _Calls(TorchFunctionMode):
@@ -142,8 +156,15 @@ class WithoutLibrary:
         found = _of_name(name)
         if found is None:
             return Reading(f"torch.{name}", "any operand", ITSELF, "without the observer it may run any operator")
-        operand, result = found
-        return operand if any(argument is tensor for argument in arguments) else strictest((operand, result))
+        if _ALIASES.get(name, name) in ELEMENTWISE and _is_statistic(tensor, arguments):
+            return Reading(
+                f"torch.{name}", "an operand", ITSELF, "one number for many elements: a statistic or a scale"
+            )
+        first, argument, anything = found
+        places = [place for place, given in enumerate(arguments) if given is tensor]
+        if not places:
+            return anything
+        return first if places == [0] else argument
 
     def progress(self) -> tuple[int, int, int]:
         """Return the calls so far in this thread, the decisions, and the decisions before the running call."""

@@ -261,7 +261,9 @@ def _checked_operator(operator: str, named: Mapping[str, Exactness]) -> dict[str
         raise ValueError(f"{base!r} has no overload {overload!r}; known: {', '.join(packet.overloads())}")
     if not named:
         raise ValueError(f"name an operand of {operator!r}, as in register_reader({operator!r}, x='linear')")
-    arguments = {a.name: "Tensor" in str(a.type) for o in overloads for a in getattr(packet, o)._schema.arguments}
+    every = [a for o in overloads for a in getattr(packet, o)._schema.arguments]
+    # An argument may be a tensor in some overloads and a number in others.
+    arguments = {a.name: any(b.name == a.name and "Tensor" in str(b.type) for b in every) for a in every}
     for operand in named:
         if operand != "result" and not arguments.get(operand):
             tensors = [name for name, is_tensor in arguments.items() if is_tensor]

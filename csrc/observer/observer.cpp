@@ -326,9 +326,15 @@ PyObject* progress(PyObject*, PyObject*) {
                        static_cast<unsigned long long>(thread.decisions), static_cast<unsigned long long>(before));
 }
 
+/// The least that nodes need, by their type; under the GIL.
+std::unordered_map<std::type_index, long>& weakest_needs() {
+  static auto& instance = *std::make_unique<std::unordered_map<std::type_index, long>>().release();
+  return instance;
+}
+
 /// Return the name of the node that backward runs if the table has it need more than `need`, else None.
 PyObject* contradiction(PyObject*, PyObject* argument) {
-  static auto& needs = *std::make_unique<std::unordered_map<std::type_index, long>>().release();  // under the GIL
+  auto& needs = weakest_needs();
   const long need = PyLong_AsLong(argument);
   if (need == -1 && PyErr_Occurred()) return nullptr;
   const auto node = torch::autograd::get_current_node();
@@ -377,6 +383,7 @@ PyObject* forget(PyObject*, PyObject*) {
     entry.second->resolved = false;
     entry.second->captures = true;
   }
+  weakest_needs().clear();
   Py_RETURN_NONE;
 }
 
