@@ -112,6 +112,17 @@ def arguments(kind: type, dropout: float) -> dict[str, Any]:
     return found
 
 
+def _get(config: Any, name: str, default: Any = None) -> Any:
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return default if value is None else value
+
+
+_TEXT_WIDTHS = (
+    "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_embed_dim", "text_dim", "cap_feat_dim",
+    "encoder_hidden_size", "context_in_dim", "text_in_dim", "caption_projection_dim", "encoder_hidden_states_channels",
+)  # fmt: skip
+
+
 class Made:
     """The inputs of one model."""
 
@@ -125,7 +136,7 @@ class Made:
 
     def field(self, *names: str, default: int = WIDTH) -> int:
         for name in names:
-            value = self.config.get(name) if isinstance(self.config, Mapping) else getattr(self.config, name, None)
+            value = _get(self.config, name)
             if isinstance(value, (list, tuple)):
                 value = value[0]
             if isinstance(value, int):
@@ -145,10 +156,14 @@ class Made:
         return any(name in taken for name in ("img_ids", "img_shapes"))
 
     def words(self) -> Tensor:
-        width = self.field("joint_attention_dim", "cross_attention_dim", "caption_channels", "text_embed_dim", "text_dim",
-                           "cap_feat_dim", "encoder_hidden_size", "context_in_dim", "text_in_dim", "caption_projection_dim",
-                           "encoder_hidden_states_channels")  # fmt: skip
+        width = self.field(*_TEXT_WIDTHS)
         return self.normal(BATCH, WORDS, width)
+
+    def places(self) -> Tensor:
+        """Return the rotary positions of 8 x 8 patches, one column for each axis."""
+        axes = len(_get(self.config, "axes_dims_rope", (0, 0, 0)))
+        grid = torch.cartesian_prod(torch.arange(8.0), torch.arange(8.0))
+        return torch.cat([torch.zeros(64, 1), grid, torch.zeros(64, axes - 3)], 1)
 
     def values(self) -> dict[str, Callable[[], Any]]:
         """Return how to make each input that a forward may take."""
@@ -160,8 +175,8 @@ class Made:
             "timesteps": lambda: torch.tensor([500, 250]),
             "encoder_hidden_states": self.words,
             "pooled_projections": lambda: self.normal(BATCH, self.field("pooled_projection_dim", "text_encoder_dim")),
-            "img_ids": lambda: torch.cat([torch.zeros(64, 1), torch.cartesian_prod(torch.arange(8.0), torch.arange(8.0))], 1),
-            "txt_ids": lambda: torch.zeros(WORDS, 3),
+            "img_ids": lambda: self.places(),
+            "txt_ids": lambda: torch.zeros(WORDS, self.places().shape[1]),
             "guidance": lambda: torch.full((BATCH,), 3.5),
             "class_labels": lambda: torch.tensor([1, 2]),
             "img_shapes": lambda: [[(1, 8, 8)]] * BATCH,

@@ -167,6 +167,7 @@ def _degrees() -> Tensor:
     return _values()["edge_index"][1].bincount(minlength=NODES).bincount()
 
 
+_EDGE_FEATURES = ("CGConv", "GMMConv", "NNConv", "PDNConv", "HEATConv", "GINEConv", "GeneralConv")
 # What a convolution reads of the edges beside their ends.
 _WANTED = ("x_0", "edge_index", "hyperedge_index", "pos_edge_index", "neg_edge_index", "edge_type", "node_type", "pos",
            "normal")  # fmt: skip
@@ -179,9 +180,7 @@ def _convolution(name: str, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
     taken = inspect.signature(module.forward).parameters
     values = _values()
     inputs = {key: values[key] for key in ("x", *_WANTED) if key in taken}
-    if ("edge_attr" in taken and getattr(module, "edge_dim", None) is not None) or base in ("CGConv", "GMMConv", "NNConv",
-                                                                                           "PDNConv", "HEATConv",
-                                                                                           "GINEConv", "GeneralConv"):  # fmt: skip
+    if ("edge_attr" in taken and getattr(module, "edge_dim", None) is not None) or base in _EDGE_FEATURES:
         inputs["edge_attr"] = values["edge_attr"]
     if base == "SplineConv":
         inputs["edge_attr"] = values["edge_attr"][:, :3]

@@ -17,6 +17,8 @@ FIRST_WORD = FIRST_SPECIAL + 40
 SAMPLES = 16000
 FRAMES = 64
 
+_MEL_FIRST = ("qwen2_audio_encoder", "voxtral_encoder", "moss_transcribe_diarize_audio", "glmasr_encoder")
+_BINS = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel")
 CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION")
 
 
@@ -87,13 +89,15 @@ class Inputs:
 
     def words(self, length: int = LENGTH, decoder: bool = False) -> Tensor:
         last = self.vocabulary(decoder)
+        positions = int(_first(self.text, ("max_position_embeddings",), length))
+        length = min(length, positions) if positions > 0 else length
         return self.integers(min(FIRST_WORD, last // 2), last, BATCH, length)
 
     def pixels(self) -> Tensor:
         channels = int(_first(self.vision, ("num_channels", "in_channels", "in_chans"), 3))
         size = _side(_first(self.vision, ("image_size", "input_size", "img_size"), IMAGE))
         frames = _first(self.vision, ("num_frames", "frames_per_clip"), None)
-        if self.head == "VIDEO_CLASSIFICATION" or (frames and "VIDEO" in self.head):
+        if self.head == "VIDEO_CLASSIFICATION" or self.config.model_type in ("xclip", "videoprism"):
             return self.normal(BATCH, int(frames or 8), channels, *size)
         return self.normal(BATCH, channels, *size)
 
@@ -107,9 +111,18 @@ class Inputs:
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]] * BATCH)}
 
     def audio_features(self) -> Tensor:
-        bins = int(_first(self.config, ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel"), 32))
+        bins = int(
+            _first(
+                self.config,
+                ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel"),
+                32,
+            )
+        )
         positions = _first(self.config, ("max_source_positions",), None)
         if self.model.main_input_name == "input_features" and positions is not None and "whisper" in self.kind():
+            return self.normal(BATCH, bins, 2 * int(positions))
+        name = type(self.model).__name__
+        if "Encoder" in name and positions is not None and self.config.model_type in _MEL_FIRST:
             return self.normal(BATCH, bins, 2 * int(positions))
         return self.normal(BATCH, FRAMES, bins)
 
@@ -147,13 +160,13 @@ class Inputs:
         if "input_ids" in self.names and not self.speech():
             words = self.words()
             mask = torch.ones_like(words)
-            mask[-1, LENGTH * 3 // 4 :] = 0
+            mask[-1, words.shape[1] * 3 // 4 :] = 0
             found["input_ids"] = words
             if "attention_mask" in self.names:
                 found["attention_mask"] = mask
         found.update(self.images())
         found.update(self.sounds())
-        if "image_sizes" in self.names and "pixel_values" in found:
+        if "image_sizes" in self.names and "pixel_values" in found and self.config.model_type != "llava":
             found["image_sizes"] = torch.tensor([list(_side(IMAGE))] * BATCH)
         if (token := self.image_token()) is not None and "pixel_values" in found and words is not None:
             words, mask = self.with_image_tokens(token, found)
@@ -176,7 +189,31 @@ class Inputs:
         found.update(self.targets(words, mask))
         if "return_loss" in self.names and self.head == "ZERO_SHOT_IMAGE_CLASSIFICATION":
             found["return_loss"] = True
+        found.update(self.series())
         return found
+
+    def series(self) -> dict[str, Any]:
+        """Return a time series, where the model takes one."""
+        if "past_values" not in self.names:
+            return {}
+        channels = getattr(self.config, "num_input_channels", None)
+        past = int(getattr(self.config, "context_length", None) or 64)
+        if channels is not None:
+            found = {"past_values": self.normal(BATCH, past, int(channels))}
+            if self.head.endswith("CLASSIFICATION"):
+                found["target_values"] = self.integers(0, 2, BATCH)
+            return found
+        if "past_time_features" not in self.names:
+            return {"past_values": [self.normal(past) for _ in range(BATCH)]}
+        lags, ahead = max(self.config.lags_sequence), self.config.prediction_length
+        features = int(self.config.num_time_features)
+        return {
+            "past_values": self.normal(BATCH, past + lags),
+            "past_time_features": self.normal(BATCH, past + lags, features),
+            "past_observed_mask": torch.ones(BATCH, past + lags),
+            "future_values": self.normal(BATCH, ahead),
+            "future_time_features": self.normal(BATCH, ahead, features),
+        }
 
     def targets(self, words: Tensor | None, mask: Tensor | None) -> dict[str, Any]:
         if "labels" not in self.names or self.head in ("MODEL", "OBJECT_DETECTION", "MASK_GENERATION"):
@@ -195,6 +232,11 @@ class Inputs:
         )
 
     def images(self) -> dict[str, Any]:
+        if {"hidden_states", "grid_thw"} <= self.names:
+            found = self.grids()
+            return {"hidden_states": found["pixel_values"], "grid_thw": found["image_grid_thw"]}
+        if "vision_config" in getattr(self.config, "sub_configs", {}) and self.config.vision_config is None:
+            return {}
         if "pixel_values" not in self.names:
             return {"pixel_values_videos": self.pixels()} if "pixel_values_videos" in self.names else {}
         if "image_grid_thw" in self.names or "grid_thw" in self.names:
@@ -202,7 +244,9 @@ class Inputs:
             if "grid_thw" in self.names:
                 found["grid_thw"] = found.pop("image_grid_thw")
             return found
-        return {"pixel_values": self.pixels()}
+        pixels = self.pixels()
+        # One image a row, which may have several.
+        return {"pixel_values": pixels[:, None] if "pixel_attention_mask" in self.names else pixels}
 
     def sounds(self) -> dict[str, Any]:
         if "input_features" in self.names and self.model.main_input_name != "input_ids":

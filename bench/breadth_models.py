@@ -55,7 +55,7 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 class Step(nn.Module):
-    """A model, its inputs and its loss in one forward: the model's own loss, or the distance of its outputs to noise."""
+    """A model, its inputs and its loss in one forward: the model's own, or the distance of its outputs to noise."""
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         super().__init__()

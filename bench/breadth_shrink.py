@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from typing import Any
 
@@ -20,16 +19,18 @@ Rule = tuple[str, int]
 # The first rule whose pattern is found in a field's name gives its value, where the default is an integer; a default
 # that is smaller already stays. Widths: 64, in 4 heads of 16.
 RULES: tuple[Rule, ...] = (
-    (r"vocab_size|vocabulary_size|n_tokens|^num_embeddings$|codebook_size", VOCABULARY),
+    (r"vocab_size|vocabulary_size|n_tokens|^num_embeddings$|group_vocab", VOCABULARY),
+    (r"codebook_size", 256),
     (r"^(pad|bos|eos|sep|cls|unk|mask)_token_id$|token_type_vocab|type_vocab_size", 10**9),
     (r"num_labels", LABELS),
     (r"image_size|input_size|resolution", IMAGE),
     (r"patch_stride|downsampling_ratio|conv_kernel|kernel|stride|patch_size_t|temporal_patch", 10**9),
     (r"patch_size|patch_dim", 8),
     (r"max_.*position|n_positions|n_ctx|max_seq|seq_length|max_target_pos|max_source_pos|max_sequence", POSITIONS),
+    (r"mm_tokens_per_image|image_seq_length|num_image_tokens", 16),
     (r"window_size|sliding_window|chunk_size|block_size|chunk_length", 32),
     (r"n_group$|topk_group|num_expert_group", 1),
-    (r"num_experts_per|experts_per_tok|top_k|topk|num_selected", 2),
+    (r"num_experts_per|experts_per_tok|^moe_k$|top_k|topk|num_selected", 2),
     (r"num_.*shared_experts|n_shared_experts", 1),
     (r"expert_interval|layer_(freq|period|offset|step|interval|stride)|every|frequency", 10**9),
     (r"expert.*(size|dim)|moe.*(size|dim)", 64),
@@ -65,6 +66,8 @@ _TOKEN = re.compile(r"token_(id|index)$|_token$|_id$|_idx$")
 def _integer(name: str, value: int) -> int:
     if _UNTOUCHED.search(name) or isinstance(value, bool):
         return value
+    if name == "window_size":  # of patches, or of pixels
+        return 32 if value > IMAGE else min(value, 2)
     for pattern, limit in _COMPILED:
         if pattern.search(name):
             return min(value, limit)
@@ -98,18 +101,6 @@ def _listed(name: str, values: list[Any]) -> list[Any]:
     return values
 
 
-def _rotary(value: Any, half: int) -> Any:
-    """Return rotary parameters whose sections fill ``half`` of a head's width."""
-    if isinstance(value, dict):
-        fitted = {key: _rotary(inner, half) for key, inner in value.items()}
-        section = fitted.get("mrope_section")
-        if isinstance(section, (list, tuple)) and sum(section) != half:
-            parts = [max(1, half // len(section))] * len(section)
-            fitted["mrope_section"] = [half - sum(parts[1:]), *parts[1:]]
-        return fitted
-    return value
-
-
 def shrunk(name: str, value: Any, dropout: float) -> Any:
     """Return the tiny value of one field."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
@@ -120,8 +111,6 @@ def shrunk(name: str, value: Any, dropout: float) -> Any:
         return _integer(name, value)
     if isinstance(value, (list, tuple)):
         return type(value)(_listed(name, list(value)))
-    if name.startswith("rope"):
-        return _rotary(value, 8)
     return value
 
 
@@ -150,10 +139,29 @@ def _defaults(kind: type) -> dict[str, Any]:
     return found
 
 
+# What is nothing by default, and taken for a number by the model.
+_UNSET = {
+    "head_dim": 16, "num_experts_per_tok": 2, "vocab_size": VOCABULARY, "n_shared_experts": 1, "n_routed_experts": 4,
+    "prediction_length": 8, "routed_scaling_factor": 1.0, "moe_intermediate_size": 64, "rotary_dim": 16,
+}  # fmt: skip
+_SECTIONED = re.compile(r"vl|glm4v|glm46v|glm_ocr|glm_image|glmga|omni")
+
 COMMON = {"use_cache": False, "layerdrop": 0.0, "use_pretrained_backbone": False, "apply_spec_augment": False}
 
 
-def tiny(kind: type, dropout: float, overrides: dict[str, Any] | None = None) -> Any:
+def _changed(config: Any) -> dict[str, Any]:
+    """Return the fields in which a nested configuration differs from one of its class, those of single layers aside."""
+    plain = type(config)()
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        simple = isinstance(value, (bool, int, float, str)) or (isinstance(value, list) and "out_" in field.name)
+        if simple and value != getattr(plain, field.name, None):
+            found[field.name] = value
+    return found
+
+
+def tiny(kind: type, dropout: float, overrides: dict[str, Any] | None = None, like: Any = None) -> Any:
     """Return a tiny configuration of a class, its nested ones included.
 
     Parameters
@@ -164,13 +172,20 @@ def tiny(kind: type, dropout: float, overrides: dict[str, Any] | None = None) ->
         What every dropout of the model is set to; dropped paths and layers are left out.
     overrides : dict, optional
         Values that take precedence; a nested configuration's name maps to another such dictionary.
+    like : configuration, optional
+        One of this class that is not its default: a nested one as the outer class makes it.
     """
     own = dict(overrides or {})
-    defaults = _defaults(kind)
+    plain = _defaults(kind)
+    changed = {} if like is None else {name: value for name, value in _changed(like).items() if name in plain}
+    defaults = {**plain, **changed}
     fields = {name: shrunk(name, value, dropout) for name, value in defaults.items()}
     fields.update(_special_tokens(defaults))
     fields.update({name: value for name, value in COMMON.items() if name in defaults})
-    fields = {name: value for name, value in fields.items() if value != defaults[name] or name in COMMON}
+    fields = {name: value for name, value in fields.items() if value != plain[name] or name in COMMON}
+    fields.update({name: value for name, value in _UNSET.items() if name in defaults and defaults[name] is None})
+    if "kv_lora_rank" in defaults and "num_key_value_heads" in defaults:
+        fields["num_key_value_heads"] = 4  # latent attention has a key for each query's head
     subs = getattr(kind, "sub_configs", {})
     whole = kind() if subs else None
     for name, sub in subs.items():
@@ -178,17 +193,27 @@ def tiny(kind: type, dropout: float, overrides: dict[str, Any] | None = None) ->
         given = own.pop(name, {})
         if inner is not None and dataclasses.is_dataclass(inner):
             given = {} if given is None else given
-            fields[name] = given if not isinstance(given, dict) else tiny(type(inner), dropout, given)
+            fields[name] = given if not isinstance(given, dict) else tiny(type(inner), dropout, given, inner)
         elif given is not None and given != {}:
             fields[name] = given
         del sub
     if "num_labels" not in defaults:
         fields["num_labels"] = LABELS
     fields.update(own)
-    config = kind(**fields)
+    return completed(kind(**fields))
+
+
+def completed(config: Any) -> Any:
+    """Return a configuration with what its model reads of it but its class does not set."""
+    rotary = getattr(config, "rope_parameters", None)
+    if isinstance(rotary, dict) and (_SECTIONED.search(config.model_type) or "mrope_section" in rotary):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        half = int(width * rotary.get("partial_rotary_factor", 1.0)) // 2
+        count = len(rotary.get("mrope_section", "thw"))
+        section = [max(1, half // count)] * count
+        rotary["mrope_section"] = [half - sum(section[1:]), *section[1:]]
+    if getattr(config, "is_encoder_decoder", False):
+        for name, value in (("decoder_start_token_id", 1), ("pad_token_id", 0)):
+            if getattr(config, name, None) is None:
+                setattr(config, name, value)
     return config
-
-
-def power_of_two(value: float) -> int:
-    """Return the power of two at or below a value."""
-    return 1 << int(math.log2(max(1, value)))

@@ -11,13 +11,15 @@ from .breadth_inputs import Inputs
 from .breadth_overrides import CONFIGS, INPUTS
 from .breadth_shrink import tiny
 
-# Heads that are one Linear on the trunk of another: measured only where an architecture has no other.
+# Heads that are one Linear on the trunk of another: one is measured where an architecture has no other.
 _LINEAR_HEADS = (
     "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "MULTIPLE_CHOICE",
     "NEXT_SENTENCE_PREDICTION", "DOCUMENT_QUESTION_ANSWERING", "TABLE_QUESTION_ANSWERING",
     "AUDIO_FRAME_CLASSIFICATION", "AUDIO_XVECTOR",
 )  # fmt: skip
-# Mappings that repeat classes of others.
+# A class that stands in several mappings is named for the first of these.
+_FIRST = ("IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MASKED_LM")
+# Mappings that repeat classes of others: for architectures that have nothing else.
 _LAST = ("BACKBONE", "TEXT_ENCODING", "DECISION", "MULTIMODAL_LM", "RETRIEVAL", "MODEL")
 
 
@@ -32,24 +34,17 @@ def _mappings() -> dict[str, dict[str, Any]]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Return every architecture with each of its heads, by model type and mapping."""
+    """Return every architecture with each head that is its own, by model type and mapping."""
     mappings = _mappings()
-    own = [head for head in sorted(mappings) if head not in (*_LINEAR_HEADS, *_LAST, "IMAGE")]
+    others = sorted(mappings.keys() - {*_FIRST, *_LINEAR_HEADS, *_LAST, "IMAGE", "PRETRAINING"})
+    own = (*_FIRST, *others, "PRETRAINING")
     found: dict[str, dict[str, str]] = {}
-    for heads, alone in ((own, False), (_LINEAR_HEADS, True), (_LAST, True)):
-        for head in heads:
-            for architecture, classes in mappings.get(head, {}).items():
-                mine = found.setdefault(architecture, {})
-                for name in classes if isinstance(classes, (tuple, list)) else (classes,):
-                    if name not in mine and not (alone and mine and head in _LAST) and not (alone and _full(mine)):
-                        mine[name] = head
-    return [
-        (architecture, head) for architecture, mine in sorted(found.items()) for head in dict.fromkeys(mine.values())
-    ]
-
-
-def _full(mine: dict[str, str]) -> bool:
-    return any(head not in _LINEAR_HEADS for head in mine.values())
+    for head in (*own, *_LINEAR_HEADS, *_LAST):
+        for architecture, classes in mappings.get(head, {}).items():
+            mine = found.setdefault(architecture, {})
+            if head in own or not mine:
+                mine.setdefault(str(classes), head)
+    return [(architecture, head) for architecture, mine in sorted(found.items()) for head in mine.values()]
 
 
 def build(architecture: str, head: str, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
@@ -74,7 +69,7 @@ def build(architecture: str, head: str, dropout: float) -> tuple[nn.Module, dict
         model = model.float()
     model.train()
     inputs = Inputs(model, head)
-    change = INPUTS.get(architecture, INPUTS.get(head))
+    change = INPUTS.get(f"{architecture}/{head}", INPUTS.get(architecture))
     made = inputs.make()
     if change is not None:
         made = change(inputs, made)
