@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from . import breadth_report
 from .breadth_measure import NOT_BUILT, measure
-from .breadth_models import Pair, pairs
+from .breadth_models import LIBRARIES, Pair, pairs
 from .breadth_pool import Failed, results
 from .rows import Options, Row, Store, provenance
 
@@ -19,10 +19,12 @@ LIMIT_S = 60.0
 FINAL = ("ok", NOT_BUILT)
 """A row with one of these is a result; errors, crashes and time-outs are tried again by the next run."""
 KEY = ("library", "architecture", "head")
-PRELOAD = (
-    "transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "torch_geometric.nn",
-    "diffusers", "diffusers.models", f"{__package__}.breadth_measure",
-)  # fmt: skip
+PRELOAD = {
+    "transformers": ("transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+    "diffusers": ("diffusers", "diffusers.models"),
+    "torch_geometric": ("torch_geometric.nn",),
+}
+"""Modules that the processes of a library's pairs share."""
 
 
 class UnknownPairError(ValueError):
@@ -61,7 +63,9 @@ def _measure_all(pairs: Sequence[Pair], options: Options, limit_s: float, worker
     """Yield the row of each pair as it is measured, until there is no time left for another."""
     longest = 0.0
     jobs = (pair for pair in pairs if options.budget.allows(longest))
-    for pair, result in results(jobs, measure, limit_s=limit_s, workers=workers, preload=PRELOAD):
+    libraries = dict.fromkeys(pair.library for pair in pairs)
+    preload = (measure.__module__, *(module for library in libraries for module in PRELOAD[library]))
+    for pair, result in results(jobs, measure, limit_s=limit_s, workers=workers, preload=preload):
         row = {"status": result.kind, "reason": result.reason} if isinstance(result, Failed) else result
         longest = max(longest, row.get("seconds", 0.0))
         yield {"library": pair.library, "architecture": pair.architecture, "head": pair.head, **row}
@@ -72,7 +76,8 @@ def run(options: Options, limit: int | None = None, workers: int = 1, limit_s: f
     # The processes are many, and their models tiny.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     store = Store(options.out / "breadth.json", provenance("cpu"), KEY)
-    chosen = selected(options.only, pairs())
+    libraries = [name for name in LIBRARIES if not options.only or any(o.split("/")[0] == name for o in options.only)]
+    chosen = selected(options.only, pairs(libraries))
     done = set() if options.again else measured(store)
     left = [pair for pair in chosen if pair not in done][:limit]
     for row in _measure_all(left, options, limit_s, workers):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ def _module(library: str) -> Any:
     return importlib.import_module(f"{__package__}.breadth_{library.removeprefix('torch_')}")
 
 
-def pairs() -> list[Pair]:
-    """Return all pairs, library by library."""
-    return [Pair(library, *names) for library in LIBRARIES for names in _module(library).pairs()]
+def pairs(libraries: Iterable[str] = LIBRARIES) -> list[Pair]:
+    """Return all pairs of the libraries that are installed, library by library."""
+    found = [library for library in libraries if find_spec(library) is not None]
+    return [Pair(library, *names) for library in found for names in _module(library).pairs()]
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

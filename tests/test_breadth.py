@@ -63,9 +63,10 @@ def test_there_are_forty_architectures() -> None:
     assert len({(pair.library, pair.architecture) for pair in PAIRS}) == 40
 
 
+@pytest.mark.parametrize("dropout", [0.0, DROPOUT])
 @pytest.mark.parametrize("pair", CASES)
-def test_lossless_gradients_are_bitwise_those_of_torch(pair: Pair) -> None:
-    step = build(pair, DROPOUT)
+def test_lossless_gradients_are_bitwise_those_of_torch(pair: Pair, dropout: float) -> None:
+    step = build(pair, dropout)
     exact = gradients(step)
     assert differing(exact, gradients(step)) == 0, "plain torch does not repeat itself"
     pyactcomp.compress(step, mode="lossless", min_bytes=MIN_BYTES)
