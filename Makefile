@@ -34,7 +34,7 @@ lint: $(VENV)/package $(VENV)/tools
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 bench: $(VENV)/package
-	for suite in codec overhead frontier batch holds alloc; do $(RUN) -m bench $$suite $(ARGS); done
+	for suite in codec overhead frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
 
 # Ten million random operations on the allocator's core, under the address and undefined-behaviour sanitizers.
 soak: $(VENV)/package

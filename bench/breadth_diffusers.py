@@ -100,13 +100,24 @@ def _argument(name: str, value: Any, dropout: float) -> Any:
     return value
 
 
+UNSET = {
+    "in_channels": 4,
+    "sample_size": SIDE,
+    "patch_size": 2,
+    "joint_attention_dim": WIDTH,
+    "caption_channels": WIDTH,
+}
+"""What is nothing by default, and taken for a number by the model."""
+
+
 def arguments(kind: type, dropout: float) -> dict[str, Any]:
     """Return tiny arguments of a model's constructor."""
     found = {}
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if parameter.default is inspect.Parameter.empty or name == "self":
             continue
-        value = _argument(name, parameter.default, dropout)
+        unset = None if _kind(kind.__name__) == "autoencoder" else UNSET.get(name)
+        value = unset if parameter.default is None else _argument(name, parameter.default, dropout)
         if value != parameter.default:
             found[name] = value
     return found
@@ -123,13 +134,16 @@ _TEXT_WIDTHS = (
 )  # fmt: skip
 
 
+_VIDEO = r"3D|Video|Motion|Wan|Magvit|Cosmos|CogVideoX|Mochi|Allegro|KLQwenImage|VidTok|ImageRefiner|6SRVAE|MiniMaxH3$"
+
+
 class Made:
     """The inputs of one model."""
 
-    def __init__(self, model: Any, name: str) -> None:
-        self.model, self.name, self.config = model, name, model.config
+    def __init__(self, model: Any, name: str, head: str) -> None:
+        self.model, self.name, self.head, self.config = model, name, head, model.config
         self.generator = torch.Generator().manual_seed(1)
-        self.video = bool(re.search(r"3D|Video|Temporal|Motion|Wan|Magvit|Cosmos|CogVideoX|Mochi|Allegro", name))
+        self.video = bool(re.search(_VIDEO, name))
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -144,6 +158,9 @@ class Made:
         return default
 
     def latents(self) -> Tensor:
+        if self.head == "autoencoder":
+            channels = self.field("in_channels", "image_channels", default=3)
+            return self.normal(BATCH, channels, *((5,) if self.video else ()), 2 * SIDE, 2 * SIDE)
         channels = self.field("in_channels", "in_dim", "latent_channels", default=4)
         if self.packed():
             return self.normal(BATCH, 64, channels)
@@ -158,6 +175,11 @@ class Made:
     def words(self) -> Tensor:
         width = self.field(*_TEXT_WIDTHS)
         return self.normal(BATCH, WORDS, width)
+
+    def condition(self) -> Tensor:
+        if self.packed() or self.name.startswith(("SD3", "Sana")):
+            return self.latents()
+        return self.normal(BATCH, 3, 8 * SIDE, 8 * SIDE)
 
     def places(self) -> Tensor:
         """Return the rotary positions of 8 x 8 patches, one column for each axis."""
@@ -182,8 +204,9 @@ class Made:
             "img_shapes": lambda: [[(1, 8, 8)]] * BATCH,
             "encoder_attention_mask": lambda: torch.ones(BATCH, WORDS, dtype=torch.bool),
             "encoder_hidden_states_mask": lambda: torch.ones(BATCH, WORDS, dtype=torch.bool),
-            "controlnet_cond": lambda: self.normal(BATCH, 3, 8 * SIDE, 8 * SIDE),
+            "controlnet_cond": self.condition,
             "conditioning_scale": lambda: 1.0,
+            "r_timestep": lambda: torch.tensor([250, 125]),
             "original_size": lambda: torch.full((BATCH, 2), 128.0),
             "target_size": lambda: torch.full((BATCH, 2), 128.0),
             "crop_coords": lambda: torch.zeros(BATCH, 2),
@@ -193,8 +216,10 @@ class Made:
         return image
 
 
-OPTIONAL = frozenset({"encoder_hidden_states", "guidance", "class_labels", "img_shapes", "encoder_attention_mask",
-    "encoder_hidden_states_mask", "timestep", "pooled_projections", "img_ids", "txt_ids"})  # fmt: skip
+OPTIONAL = frozenset({
+    "encoder_hidden_states", "img_shapes", "encoder_attention_mask", "encoder_hidden_states_mask", "timestep",
+    "pooled_projections", "img_ids", "txt_ids",
+})  # fmt: skip
 
 
 def build(architecture: str, head: str, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
@@ -206,12 +231,13 @@ def build(architecture: str, head: str, dropout: float) -> tuple[nn.Module, dict
     kind = getattr(diffusers, architecture)
     torch.manual_seed(0)
     model = kind(**{**arguments(kind, dropout), **FIELDS.get(architecture, {})}).float().train()
-    made = Made(model, architecture)
+    made = Made(model, architecture, head)
     values = made.values()
     inputs = {}
     for name, parameter in inspect.signature(model.forward).parameters.items():
         needed = parameter.default is inspect.Parameter.empty
-        if name in values and (needed or name in OPTIONAL):
+        guided = name == "guidance" and bool(_get(model.config, "guidance_embeds"))
+        if name in values and (needed or name in OPTIONAL or guided):
             inputs[name] = values[name]()
     if head == "autoencoder":
         inputs = {name: value for name, value in inputs.items() if name in ("sample", "x", "hidden_states")}

@@ -221,8 +221,11 @@ class Inputs:
         decoder = "decoder_input_ids" in self.names
         if decoder and (words is None or self.head in ("SEQ_TO_SEQ_CAUSAL_LM", "PRETRAINING", "MODEL")):
             return {"labels": self.words(LENGTH // 2, decoder=True)}
-        labels = self.labels(words, mask)
-        return {} if labels is None else {"labels": labels}
+        found = {"labels": self.labels(words, mask)}
+        for name in ("next_sentence_label", "sentence_order_label"):
+            if name in self.names:
+                found[name] = self.integers(0, 2, BATCH)
+        return {} if found["labels"] is None else found
 
     def speech(self) -> bool:
         return self.model.main_input_name in ("input_features", "input_values") and self.head in (

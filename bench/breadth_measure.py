@@ -105,6 +105,8 @@ def _compressed(step: Step, **options: Any) -> tuple[Gradients, pyactcomp.Report
 
 
 def _takes_head(step: Step) -> bool:
+    if not step.own_loss:  # a fused head gives no logits to take another loss of
+        return False
     try:
         pyactcomp.compress(step, min_bytes=MIN_BYTES, fuse_head=True)
     except (PyactcompError, ValueError):

@@ -57,19 +57,24 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 class Step(nn.Module):
-    """A model, its inputs and its loss in one forward: the model's own, or the distance of its outputs to noise."""
+    """A model, its inputs and its loss in one forward: the model's own, or the distance of its outputs to noise.
+
+    ``own_loss`` says which it was in the last forward.
+    """
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
+        self.own_loss = False
 
     def forward(self) -> Tensor:
         # Inputs that a model writes to must not reach the next step.
         inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
         output = self.model(**inputs)
         loss = getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.grad_fn is not None:
+        self.own_loss = isinstance(loss, Tensor) and loss.grad_fn is not None
+        if self.own_loss:
             return loss.sum()
         terms = []
         for number, tensor in enumerate(tensors_of(output)):

@@ -20,6 +20,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "albert/PRETRAINING": {"num_labels": 2},
     "bit": {"num_groups": 8},
     "efficientnet": {"width_coefficient": 0.25, "hidden_dim": 320},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},
