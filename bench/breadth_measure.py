@@ -96,6 +96,11 @@ def _checkpointed(step: Step) -> bool:
     return False
 
 
+def _checkpointed_error(step: Step, reference: Gradients) -> float | None:
+    """Switch gradient checkpointing on; return the error of a plain step with it, None where the model has none."""
+    return error(reference, gradients(step)) if _checkpointed(step) else None
+
+
 def _compressed(step: Step, **options: Any) -> tuple[Gradients, pyactcomp.Report]:
     pyactcomp.compress(step, min_bytes=MIN_BYTES, **options)
     try:
@@ -132,7 +137,7 @@ def rounded(value: float) -> float | str:
 class _Problems(dict[str, str]):
     """What went wrong beside the figures, by figure."""
 
-    def value(self, name: str, function: Callable[[], float], failed: float | None) -> float | None:
+    def value(self, name: str, function: Callable[[], float | None], failed: float | None) -> float | None:
         """Return what a function gives, and ``failed`` where it raises, whose reason is noted."""
         try:
             return function()
@@ -171,11 +176,8 @@ def measure_steps(step: Step, with_dropout: Callable[[], Step]) -> Row:
         head = problems.value("int8_head", lambda: error(reference, _compressed(step, fuse_head=True)[0]), math.inf)
         row["int8_head"] = head
     row["int8_ckpt"] = None
-    # Whether it works at all is torch's and the model's matter.
-    if (
-        _checkpointed(step)
-        and problems.value("checkpoint", lambda: error(reference, gradients(step)), None) is not None
-    ):
+    # Whether a model has checkpointing that works at all is its own matter and torch's.
+    if problems.value("checkpoint", lambda: _checkpointed_error(step, reference), None) is not None:
         row["int8_ckpt"] = problems.value("int8_ckpt", lambda: error(reference, _compressed(step)[0]), math.inf)
     row["lossless_dropout"] = None
     try:
