@@ -36,7 +36,7 @@ lint: $(VENV)/package $(VENV)/tools
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 bench: $(VENV)/package
-	for suite in codec overhead frontier batch holds alloc; do $(RUN) -m bench $$suite $(ARGS); done
+	for suite in codec overhead frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
 
 # All samples of PyTorch's own operators and modules, in all layouts: some ten minutes for each dtype.
 sweep: $(VENV)/package $(VENV)/tools

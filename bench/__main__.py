@@ -39,9 +39,14 @@ def parser() -> argparse.ArgumentParser:
     holds = suites.add_parser("holds", parents=[training], help="two trainings, vanilla and compressed, in pairs")
     holds.add_argument("--seeds", type=int, help="pairs, by default the 5 that the report's bound needs")
     holds.add_argument("--workers", type=int, help="trainings at a time on the device, by default 5, on a CPU 1")
+    breadth = suites.add_parser("breadth", parents=[measuring], help="one step of tiny models of every architecture")
+    breadth.add_argument("--limit", type=int, metavar="N", help="measure at most N pairs")
+    breadth.add_argument("--workers", type=int, default=1, help="pairs at a time, each with one thread")
+    breadth.add_argument("--limit-s", type=float, help="seconds that one pair may take")
     report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
+    report.add_argument("--against", type=Path, metavar="FILE", help="an earlier breadth.json: whose ratios got worse")
     return top
 
 
@@ -56,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.suite == "report":
         from . import report
 
-        report.run(args.out, args.readme, args.docs)
+        report.run(args.out, args.readme, args.docs, args.against)
         return 0
 
     import torch
 
-    from . import alloc, batch, codec, frontier, holds, overhead
+    from . import alloc, batch, breadth, codec, frontier, holds, overhead
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -92,6 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if device == "cpu" and parts != ("traces",):
             top.error(f"--parts {args.parts}: only traces can be measured without a GPU")
         alloc.run(options, parts, _names(args.methods))
+    elif args.suite == "breadth":
+        try:
+            breadth.run(options, args.limit, args.workers, args.limit_s or breadth.LIMIT_S)
+        except breadth.UnknownPairError as problem:
+            top.error(str(problem))
     elif args.suite == "codec":
         codec.run(options)
     elif args.suite == "overhead":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import alloc_report, alloc_traces, frontier_report, holds_report
+from . import alloc_report, alloc_traces, breadth_report, frontier_report, holds_report
 from .frontier_report import METHOD_ORDER, rank
-from .rows import Row, quantile, select
+from .rows import Row, quantile, read, select
 from .tables import conditions, figure, latest, load, on_cpu, on_gpu, reasons, section, table
 
 
@@ -100,6 +100,7 @@ TABLES = {
     "batch": ("batch", batch_table),
     **holds_report.TABLES,
     **alloc_report.TABLES,
+    **breadth_report.TABLES,
 }
 """The suite and the table of each block."""
 
@@ -114,8 +115,11 @@ def fill(text: str, suite: str, content: str) -> str | None:
     return f"{head}{begin}\n{content}\n{end}{tail}"
 
 
-def run(out: Path, readme: Path, docs: Path) -> None:
-    """Fill the README's blocks and draw the plots, from what was measured; print each table."""
+def run(out: Path, readme: Path, docs: Path, against: Path | None = None) -> None:
+    """Fill the README's blocks and draw the plots, from what was measured; print each table.
+
+    ``against`` is an earlier file of the suite `breadth`: what it stored less of is printed, and drawn nowhere.
+    """
     text = readme.read_text() if readme.exists() else ""
     for block, (suite, draw) in TABLES.items():
         content = draw(load(out, suite))
@@ -127,6 +131,8 @@ def run(out: Path, readme: Path, docs: Path) -> None:
             text = filled
     if readme.exists():
         readme.write_text(text)
+    if against is not None:
+        print(breadth_report.against(load(out, "breadth"), read(against)))
 
     from . import frontier_plot, holds_plot, plots
 

@@ -20,7 +20,10 @@ Row = dict[str, Any]
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13", "pyactcomp")
+PACKAGES = (
+    "torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13", "diffusers",
+    "torch_geometric", "pyactcomp",
+)  # fmt: skip
 NOT_APPLICABLE = "not applicable"
 FINAL = ("ok", "oom", NOT_APPLICABLE)
 """A row with one of these is a result; `unavailable` and `error` are tried again by the next run."""
@@ -123,26 +126,50 @@ class Budget:
         return remaining is None or remaining > max(expected_s, 0.0)
 
 
+def read(path: Path) -> list[Row]:
+    """Return the rows of a suite's file, oldest first; none where it is missing."""
+    if not path.exists():
+        return []
+    loaded = json.loads(path.read_text())
+    origins: list[Row] | None = loaded.get("origins")
+    rows: list[Row] = loaded["rows"]
+    return rows if origins is None else [{**row, "origin": origins[row["origin"]]} for row in rows]
+
+
 @dataclass
 class Store:
-    """The rows of one suite in one JSON file, rewritten atomically with each new row."""
+    """The rows of one suite in one JSON file, rewritten atomically with each new row.
+
+    ``key`` names the fields that tell rows apart in a suite of many small rows: a newer row replaces the one with the
+    same fields, and origins are written once.
+    """
 
     path: Path
     origin: Row
+    key: tuple[str, ...] = ()
 
     def rows(self) -> list[Row]:
-        if not self.path.exists():
-            return []
-        loaded: list[Row] = json.loads(self.path.read_text())["rows"]
-        return loaded
+        return read(self.path)
 
     def append(self, row: Row) -> None:
         """Stamp the row with time and origin and write it out at once."""
         stamped = {**row, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "origin": self.origin}
-        lines = ",\n".join(json.dumps(r, allow_nan=False) for r in [*self.rows(), stamped])
+        before = [old for old in self.rows() if not self.key or any(old.get(n) != row.get(n) for n in self.key)]
+        self._write([*before, stamped])
+
+    def _write(self, rows: list[Row]) -> None:
+        head = ""
+        if self.key:
+            origins: list[Row] = []
+            for origin in (row["origin"] for row in rows):
+                if origin not in origins:
+                    origins.append(origin)
+            rows = [{**row, "origin": origins.index(row["origin"])} for row in rows]
+            head = '"origins": [\n' + ",\n".join(json.dumps(origin, allow_nan=False) for origin in origins) + "\n], "
+        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")
-        draft.write_text(f'{{"schema": {SCHEMA}, "rows": [\n{lines}\n]}}\n')
+        draft.write_text(f'{{"schema": {SCHEMA}, {head}"rows": [\n{lines}\n]}}\n')
         draft.replace(self.path)
 
     def has(self, **key: Any) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .rows import Row, select
+from .rows import PACKAGES, Row, read, select
 
 
 def load(folder: Path, suite: str) -> list[Row]:
     """Return the rows of a suite, oldest first; none where the file is missing."""
-    path = folder / f"{suite}.json"
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
-    return rows
+    return read(folder / f"{suite}.json")
 
 
 def on_gpu(rows: Iterable[Row]) -> list[Row]:
@@ -49,7 +46,7 @@ def _values(rows: Iterable[Row], name: str) -> str:
 def conditions(rows: Sequence[Row]) -> str:
     """Return one line that says on what, from what and by which command the rows were measured."""
     parts = [_values(rows, "device")]
-    for name in ("driver", "torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13"):
+    for name in ("driver", *(package for package in PACKAGES if package != "pyactcomp")):
         if values := _values(rows, name):
             parts.append(f"{name} {values}")
     commits = sorted({
