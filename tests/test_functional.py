@@ -283,3 +283,19 @@ def test_implementation_for_another_device_raises() -> None:
     with pytest.raises(ImplementationUnavailableError, match="impl='cuda'") as caught:
         functional.gelu(x, impl="cuda")
     assert isinstance(caught.value, PyactcompError)
+
+
+@pytest.mark.parametrize("bits", [8, None])
+def test_a_vector_is_one_row(bits: int | None) -> None:
+    weight = torch.randn(64, requires_grad=True)
+    for function in (
+        lambda x: functional.rms_norm(x, weight, 1e-6, bits=bits),
+        lambda x: functional.layer_norm(x, 64, weight, bits=bits),
+        lambda x: functional.linear(x, weight[None], bits=bits),
+        lambda x: functional.softmax(x, bits=bits) * weight,
+    ):
+        x = torch.randn(64, requires_grad=True)
+        of_vector = torch.autograd.grad(function(x).sum(), (x, weight))
+        of_row = torch.autograd.grad(function(x[None]).sum(), (x, weight))
+        for got, expected in zip(of_vector, of_row, strict=True):
+            torch.testing.assert_close(got, expected)

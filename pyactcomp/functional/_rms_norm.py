@@ -72,7 +72,7 @@ class _RmsNorm(torch.autograd.Function):
             grad_x, grad_weight = _differentiated(kept, weight, ctx.eps, grad, needs)
         else:
             row, g = _wide(ctx.restore(kept)) * rstd, _wide(grad)
-            grad_weight = (g * row).sum(tuple(range(row.dim() - 1))) if needs[1] else None
+            grad_weight = (g * row).sum_to_size(row.shape[-1:]) if needs[1] else None
             g = g if weight is None else g * _wide(weight)
             grad_x = (g - row * (g * row).mean(-1, keepdim=True)) * rstd
         grads = (None if g is None else g.to(d) for g, d in zip((grad_x, grad_weight), ctx.dtypes, strict=True))
