@@ -12,7 +12,7 @@ from ..codec import Impl, Rounding
 from ..layouts import layout_of
 from ..redo import held, offer
 from ._fused_norms import Norm, norm_of, serves
-from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -36,6 +36,8 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
+        # Of a narrower row the chain of operators saves a cast.
+        begin(ctx, x if how.bits is not None and _wide(x) is x else None)
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         gamma = held(weight)
         parameters = () if gamma is None else (gamma,)
