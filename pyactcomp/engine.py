@@ -61,7 +61,7 @@ from .policy import (
 )
 from .readers import CHECKPOINT, CHECKPOINTED, of_no_operator
 from .record import Recorder
-from .redo import Recipe, cast_recipe, is_exact, source_of, source_of_cast
+from .redo import Recipe, Redone, cast_recipe, is_exact, source_of, source_of_cast
 from .saved import (
     Distributed,
     Gathered,
@@ -71,6 +71,7 @@ from .saved import (
     Recast,
     Recent,
     Region,
+    Same,
     Saved,
     Shapeless,
     View,
@@ -353,7 +354,7 @@ class Frame:
                 stored.uses += 1
             if self.recorder is not None:
                 self.recorder.add(copy, SAME_CAST)
-            return stored
+            return Same(stored, copy)
         new = self._store(copy, node, reading, form)
         if isinstance(new, (Kept, Region)):
             first: Kept | Region = new
@@ -425,7 +426,9 @@ class Frame:
         if self.recorder is not None:
             self.recorder.add(tensor, REDONE)
         layout = layout_of(tensor)
-        return shared if shared.layout == layout else View(shared, layout, int(tensor.storage_offset()))
+        whole = shared.layout == layout
+        stored: Redone | View = shared if whole else View(shared, layout, int(tensor.storage_offset()))
+        return stored if dtype is recipe.dtype else Same(stored, tensor)
 
     def _narrow(self, tensor: Tensor, cast: Node | None, reading: Reading) -> Saved:
         """Store a tensor without loss: in the dtype that it was cast from, if that is the narrower one."""

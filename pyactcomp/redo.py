@@ -22,7 +22,19 @@ from .forms import AS_CODES, ITSELF
 from .layouts import arranged, layout_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
-from .saved import Kept, ModifiedError, Packs, Recent, Region, Shared, View, check_reader, check_version
+from .saved import (
+    Kept,
+    ModifiedError,
+    Packs,
+    Recent,
+    Region,
+    Same,
+    Shared,
+    Versioned,
+    View,
+    check_reader,
+    check_version,
+)
 from .torch_private import being_traced, saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
@@ -145,17 +157,21 @@ class Recipe:
 
 
 class Redone(Shared):
-    """A saved tensor that is computed again from a recipe."""
+    """A saved tensor that is computed again from a recipe: its output, or in another dtype what casts make of that."""
 
-    __slots__ = ("dtype", "recipe")
+    __slots__ = ("_saved", "dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
         super().__init__(recipe.layout, out.device, stream, recent)
         self.recipe = recipe
         self.dtype = dtype
+        # Each cast has a version of its own, and none is the output's.
+        self._saved = Versioned(out) if dtype is recipe.dtype else None
 
     def restore(self) -> Tensor:
-        """Return the output."""
+        """Return the output, unless it was written to."""
+        if self._saved is not None:
+            self._saved.check(self.layout.shape)
         if not self.recipe.exact:
             check_reader(AS_CODES, self.layout.shape)
         return super().restore()
@@ -316,6 +332,8 @@ def is_result_to_store(x: Tensor) -> bool:
 def _operand(node: Node, name: str) -> Stored | None:
     """Return the stored form of an operand, if it is one to compute from."""
     stored = saved_form(node, name)
+    if isinstance(stored, Same):
+        stored = stored.stored
     return stored if isinstance(stored, (Kept, Region, View, Redone)) and _depth(stored) < _DEEPEST else None
 
 

@@ -63,7 +63,7 @@ class ModifiedError(RuntimeError):
     """Autograd's own error, of a tensor that was written to after it was saved."""
 
 
-def _modified_error(tensor: Tensor, kind: str, shape: torch.Size, expected: int) -> ModifiedError:
+def _modified_error(tensor: Tensor, kind: str, shape: tuple[int, ...], expected: int) -> ModifiedError:
     """Return autograd's own error for a tensor of a type and a shape whose version counter ``tensor`` shares."""
     return ModifiedError(_modified(f"[{kind} {list(shape)}]", tensor._version, expected))
 
@@ -88,6 +88,21 @@ def version_probe(tensor: Tensor) -> Tensor:
     if empty is None:
         empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return _with_version_of(tensor, empty)
+
+
+class Versioned:
+    """The version of a tensor when it was saved, for what holds nothing else of it: the tensor is free to go."""
+
+    __slots__ = ("_probe", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._probe = version_probe(tensor)
+        self._version = tensor._version
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise autograd's own error if the tensor, of a shape, was written to since."""
+        if self._probe._version != self._version:
+            raise _modified_error(self._probe, self._probe.type(), shape, self._version)
 
 
 def check_reader(form: Form, shape: torch.Size) -> None:
@@ -146,26 +161,28 @@ class Names(Protocol):
         """Return what to call a parameter."""
 
 
-class Recast:
+class Recast(Versioned):
     """Autocast's copy of a parameter, made again from the live parameter."""
 
-    __slots__ = ("_dtype", "_layout", "_names", "_offset", "_parameter", "_version")
+    __slots__ = ("_dtype", "_layout", "_names", "_of_parameter", "_offset", "_parameter")
 
     def __init__(self, copy: Tensor, parameter: Tensor, names: Names) -> None:
+        super().__init__(copy)
         self._parameter = parameter
-        self._version = parameter._version
+        self._of_parameter = parameter._version
         self._dtype = copy.dtype
         self._layout = layout_of(copy)
         self._offset = copy.storage_offset()
         self._names = names
 
     def restore(self) -> Tensor:
-        """Cast the live parameter again, unless it was written to."""
+        """Cast the live parameter again, unless it or the copy was written to."""
+        self.check(self._layout.shape)
         version = self._parameter._version
-        if version != self._version:
+        if version != self._of_parameter:
             name = self._names.name_of(self._parameter)
             raise PyactcompError(
-                _modified(name, version, self._version)
+                _modified(name, version, self._of_parameter)
                 + f" Autocast's {self._dtype} copy of it was not kept, and the parameter has changed between forward "
                 "and backward: run backward before the optimizer's step, or keep the copies with "
                 "keep_weight_copies=True."
@@ -349,18 +366,36 @@ class View:
         return self.region.restore().as_strided(self._layout.shape, self._layout.stride, self._offset)
 
 
-class Shapeless:
+class Same(Versioned):
+    """A saved tensor that another one holds, such as an equal cast of the same tensor: each is written to alone."""
+
+    __slots__ = ("_shape", "stored")
+
+    def __init__(self, stored: Saved, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.stored = stored
+        self._shape = tensor.size()
+
+    def restore(self) -> Tensor:
+        """Return the tensor, unless it was written to."""
+        self.check(self._shape)
+        return self.stored.restore()
+
+
+class Shapeless(Versioned):
     """A saved tensor of which backward reads the shape alone."""
 
     __slots__ = ("_device", "_dtype", "_layout")
 
     def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
         self._layout = layout_of(tensor)
         self._dtype = tensor.dtype
         self._device = tensor.device
 
     def restore(self) -> Tensor:
         """Return memory of its layout, as it is, while backward runs; elsewhere NaN, for who looks at the values."""
+        self.check(self._layout.shape)
         check_reader(AS_SHAPE, self._layout.shape)
         # Memory for all elements, as before: CUDA's kernels copy an input with gaps or repeats.
         out = torch.empty_strided(self._layout.shape, self._layout.stride, dtype=self._dtype, device=self._device)
@@ -380,21 +415,19 @@ class Pending:
         return self.stored.restore()
 
 
-class Gathered:
+class Gathered(Versioned):
     """A saved tensor with gaps between its elements, packed from a dense copy."""
 
-    __slots__ = ("_layout", "_probe", "_version", "region")
+    __slots__ = ("_layout", "region")
 
     def __init__(self, region: Region, tensor: Tensor) -> None:
+        super().__init__(tensor)
         self.region = region
-        self._probe = version_probe(tensor)
-        self._version = tensor._version
         self._layout = layout_of(tensor)
 
     def restore(self) -> Tensor:
         """Return the elements spread to their strides again."""
-        if self._probe._version != self._version:
-            raise _modified_error(self._probe, self._probe.type(), self._layout.shape, self._version)
+        self.check(self._layout.shape)
         dense = self.region.restore()
         out = dense.new_empty_strided(self._layout.shape, self._layout.stride)
         return out.copy_(dense)

@@ -20,7 +20,8 @@ FRESH = [
     "{p}.to(torch.bfloat16)",
 ]
 
-# Written to in place. A row starts with the statement's tensor, and assigns nothing.
+# Written to in place. A row starts with the statement's tensor, and assigns nothing. None goes through ``.data``, which
+# no version counter sees: ``pyactcomp.verify`` finds what such an edit does.
 EDITS = [
     "{f}.add_({y})",
     "{f}.mul_({c})",
@@ -52,7 +53,6 @@ EDITS = [
     "F.dropout({f}, {q}, inplace=True)",
     "F.silu({f}, inplace=True)",
     "{f}.transpose_({d}, {other})",
-    "{f}.data.mul_({c})",
     "{f}.detach().mul_({c})",
 ]
 
@@ -84,8 +84,9 @@ MODULES = [
     ("{module}({v2})", "nn.BatchNorm1d({last})"),
     ("{module}({v4})", "nn.Sequential(nn.Conv2d({channels}, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())"),
     ("{module}({v4})", "nn.Sequential(nn.Conv2d({channels}, 4, 3, bias=False), nn.ReLU6(), nn.MaxPool2d(2))"),
-    # Torch 2.13 crashes on the gradient of its bias alone where the input lies channels last.
-    ("{module}({v4}.contiguous())", "nn.GroupNorm(1, {channels})"),
+    # Torch 2.13 crashes on the gradient of its bias alone where the input lies channels last; ``contiguous`` leaves one
+    # pixel as it lies.
+    ("{module}({v4}.clone(memory_format=torch.contiguous_format))", "nn.GroupNorm(1, {channels})"),
     ("{module}({v3}, {v3}, {v3})[0]", "nn.MultiheadAttention({last}, 1, batch_first=True)"),
     ("{module}({v3}, {y}, {z}, need_weights=False)[0]", "nn.MultiheadAttention({last}, 1, dropout=0.1)"),
     ("{module}({v3})[0]", "nn.LSTM({last}, 5, batch_first=True)"),

@@ -320,3 +320,57 @@ def test_tensors_that_functions_keep_exact_are_exact_in_a_compressed_forward(
     exact = gradients(run())
     assert exact[0].any()
     assert all(torch.equal(*pair) for pair in zip(exact, gradients(ours), strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, None])
+def test_a_result_without_a_gradient_gives_none(bits: int | None) -> None:
+    class Unused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            return grad, *(None for _ in ctx.needs_input_grad[1:])
+
+    x, image = torch.randn(16, 64, requires_grad=True), torch.randn(2, 4, 8, 8, requires_grad=True)
+    weight = torch.randn(64, 64, requires_grad=True)
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    angles = torch.randn(1, 16, 8)
+    results = [
+        functional.linear(x, weight, bits=bits),
+        functional.layer_norm(x, 64, bits=bits),
+        functional.rms_norm(x, weight[0], 1e-6, bits=bits),
+        functional.gelu(x, bits=bits),
+        functional.new_gelu(x, bits=bits),
+        functional.relu(x, bits=bits),
+        functional.silu_mul(x, x, bits=bits),
+        functional.softmax(x, bits=bits),
+        functional.dropout(x, bits=bits),
+        functional.residual_add(x, x),
+        functional.rope(q, q, angles, angles, bits=bits)[0],
+        functional.max_pool2d(image, 2, bits=bits),
+        functional.batch_norm(image, None, None, bits=bits),
+        functional.window_attention(x.repeat(1, 3).view(4, 4, 192), 2, torch.zeros(2, 4, 4), bits=bits),
+        functional.linear_cross_entropy(x, weight, torch.arange(16)),
+    ]
+    leaf = torch.randn(3, requires_grad=True)
+    out = Unused.apply(leaf, *results)  # type: ignore[no-untyped-call]
+    grads = torch.autograd.grad(out.sum(), (leaf, x, weight, image, q), allow_unused=True)
+    assert [grad is None for grad in grads] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("bits", [8, None])
+def test_a_vector_is_one_row(bits: int | None) -> None:
+    weight = torch.randn(64, requires_grad=True)
+    for function in (
+        lambda x: functional.rms_norm(x, weight, 1e-6, bits=bits),
+        lambda x: functional.layer_norm(x, 64, weight, bits=bits),
+        lambda x: functional.linear(x, weight[None], bits=bits),
+        lambda x: functional.softmax(x, bits=bits) * weight,
+    ):
+        x = torch.randn(64, requires_grad=True)
+        of_vector = torch.autograd.grad(function(x).sum(), (x, weight))
+        of_row = torch.autograd.grad(function(x[None]).sum(), (x, weight))
+        for got, expected in zip(of_vector, of_row, strict=True):
+            torch.testing.assert_close(got, expected)

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
 from ..redo import held, offer
-from ..saved import check_version, version_probe
+from ..saved import Versioned
 from ..torch_private import under_checkpoint
 from ._fused_norms import Norm, norm_of, serves
 from ._rms_norm import check_rows, rms_norm
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _keeps_itself(x: Tensor, residual: Tensor | None) -> bool:
@@ -39,6 +39,8 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, how: Saving
     ) -> tuple[Tensor, Tensor]:
+        # A sum is kept itself, and of a narrower row the chain of operators saves a cast.
+        begin(ctx, x if residual is None and x.dtype.itemsize >= 4 else None)
         gamma = held(weight)
         itself = _keeps_itself(x, residual)
         total = x if residual is None else torch.empty_like(x, dtype=_dtype_of(x, residual))
@@ -47,8 +49,7 @@ class _AddRmsNorm(torch.autograd.Function):
         out, packed, rstd = norm.forward(x, residual, gamma, None, None, dtype, total if itself else None)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight))
         # torch.utils.checkpoint does not look whether what it keeps was written to.
-        ctx.version = (version_probe(total), total._version) if itself and under_checkpoint() else None
-        ctx.set_materialize_grads(False)
+        ctx.version = Versioned(total) if itself and under_checkpoint() else None
         ctx.save_for_backward(packed, rstd, weight)
         compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, None, layout_of(out).shape)
         read = packed if itself else None, gamma
@@ -67,7 +68,7 @@ class _AddRmsNorm(torch.autograd.Function):
             of_inputs = (None if d is None or beside is None else beside.to(d) for d in dtypes[:2])
             return *of_inputs, None, None, None
         if ctx.version is not None:
-            check_version(*ctx.version)
+            ctx.version.check(grad.shape)
         if beside is not None:
             beside = beside.contiguous()
         grads = ctx.norm.backward(packed, rstd, weight, None, grad, dtypes[:2], (needs[2], False), beside)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codec import Impl, Rounding
 from ..redo import held, offer
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 # The smallest normal value of float16: what was positive comes back positive in every dtype.
 _SMALLEST = 2.0**-14
@@ -51,41 +51,8 @@ class _BatchNorm(torch.autograd.Function):
         relu: bool,
         how: Saving,
     ) -> Tensor:
-        ctx.fused, ctx.relu, ctx.eps = None, relu, eps
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
-        if how.fuses(x):
-            from . import _fused_convolutional as fused
-
-            # The kernels write the running statistics where they lie.
-            if fused.batch_norm_serves(x, how) and all(t is None or t.is_contiguous() for t in running):
-                return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
-        normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
-        out = normal.to(x.dtype)
-        if residual is not None:
-            out = out + residual
-        kept_mask, restore_mask = None, None
-        if relu:
-            out = torch.relu(out)
-            # NaN has a gradient, as torch's ReLU gives it one.
-            mask = ~(out <= 0)
-            kept_mask, restore_mask = (mask, _same) if how.bits is None else how.keep_mask(mask)
-        kept, restore = how.keep(x)
-        ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
-        ctx.restore, ctx.restore_mask = restore, restore_mask
-        if residual is None and how.bits is not None:
-            gamma, beta = held(weight), held(bias)
-            channels = (1, -1) + (1,) * (x.dim() - 2)
-
-            def compute(dtype: torch.dtype) -> Tensor:
-                scale = rstd if gamma is None else rstd * gamma
-                y = (restore(kept).to(mean.dtype) - mean.view(channels)) * scale.view(channels)
-                if beta is not None:
-                    y = y + beta.view(channels)
-                if kept_mask is not None and restore_mask is not None:
-                    y = torch.where(restore_mask(kept_mask), y.clamp_min(_SMALLEST), 0.0)
-                return y.to(dtype)
-
-            offer(ctx, out, compute, *(t for t in (gamma, beta) if t is not None))
+        out = _forward(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
+        begin(ctx, None if how.bits is None else x, out if relu else None)
         return out
 
     @staticmethod
@@ -110,6 +77,56 @@ class _BatchNorm(torch.autograd.Function):
             grads.append(grad)
         wanted = (g.to(d) if need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True))
         return *wanted, None, None, None, None, None
+
+
+def _forward(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+    relu: bool,
+    how: Saving,
+) -> Tensor:
+    ctx.fused, ctx.relu, ctx.eps = None, relu, eps
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
+    if how.fuses(x):
+        from . import _fused_convolutional as fused
+
+        # The kernels write the running statistics where they lie.
+        if fused.batch_norm_serves(x, how) and all(t is None or t.is_contiguous() for t in running):
+            return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
+    normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
+    out = normal.to(x.dtype)
+    if residual is not None:
+        out = out + residual
+    kept_mask, restore_mask = None, None
+    if relu:
+        out = torch.relu(out)
+        # NaN has a gradient, as torch's ReLU gives it one.
+        mask = ~(out <= 0)
+        kept_mask, restore_mask = (mask, _same) if how.bits is None else how.keep_mask(mask)
+    kept, restore = how.keep(x)
+    ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
+    ctx.restore, ctx.restore_mask = restore, restore_mask
+    if residual is None and how.bits is not None:
+        gamma, beta = held(weight), held(bias)
+        channels = (1, -1) + (1,) * (x.dim() - 2)
+
+        def compute(dtype: torch.dtype) -> Tensor:
+            scale = rstd if gamma is None else rstd * gamma
+            y = (restore(kept).to(mean.dtype) - mean.view(channels)) * scale.view(channels)
+            if beta is not None:
+                y = y + beta.view(channels)
+            if kept_mask is not None and restore_mask is not None:
+                y = torch.where(restore_mask(kept_mask), y.clamp_min(_SMALLEST), 0.0)
+            return y.to(dtype)
+
+        offer(ctx, out, compute, *(t for t in (gamma, beta) if t is not None))
+    return out
 
 
 def _same(x: Tensor) -> Tensor:

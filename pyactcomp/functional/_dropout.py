@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
-from ._saving import Saving, check_float_tensor, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, recorded, saving
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, how: Saving) -> Tensor:
+        begin(ctx)
         ctx.p, ctx.dtype, ctx.how, ctx.native = p, x.dtype, how, x.is_cuda
         if ctx.native:
             out, mask = torch.native_dropout(x, p, True)
@@ -29,7 +30,9 @@ class _Dropout(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
         (bits,) = ctx.saved_tensors
         scale = 1.0 / (1.0 - ctx.p)
         if not ctx.native:

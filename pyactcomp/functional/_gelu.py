@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .. import redo
 from ..codec import Impl, Rounding
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 Approximate = Literal["none", "tanh"]
 
@@ -18,6 +18,7 @@ Approximate = Literal["none", "tanh"]
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
+        begin(ctx, None if how.bits is None else x)
         ctx.approximate = approximate
         if how.fuses(x):
             from . import _fused_activations

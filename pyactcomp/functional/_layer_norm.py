@@ -16,7 +16,7 @@ from ..redo import held, offer
 from ._dropout import check_probability, dropout
 from ._fused_norms import Norm, norm_of, serves
 from ._noise import QUIET, Noise, draw
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -54,6 +54,9 @@ class _LayerNorm(torch.autograd.Function):
         # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
         gamma, beta = held(weight), held(bias)
+        read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
+        # Autocast's casts are written to by nobody.
+        begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))
         parameters = [t for t in (gamma, beta) if t is not None]
         # Noise is only drawn for the kernels.
         if noise.quads or (ctx.keeps and serves(x, residual, shape, dtype, how)):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 class _Linear(torch.autograd.Function):
@@ -22,6 +22,7 @@ class _Linear(torch.autograd.Function):
 
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         source = cast(Tensor, cast_to(x))
+        begin(ctx, x if needs_weight and source is x and how.bits is not None else None)
         kept, ctx.restore = how.keep(source) if needs_weight else (None, None)
         # The weight itself, not autocast's copy of it: casting again is cheaper than keeping two.
         ctx.save_for_backward(kept, weight if needs_x else None)

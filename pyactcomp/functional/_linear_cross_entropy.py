@@ -13,7 +13,7 @@ from ..codec import Impl
 from ..errors import check_choice
 from ..layouts import layout_of
 from ..torch_private import graph_is_retained
-from ._saving import check_float_tensor, differentiable_once, recorded
+from ._saving import begin, check_float_tensor, differentiable_once, recorded
 
 Reduction = Literal["mean", "sum"]
 
@@ -164,6 +164,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         loss_of: _Loss,
     ) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
+        read = x if needs_weight else None, weight if needs_x else None
+        begin(ctx, labels, *(t for t in read if t is not None and t.dtype is dtype))
         # Gradients are kept times a mantissa from 1/2 to 1 that backward completes by a power of two, so that they
         # are rounded once, and neither underflow in float16 nor overflow.
         mantissa = torch.frexp(scale).mantissa

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 Pair = tuple[int, int]
 _POSITIONS = 256
@@ -26,6 +26,7 @@ def _corners(out: torch.Size, stride: Pair, padding: Pair, device: torch.device)
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: Pair, stride: Pair, padding: Pair, how: Saving) -> Tensor:
+        begin(ctx, x)
         ctx.geometry, ctx.form, ctx.fused = (window, stride, padding), (x.shape, x.stride()), None
         if how.runs_kernels(x):
             from . import _fused_convolutional as fused

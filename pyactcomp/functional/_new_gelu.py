@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import redo
 from ..codec import Impl, Rounding
 from ._gelu import gelu
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
 """Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
@@ -37,6 +37,7 @@ class _NewGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Saving) -> Tensor:
+        begin(ctx)
         state = _Autocast(x.device.type)
         if how.runs_kernels(x) and EXACT_ON_CUDA:
             from . import _fused_activations

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..codec import Impl, Rounding
 from ..layouts import layout_of
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 class _Relu(torch.autograd.Function):
@@ -27,6 +27,8 @@ class _Relu(torch.autograd.Function):
             out = F.relu_(x) if inplace else F.relu(x)
             # NaN is no zero: torch lets its gradient through.
             bits, ctx.restore = how.keep_mask(~(out <= 0))
+        # What is marked dirty gets its version behind this.
+        begin(ctx, None if inplace else out)
         ctx.save_for_backward(bits)
         return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codec import Impl
 from ..torch_private import has_no_memory
-from ._saving import check_float_tensor, recorded, saving
+from ._saving import begin, check_float_tensor, recorded, saving
 
 
 def _add(
@@ -34,6 +34,7 @@ class _ResidualAdd(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, scale: Tensor | None, rows: Tensor | None, sample: int, fused: bool
     ) -> Tensor:
+        begin(ctx)
         ctx.save_for_backward(scale, rows)
         ctx.sample, ctx.fused, ctx.dtypes = sample, fused, (x.dtype, branch.dtype)
         dtype = torch.result_type(x, branch)
@@ -44,7 +45,9 @@ class _ResidualAdd(torch.autograd.Function):
         return _add(x, branch, scale, rows, sample, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
         scale, rows = ctx.saved_tensors
         grad_x = grad_branch = None
         if ctx.needs_input_grad[0]:

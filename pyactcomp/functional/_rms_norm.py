@@ -12,7 +12,7 @@ from ..codec import Impl, Rounding
 from ..layouts import layout_of
 from ..redo import held, offer
 from ._fused_norms import Norm, norm_of, serves
-from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -36,6 +36,8 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
+        # Of a narrower row the chain of operators saves a cast.
+        begin(ctx, x if how.bits is not None and _wide(x) is x else None)
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         gamma = held(weight)
         parameters = () if gamma is None else (gamma,)
@@ -72,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
             grad_x, grad_weight = _differentiated(kept, weight, ctx.eps, grad, needs)
         else:
             row, g = _wide(ctx.restore(kept)) * rstd, _wide(grad)
-            grad_weight = (g * row).sum(tuple(range(row.dim() - 1))) if needs[1] else None
+            grad_weight = (g * row).sum_to_size(row.shape[-1:]) if needs[1] else None
             g = g if weight is None else g * _wide(weight)
             grad_x = (g - row * (g * row).mean(-1, keepdim=True)) * rstd
         grads = (None if g is None else g.to(d) for g, d in zip((grad_x, grad_weight), ctx.dtypes, strict=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codec import Impl, Rounding
 from ..layouts import arranged, contiguous_layout, layout_of
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -35,6 +35,7 @@ def _by_token(x: Tensor, heads: int) -> Tensor:
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype, how: Saving) -> Tensor:
+        begin(ctx)
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.how, ctx.dtype = heads, how, x.dtype
         out = _fused(x, cos, sin, heads, torch.empty_like(x, dtype=dtype), how, backward=False)

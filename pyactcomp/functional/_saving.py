@@ -18,6 +18,7 @@ from ..forms import SCALED
 from ..halves import half_kernel, half_nbytes
 from ..policy import PLAIN
 from ..redo import stand_for
+from ..saved import Versioned
 from ..seeds import calls, second_of
 from ..torch_private import (
     being_traced,
@@ -26,6 +27,8 @@ from ..torch_private import (
     has_no_memory,
     inside_functorch,
     saves_are_dropped,
+    transformed,
+    under_checkpoint,
 )
 
 Restore = Callable[[Tensor], Tensor]
@@ -175,15 +178,35 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def begin(ctx: Any, *read: Tensor | None) -> None:
+    """Begin a ``forward`` whose ``backward`` is to be decorated with :func:`differentiable_once`.
+
+    Backward then gives None where no gradient comes in, and raises autograd's error where one of ``read`` was written
+    to: what torch's own function saves, and this one does not. torch.utils.checkpoint does not look whether what it
+    makes again was written to.
+    """
+    if torch.compiler.is_compiling():
+        return
+    ctx.set_materialize_grads(False)
+    if under_checkpoint() or transformed():
+        return
+    ctx.read = [(Versioned(t), t.shape) for t in read if t is not None and type(t) in PLAIN]
+
+
 def differentiable_once(backward: Backward) -> Backward:
-    """Decorate a ``backward`` that has no derivative of its own.
+    """Decorate a ``backward`` that has no derivative of its own, of a function that calls :func:`begin`.
 
     ``torch.autograd.function.once_differentiable`` returns gradients without a graph where the incoming one has
     none, and a second derivative then silently lacks a term.
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def checked(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.compiler.is_compiling():
+            if all(grad is None for grad in grads):
+                return (None,) * len(ctx.needs_input_grad)
+            for saved, shape in getattr(ctx, "read", ()):
+                saved.check(shape)
         if torch.is_grad_enabled():
             raise PyactcompError(
                 "backward with create_graph=True went through a function of pyactcomp.functional, which can be "

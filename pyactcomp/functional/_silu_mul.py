@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .. import redo
 from ..codec import Impl, Rounding
-from ._saving import Restore, Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
 """Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
@@ -39,6 +39,9 @@ class UpAgain:
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving) -> Tensor:
+        exact = how.bits is None
+        # What may be written over is read by nobody else.
+        begin(ctx, None if exact else gate, None if inplace or (exact and up_again is None) else up)
         ctx.up_again = up_again
         fused = gate.dtype is up.dtype and how.runs_kernels(gate) and (how.bits is not None or EXACT_ON_CUDA)
         if fused:

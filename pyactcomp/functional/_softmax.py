@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codec import Impl, Rounding
 from ..redo import offer
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -34,6 +34,9 @@ class _Softmax(torch.autograd.Function):
         ctx.dim, ctx.dtype = dim, x.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         out = _softmax(x, dim, bias, mask, dtype)
+        # Where the sum is wider than the result, that is a cast of what softmax saves.
+        saved = how.bits is not None and (dtype is _wide(x.dtype) or (bias is None and mask is None))
+        begin(ctx, out if saved else None)
         kept, restore = how.keep(out)
         ctx.restore = restore
         ctx.save_for_backward(kept)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl
-from ._saving import saving
+from ._saving import begin, saving
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor, dtype: torch.dtype, impl: Impl) -> Tensor:
+        begin(ctx)
         ctx.save_for_backward(rows, inverse)
         ctx.dtype, ctx.impl = x.dtype, impl
         # It only asks whether kernels run, which no width of codes changes.
@@ -24,7 +25,9 @@ class _TakeRows(torch.autograd.Function):
         return x.to(dtype)[rows]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         rows, inverse = ctx.saved_tensors
         return take_rows(grad, inverse, rows, ctx.dtype, ctx.impl), None, None, None, None
 

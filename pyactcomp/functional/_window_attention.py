@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codec import Impl, Rounding
 from ..redo import offer
-from ._saving import Saving, check_float_tensor, differentiable_once, recorded, saving
+from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -60,6 +60,7 @@ class _WindowAttention(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, half: bool, how: Saving
     ) -> Tensor:
+        begin(ctx, None if how.bits is None else qkv)
         # Without the graph, the engine keeps the bias as it is: it is small, and backward needs it exactly.
         exact = bias.detach()
         ctx.heads, ctx.scale, ctx.bias_dtype = heads, scale, bias.dtype
