@@ -53,15 +53,17 @@ from .policy import (
     REDONE,
     SAME_CAST,
     SHAPE_ALONE,
+    SHARPENED,
     Policy,
     cast_parameter,
     local_tensor,
     producer,
     spans_magnitudes,
 )
+from .reader_table import AMPLIFYING
 from .readers import CHECKPOINT, CHECKPOINTED, of_no_operator
 from .record import Recorder
-from .redo import Recipe, Redone, cast_recipe, is_exact, source_of, source_of_cast
+from .redo import Recipe, Redone, cast_recipe, coded_factors, is_exact, source_of, source_of_cast
 from .saved import (
     Distributed,
     Gathered,
@@ -312,6 +314,8 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, node = producer(saved)
+        if reading.operator in AMPLIFYING and not self.packing.lossless:
+            self._sharpen(node)
         if form is FACTOR:
             wide = spans_magnitudes(name, node)
             form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > _HALF_BYTES else ITSELF
@@ -331,6 +335,26 @@ class Frame:
             if source is not None and self._serves(source[0], form):
                 return self._redone(tensor, *source)
         return self._store(tensor, node if name == CAST else None, reading, form)
+
+    def _sharpen(self, node: Node | None) -> None:
+        """Store the factors of a product anew whose derivative an operator behind it divides by the product.
+
+        Codes are off by the same amount for small factors as for large ones, and the gradient is largest for small.
+        """
+        for region in coded_factors(node):
+            source = region.source()
+            if source is None:
+                continue
+            form = BFLOAT16 if source.itemsize > _HALF_BYTES else ITSELF
+            before = region.nbytes
+            if form is ITSELF:
+                region.store(source, ITSELF, None, source.dtype, source, 0)
+            else:
+                kernel = self.packing.kernel(source.dtype, source.device, form)
+                buffer = torch.empty(half_nbytes(source.numel(), form), dtype=torch.uint8, device=source.device)
+                region.store(source, form, kernel, source.dtype, buffer, 0)
+            if self.recorder is not None:
+                self.recorder.add_more(source, SHARPENED, region.nbytes - before)
 
     def _serves(self, recipe: Recipe, form: Form) -> bool:
         """Return whether computing an output again is exact enough for who would have it stored in ``form``."""

@@ -24,6 +24,7 @@ NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, k
 REDONE = "computed again in backward from what is stored"
 SAME_CAST = "another cast of the same tensor is stored"
 SHAPE_ALONE = "backward reads its shape alone"
+SHARPENED = "a factor of a product that is divided by, or of which a log or a root is taken: stored in 16 bits"
 HELD = "kept as it is for another reader of the same memory"
 LOSSLESS = "lossless: stored as it is"
 OVERLAPPING = "elements overlap in memory"
@@ -106,18 +107,18 @@ def source(node: Any) -> tuple[Any, int]:
 _WIDE = frozenset(
     f"{name}Backward0" for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Reciprocal", "LogSigmoid")
 )
-_RANGE_KEPT = frozenset(
+RANGE_KEPT = frozenset(
     f"{name}Backward{number}" for name in ("Clamp", "ClampMin", "ClampMax", "Sub", "Add", "Neg") for number in (0, 1)
-) | {"ToCopyBackward0"}
-_RANGE_WALK = 4
+) | {"ToCopyBackward0", *_VIEWS}
+RANGE_WALK = 4
 
 
 def spans_magnitudes(name: str, node: Any) -> bool:
     """Return whether what a node, of a known name, made may span orders of magnitude, by the operators behind it."""
-    for _ in range(_RANGE_WALK):
+    for _ in range(RANGE_WALK):
         if name in _WIDE:
             return True
-        if name not in _RANGE_KEPT and name not in _VIEWS:
+        if name not in RANGE_KEPT:
             return False
         node = node.next_functions[0][0]
         if node is None:

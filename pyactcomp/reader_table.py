@@ -128,23 +128,9 @@ _GROUPS = (
     _Group(
         BFLOAT16,
         _RATIO,
-        *(
-            "div self other",
-            "addcdiv tensor1 tensor2",
-            "log self",
-            "log2 self",
-            "log10 self",
-            "sqrt result",
-            "reciprocal result",
-        ),
-        *(
-            "tan result",
-            "asinh self",
-            "atan self",
-            "xlogy.Tensor self",
-            "xlogy.Scalar_Other self",
-            "pow.Scalar exponent result",
-        ),
+        *("div self other", "addcdiv tensor1 tensor2", "log self", "log2 self", "log10 self", "sqrt result"),
+        *("reciprocal result", "tan result", "asinh self", "atan self", "erf self", "xlogy.Tensor self"),
+        *("xlogy.Scalar_Other self", "pow.Scalar exponent result"),
     ),
     _Group(
         BFLOAT16,
@@ -353,6 +339,12 @@ _BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, s
 
 ELEMENTWISE = frozenset({"mul", "div", "addcmul", "addcdiv", "lerp"})
 """Operators of which an operand is a statistic or a scale where one number of it meets many of another operand."""
+
+AMPLIFYING = frozenset(
+    f"aten::{name}"
+    for name in ("div", "addcdiv", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "xlogy")
+)
+"""Operators whose derivative grows without bound where an operand is small: it must be right there, relative to it."""
 
 DECIDING = tuple(
     f"aten::{name}"

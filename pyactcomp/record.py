@@ -147,6 +147,10 @@ class Recorder:
         stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
         self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept, unknown)
 
+    def add_more(self, tensor: Tensor, reason: str, nbytes: int) -> None:
+        """Record that a tensor which is stored already takes more bytes now."""
+        self._append(_shape(tensor), tensor.dtype, 0, 0, nbytes, reason)
+
     def add_codes(self, packs: Packs, packed: int) -> None:
         """Record codes that an autograd function saves, as what they stand for."""
         storage = packs.storage()

@@ -9,7 +9,7 @@ chains of nodes overflow the stack when they are freed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .forms import AS_CODES, ITSELF
 from .layouts import arranged, layout_of
-from .policy import CAST, PLAIN, source
+from .policy import CAST, PLAIN, RANGE_KEPT, RANGE_WALK, source
 from .policy import producer as made_by
 from .saved import (
     Kept,
@@ -349,6 +349,31 @@ def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored
     # By now it may be freed already.
     copied = stored.tensor.untyped_storage().nbytes() > 0 and stored.tensor.numel() * _COPIED <= out.numel()
     return Kept(stored.tensor.clone()) if copied else None
+
+
+_FACTORS = frozenset({"MulBackward0", "PowBackward0"})
+_SAVING_THEIR_ROOT = frozenset({"SqrtBackward0", "RsqrtBackward0", "ReciprocalBackward0"})
+
+
+def coded_factors(node: Node | None) -> Iterator[Region]:
+    """Yield the stored factors, in codes, of the product or power that an operator reads, sums and casts aside.
+
+    ``node`` made what the operator reads, or is its own.
+    """
+    for _ in range(RANGE_WALK):
+        if node is None:
+            return
+        name = node.name()
+        if name in _FACTORS:
+            for operand in ("self", "other"):
+                stored = saved_form(node, operand)
+                shared = stored.region if isinstance(stored, View) else stored
+                if isinstance(shared, Region) and shared.form is AS_CODES:
+                    yield shared
+            return
+        if name not in RANGE_KEPT and name not in _SAVING_THEIR_ROOT:
+            return
+        node = node.next_functions[0][0]
 
 
 def is_exact(stored: Stored) -> bool:

@@ -265,7 +265,7 @@ class Region(Shared):
     Several saved tensors may be views of it. Where a later reader needs it more exactly, it is stored anew for all.
     """
 
-    __slots__ = ("_carrier", "_kernel", "_packed", "_version", "dtype", "form", "storage")
+    __slots__ = ("_carrier", "_kernel", "_packed", "_version", "address", "dtype", "form", "storage")
 
     def __init__(
         self,
@@ -283,6 +283,7 @@ class Region(Shared):
         # The Python object of a storage lives exactly as long as the storage. Where this reference still gives it,
         # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
         self.storage = ref(source.untyped_storage())
+        self.address = source.data_ptr()
         self._version = source._version
         self.store(source, form, kernel, carrier, buffer, seed)
 
@@ -306,6 +307,15 @@ class Region(Shared):
         # One tensor tells what is packed and whether the original was written to. Nothing may be written to it: that
         # would count as written to the original.
         self._packed = _with_version_of(source, buffer)
+
+    def source(self) -> Tensor | None:
+        """Return the tensor that was stored, without a graph, if its memory is still there and was not written to."""
+        storage = self.storage()
+        if storage is None or not self.unchanged:
+            return None
+        bare = torch.empty(0, dtype=self.dtype, device=self.device)
+        offset = (self.address - storage.data_ptr()) // self.dtype.itemsize
+        return _with_version_of(self._packed, bare.set_(storage, offset, self.layout.shape, self.layout.stride))
 
     @property
     def nbytes(self) -> int:

@@ -146,7 +146,7 @@ def power(exponent: object) -> Callable[[Tensor], Tensor]:
         (lambda x: torch.linalg.vector_norm(x, 2, dim=-1), AS_CODES),
         *((lambda x, p=p: torch.linalg.vector_norm(x, p), ITSELF) for p in (1, 3, 0.5, float("inf"))),
     ],
-    ids=str,
+    ids=lambda value: value.name if isinstance(value, Form) else "call",
 )
 def test_a_scalar_argument_decides_the_form(call: Callable[[Tensor], Tensor], form: Form) -> None:
     x = matrix().requires_grad_()
@@ -255,28 +255,28 @@ ALL = [AS_SHAPE, ONE_BIT, OTHER_BIT, AS_CODES, POSITIVE, BFLOAT16, SCALED, LOG, 
 
 def test_every_form_serves_itself_and_a_reader_of_the_shape() -> None:
     for form in ALL:
-        assert form.serves(reading(form))
-        assert form.serves(reading(AS_SHAPE))
+        assert form.serves(form)
+        assert form.serves(AS_SHAPE)
 
 
 def test_as_it_is_serves_every_reader_of_values() -> None:
     for form in (AS_CODES, POSITIVE, BFLOAT16, SCALED, LOG, LOGIT, forms.ARTANH, ITSELF):
-        assert ITSELF.serves(reading(form))
-        assert not AS_SHAPE.serves(reading(form))
+        assert ITSELF.serves(form)
+        assert not AS_SHAPE.serves(form)
         for bits in (ONE_BIT, OTHER_BIT):
-            assert not bits.serves(reading(form))
-            assert not form.serves(reading(bits))
+            assert not bits.serves(form)
+            assert not form.serves(bits)
 
 
 def test_stricter_forms_serve_codes_and_none_another_of_its_rank() -> None:
-    assert POSITIVE.serves(reading(AS_CODES))
-    assert not AS_CODES.serves(reading(POSITIVE))
-    assert not ONE_BIT.serves(reading(OTHER_BIT))
+    assert POSITIVE.serves(AS_CODES)
+    assert not AS_CODES.serves(POSITIVE)
+    assert not ONE_BIT.serves(OTHER_BIT)
     relative = [BFLOAT16, SCALED, LOG, LOGIT, forms.ARTANH]
     for form in relative:
-        assert form.serves(reading(AS_CODES)) is (form is not LOG)
-        assert [form.serves(reading(other)) for other in relative] == [other is form for other in relative]
-        assert not form.serves(reading(ITSELF))
+        assert form.serves(AS_CODES) is (form is not LOG)
+        assert [form.serves(other) for other in relative] == [other is form for other in relative]
+        assert not form.serves(ITSELF)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_the_strictest_of_two_readings_serves_both(given: tuple[Form, Form]) -> 
         assert found in (*given, ITSELF)
     for form in given:
         # As it is there is no bit in the sense of `serves`, but the values are all there.
-        assert found is ITSELF or found.serves(reading(form))
+        assert found is ITSELF or found.serves(form)
     assert readers.strictest([reading(given[0])]).form is given[0]
 
 
