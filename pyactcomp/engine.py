@@ -121,8 +121,10 @@ class Packing:
             return AS_CODES
         if form is SCALED and config.attention == "int8":
             return AS_CODES
-        if form.need == RELATIVE and tensor.itemsize <= 2:
-            return ITSELF
+        if tensor.itemsize <= 2:
+            asked = form.comparison
+            if form.need == RELATIVE or (asked is not None and not asked.has_bounds_of(tensor.dtype)):
+                return ITSELF
         if self.lossless and form.need >= CODES:
             return ITSELF
         return form
@@ -484,7 +486,8 @@ class Frame:
             region = None
         if nbytes is None:
             nbytes = self._nbytes(source.dtype, numel, form)
-        carrier = source.dtype if form.need >= RELATIVE else CARRIER[source.dtype]
+        # A bound is compared in the dtype of the elements, which bits come back as.
+        carrier = CARRIER[source.dtype] if form.need == CODES else source.dtype
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
         seed = self.packing.next_seed() if self.packing.stochastic else 0
         if region is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 # Needs, ordered by strictness. A comparison's bits are no coarser form of the values, see `strictest`.
@@ -43,6 +45,18 @@ class Comparison:
         if self.relation == "within":
             return (x >= self.low).logical_and_(x <= self.high)
         return (x <= self.low).logical_or_(x >= self.high).logical_not_()
+
+    def has_bounds_of(self, dtype: torch.dtype) -> bool:
+        """Return whether the finite bounds are normal numbers of ``dtype``, or zero.
+
+        Whether others are rounded to 16 bits before they are compared depends on the operator and on the device.
+        """
+        kind = torch.finfo(dtype)
+        return all(
+            bound == 0 or (kind.tiny <= abs(bound) <= kind.max and (math.frexp(bound)[0] * 2 / kind.eps).is_integer())
+            for bound in (self.low, self.high)
+            if math.isfinite(bound)
+        )
 
 
 @dataclass(frozen=True)
