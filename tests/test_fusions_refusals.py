@@ -49,3 +49,20 @@ def test_what_a_module_does_not_take_raises_as_that_of_torch(
     compressed = pyactcomp.compress(nn.Sequential(make()), min_bytes=0)
     found, expected = outcome(compressed, x.clone().requires_grad_()), outcome(make(), x.clone().requires_grad_())
     assert found is expected
+
+
+@pytest.mark.parametrize("edit", ["up_proj", "norm"])
+def test_a_decoder_layer_that_does_not_fit_raises_as_its_own(edit: str) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="its modules are fused")
+    config = llama.LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_hidden_layers=1)
+    for compressed in (False, True):
+        layer = llama.LlamaDecoderLayer(config, 0)
+        if edit == "up_proj":
+            layer.mlp.up_proj = nn.Linear(64, 95)
+        else:
+            layer.post_attention_layernorm = llama.LlamaRMSNorm(63)
+        if compressed:
+            pyactcomp.compress(layer, min_bytes=0)
+        angles = torch.zeros(1, 8, 32)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            layer(torch.randn(1, 8, 64, requires_grad=True), position_embeddings=(angles, angles))
