@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import pyactcomp
@@ -395,6 +396,49 @@ def test_activations_with_a_kink_are_exact_in_the_bytes_that_they_need(activatio
     (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
     assert torch.equal(gradient, exact)
     assert pyactcomp.report(c).stored_bytes == nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.threshold(x, 0.1, -0.2),
+        lambda x: F.hardtanh(x, -0.1, 0.3),
+        lambda x: x.clamp(-0.1, 0.3),
+        lambda x: x.clamp_min(0.1),
+        lambda x: x.clamp_max(0.1),
+        lambda x: F.hardshrink(x, 0.1),
+        lambda x: F.softshrink(x, 0.1),
+    ],
+    ids=["threshold", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardshrink", "softshrink"],
+)
+def test_bits_tell_the_side_of_a_bound_in_each_dtype(
+    function: Callable[[Tensor], Tensor], mode: str, dtype: torch.dtype
+) -> None:
+    """No bound is a number of 16 bits, where some operators round it first and some do not: those keep the tensor."""
+    bounds = torch.tensor([-0.1, 0.1, 0.3], dtype=torch.float64)
+    around = torch.cat([bounds, bounds.float().double(), bounds.bfloat16().double()]).to(dtype)
+    beside = [torch.nextafter(around, torch.full_like(around, end)) for end in (-9.0, 9.0)]
+    x = torch.cat([around, *beside, torch.linspace(-1, 1, 37, dtype=torch.float64).to(dtype)]).requires_grad_()
+    (exact,) = torch.autograd.grad(function(x * 1).sum(), x)
+    with pyactcomp.compressed(min_bytes=0, mode=mode) as c:
+        out = function(x * 1)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(gradient, exact)
+    stored = fmt.packed_nbytes(x.numel(), 1, 64) if dtype.itemsize > 2 else x.nbytes
+    assert pyactcomp.report(c).stored_bytes == stored
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_are_enough_of_sixteen_where_the_bound_is_such_a_number(dtype: torch.dtype) -> None:
+    x = torch.tensor([-3.0, -1, -0.5, 0, 0.5, 1, 3, 6, 7] * 8, dtype=dtype).requires_grad_()
+    for function in (F.relu6, F.hardtanh, F.softshrink, lambda x: F.threshold(x, 1, 2), lambda x: x.clamp(-0.5, 3)):
+        (exact,) = torch.autograd.grad(function(x * 1).sum(), x)
+        with pyactcomp.compressed(min_bytes=0) as c:
+            out = function(x * 1)
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], exact)
+        assert pyactcomp.report(c).stored_bytes == fmt.packed_nbytes(x.numel(), 1, 64)
 
 
 def test_the_policy_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:

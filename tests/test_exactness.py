@@ -368,20 +368,8 @@ DIVIDING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# A square's operand is stored in codes, and what follows makes the gradient largest where the square is smallest.
-SQUARED = ["sqrt of a square", "rsqrt of a square", "a divisor", "log2 of a square"]
-
-
 @pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta:UserWarning")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.xfail(reason="the square's operand is in codes") if name in SQUARED else ()
-        )
-        for name in (*COMPARING, *DIVIDING)
-    ],
-)
+@pytest.mark.parametrize("name", [*COMPARING, *DIVIDING])
 def test_gradients_that_compare_or_divide_are_within_the_bar(name: str) -> None:
     w = torch.randn(1024 * 64)
 

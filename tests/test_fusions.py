@@ -404,8 +404,8 @@ def test_modules_that_others_changed_are_left_alone_and_named() -> None:
         "ours",
         "plain",
     )
-    model = nn.ModuleDict({name: nn.LayerNorm(8) for name in names})
-    model["own"] = OwnNorm(8)
+    model = nn.ModuleDict({name: nn.LayerNorm(64) for name in names})
+    model["own"] = OwnNorm(64)
     model["patched"].forward = lambda x: x
     model["hooked"].register_forward_hook(lambda *_: None)
     model["hooked_by_builtin"].register_forward_hook([].append)

@@ -372,3 +372,13 @@ def test_a_loss_outside_the_autocast_of_the_projection_is_eagers() -> None:
     assert losses[0].dtype is losses[1].dtype is torch.float32
     # Sums of 16 products rounded to bfloat16, in another order at most.
     torch.testing.assert_close(*losses, rtol=2.0**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("width", [WIDTH + 1, WIDTH])
+def test_a_head_that_does_not_fit_raises_as_that_of_the_model(width: int) -> None:
+    """A weight of another width, or of another dtype."""
+    model = build("LlamaForCausalLM")
+    model.lm_head = nn.Linear(width, VOCABULARY, bias=False, dtype=torch.float64)
+    for each in (model, fused(model)):
+        with pytest.raises(RuntimeError, match=r"dtype|shapes"):
+            each(**batch())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import doctor, extensions
-from pyactcomp.forms import AS_CODES, BFLOAT16, CODES, ITSELF, LOGIT, POSITIVE, Reading
+from pyactcomp.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
 from pyactcomp.observer import Observer, WithoutLibrary, observer
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
@@ -119,9 +119,9 @@ def test_in_place_operators_read_their_result_or_what_was_before() -> None:
     found = [(r.operator, r.form) for _, r in seen if r is not None]
     assert found[:2] == [("aten::relu", POSITIVE), ("aten::sigmoid", LOGIT)]
     # Both operands of the product, the divisor and the dividend, which a copy of it stands for, and addcdiv's.
-    assert found[2:4] == [("aten::mul", AS_CODES)] * 2
-    assert {form for operator, form in found if operator == "aten::div"} == {BFLOAT16, AS_CODES}
-    assert {form for operator, form in found if operator == "aten::addcdiv"} == {BFLOAT16, AS_CODES}
+    assert found[2:4] == [("aten::mul", FACTOR)] * 2
+    assert {form for operator, form in found if operator == "aten::div"} == {BFLOAT16}
+    assert {form for operator, form in found if operator == "aten::addcdiv"} == {BFLOAT16}
 
 
 class WithContext(torch.autograd.Function):

@@ -172,7 +172,7 @@ def script(program: programs.Program, folder: Path, damage: str = "") -> subproc
 
 
 def test_the_script_of_a_failure_fails_alone(tmp_path: Path) -> None:
-    program = written("t1 = F.silu(x0)", "t2 = F.gelu(t1)", LOSS.format("t2"))
+    program = written("t1 = F.silu(x0 * 1.0)", "t2 = F.gelu(t1)", LOSS.format("t2"))
     assert script(program, tmp_path).stdout == "as plain torch\n"
     damage = (
         "from pyactcomp.kernels.cpu import CpuKernel\n"

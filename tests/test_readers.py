@@ -14,7 +14,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyactcomp
 from pyactcomp import forms, readers
-from pyactcomp.forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, LOG, LOGIT, POSITIVE, SCALED, Form, Reading
+from pyactcomp.forms import (
+    AS_CODES,
+    AS_SHAPE,
+    BFLOAT16,
+    BITS,
+    FACTOR,
+    ITSELF,
+    LOG,
+    LOGIT,
+    POSITIVE,
+    SCALED,
+    Form,
+    Reading,
+)
 from pyactcomp.observer import observer
 from pyactcomp.reader_table import READERS
 from pyactcomp.readers import register_reader
@@ -214,7 +227,7 @@ def test_views_of_one_base_are_told_apart() -> None:
 
 def test_an_operand_that_is_given_twice_is_read_as_the_stricter_of_both() -> None:
     x = matrix().requires_grad_()
-    assert the_reading(lambda: x * x, x).form is AS_CODES
+    assert the_reading(lambda: x * x, x).form is FACTOR
     assert the_reading(lambda: x @ x, x).form is AS_CODES
     assert the_reading(lambda: x / x, x).form is BFLOAT16
     h = heads().requires_grad_()

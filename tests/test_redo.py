@@ -225,8 +225,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(32, eps=0.5)
-        self.projections = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(64, eps=0.5)
+        self.projections = nn.ModuleList(nn.Linear(64, 16, bias=False) for _ in range(3))
         self.edit: Callable[[Tensor], None] = lambda _: None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -276,8 +276,8 @@ def test_casts_of_a_layer_norm_are_stored_once(block: Block, mode: str) -> None:
     if mode == "lossless":
         assert_same(got, exact)
     assert reasons_in_projections(block).count(policy.SAME_CAST) == 2
-    inputs = [t for t in pyactcomp.report(block).tensors if t.shape == (32, 32)]
-    assert [t.unique_bytes for t in inputs] == [32 * 32 * 2] * 3
+    inputs = [t for t in pyactcomp.report(block).tensors if t.shape == (32, 64)]
+    assert [t.unique_bytes for t in inputs] == [32 * 64 * 2] * 3
     assert [bool(t.stored_bytes) for t in inputs] == [True, False, False]
 
 

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from ..functional._batch_norm import batch_norm
 from .base import Options, options_again
-from .fusion import Fused, Fusion, form_of, options
+from .fusion import Fused, Fusion, form_of, of_one_dtype, options
 from .untouched import plain, untouched
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
@@ -25,6 +25,11 @@ def _normalise(
     norm: nn.BatchNorm2d, x: Tensor, how: Options, *, relu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
     """Apply a batch norm that is in training mode as its module does."""
+    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    if x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
+        out = nn.BatchNorm2d.forward(norm, x)
+        out = out if residual is None else out + residual
+        return torch.relu(out) if relu else out
     momentum = norm.momentum
     running = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
     if norm.track_running_stats and norm.num_batches_tracked is not None:

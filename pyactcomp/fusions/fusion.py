@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from .base import ATTRIBUTE, Fusing, Options, fusing
@@ -90,7 +90,7 @@ def options(module: Module, *inputs: Tensor) -> Options | None:
     """Return how the fused form of ``module`` is to keep ``inputs``, or None where it must run as its own class does.
 
     Beside what :func:`.base.fusing` tells, that is where an input is no plain tensor, needs no gradient or is smaller
-    than ``min_bytes``: the engine keeps such tensors exact.
+    than ``min_bytes``: the engine keeps such tensors exact. Complex ones are for the module's own class to refuse.
     """
     state: Fusing | None = module.__dict__.get(ATTRIBUTE)
     if state is None:
@@ -98,7 +98,7 @@ def options(module: Module, *inputs: Tensor) -> Options | None:
     for x in inputs:
         if type(x) not in (Tensor, Parameter) or not x.requires_grad or x.is_meta or x.is_nested:
             return None
-        if x.nbytes < state.config.min_bytes:
+        if not x.is_floating_point() or x.nbytes < state.config.min_bytes:
             return None
     return fusing(module)
 
@@ -107,6 +107,20 @@ def attention_options(module: Module, how: Options) -> Options:
     """Return ``how`` for queries and keys, which the engine stores in 16 bits where ``config.attention`` is "exact"."""
     state: Fusing = module.__dict__[ATTRIBUTE]
     return {**how, "bits": 16} if how["bits"] is not None and state.config.attention == "exact" else how
+
+
+def fits(norm: nn.LayerNorm, x: Tensor) -> bool:
+    """Return whether torch normalises ``x``; if not, the module's own class raises what it does."""
+    shape = norm.normalized_shape
+    # Outside autocast CUDA's takes no others.
+    mixed = x.device.type == "cpu" or torch.is_autocast_enabled(x.device.type)
+    return x.shape[-len(shape) :] == shape and of_one_dtype(x, norm.weight, norm.bias, mixed=mixed)
+
+
+def of_one_dtype(x: Tensor, *parameters: Tensor | None, mixed: bool) -> bool:
+    """Return whether parameters have the dtype of ``x``, or if ``mixed`` float32 beside 16 bits."""
+    wide = torch.float32 if mixed and x.itemsize == 2 else x.dtype
+    return all(p is None or p.dtype is x.dtype or p.dtype is wide for p in parameters)
 
 
 def linear_dtype(x: Tensor) -> torch.dtype | None:

@@ -23,7 +23,7 @@ from ..codec import Impl
 from ..errors import PyactcompError
 from ..functional._linear_cross_entropy import linear_cross_entropy
 from .base import fusing
-from .fusion import Fused, form_of, original_of
+from .fusion import Fused, form_of, linear_dtype, original_of
 from .untouched import plain, untouched
 
 # Settings of transformers' models that change logits before the loss, which then needs them all.
@@ -231,7 +231,14 @@ _ABOUT = frozenset(
 @contextmanager
 def _projecting_later(head: nn.Linear, impl: Impl) -> Iterator[None]:
     # On the instance, so that it is as it was the moment the model is done.
-    head.__dict__["forward"] = lambda input: Logits.of(_Projection(input, head.weight, head.bias, impl), input)
+    def forward(input: Tensor) -> Tensor:
+        under_autocast = linear_dtype(input) is not None
+        one_dtype = under_autocast or all(t is None or t.dtype is input.dtype for t in (head.weight, head.bias))
+        if not one_dtype or input.shape[-1:] != head.weight.shape[1:] or input.device != head.weight.device:
+            return F.linear(input, head.weight, head.bias)
+        return Logits.of(_Projection(input, head.weight, head.bias, impl), input)
+
+    head.__dict__["forward"] = forward
     try:
         yield
     finally:

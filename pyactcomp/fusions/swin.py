@@ -21,7 +21,7 @@ from ..functional._residual_add import residual_add
 from ..functional._take_rows import take_rows
 from ..functional._window_attention import window_attention
 from .base import Options, options_again
-from .fusion import Fused, Fusion, attention_options, form_of, linear_dtype, options
+from .fusion import Fused, Fusion, attention_options, fits, form_of, linear_dtype, options
 from .untouched import plain
 
 # Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
@@ -105,7 +105,7 @@ class Block(Fused):
         """Return whether ``x`` needs no padding and the children are those of the standard configuration."""
         return (
             not any(size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
-            and all(plain(norm, nn.LayerNorm) for norm in (self.norm1, self.norm2))
+            and all(plain(norm, nn.LayerNorm) and fits(norm, x) for norm in (self.norm1, self.norm2))
             and all(_is_drop_path(drop) for drop in (self.drop_path1, self.drop_path2))
         )
 

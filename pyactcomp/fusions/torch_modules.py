@@ -17,7 +17,7 @@ from ..functional._max_pool import max_pool2d
 from ..functional._rms_norm import rms_norm
 from ..redo import is_result_to_store
 from .formulas import children_fed, forward_of
-from .fusion import Fused, Fusion, form_of, linear_dtype, options, original_of
+from .fusion import Fused, Fusion, fits, form_of, linear_dtype, options, original_of
 from .untouched import plain, untouched
 
 
@@ -36,7 +36,7 @@ class LayerNorm(Fused, nn.LayerNorm):
     def _normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         how = options(self, x)
         # timm's may run apex's, which rounds otherwise.
-        if how is None or getattr(self, "_fast_norm", False):
+        if how is None or getattr(self, "_fast_norm", False) or not fits(self, x):
             return super().forward(x)
         return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype, **how)
 
@@ -66,6 +66,7 @@ class RMSNorm(Fused, nn.RMSNorm):
             or self.weight is None
             or self.eps is None
             or len(self.normalized_shape) != 1
+            or x.shape[-1:] != self.weight.shape
             or self.weight.dtype is not x.dtype
             or torch.is_autocast_enabled(x.device.type)
         ):
@@ -89,7 +90,15 @@ class MaxPool2d(Fused, nn.MaxPool2d):
         """Take the maximum of each window."""
         how = options(self, input)
         dilated = self.dilation not in (1, (1, 1))
-        if how is None or dilated or self.ceil_mode or self.return_indices or input.dim() != 4:
+        sizes = self.kernel_size, self.stride, self.padding
+        if (
+            how is None
+            or dilated
+            or self.ceil_mode
+            or self.return_indices
+            or input.dim() != 4
+            or not all(isinstance(size, int) or len(size) == 2 for size in sizes)
+        ):
             return cast(Tensor, super().forward(input))
         return max_pool2d(input, self.kernel_size, self.stride, self.padding, **how)
 

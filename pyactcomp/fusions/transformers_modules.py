@@ -30,7 +30,7 @@ from ..torch_private import under_checkpoint
 from .attention import Projections, rotates
 from .base import options_again
 from .formulas import children_fed, formula, forward_of
-from .fusion import Fused, Fusion, form_of, options, original_of
+from .fusion import Fused, Fusion, fits, form_of, options, original_of
 from .products import cast_once, feeds_linears, is_matrix_product
 from .torch_modules import Dropout
 from .untouched import plain, unseen
@@ -53,7 +53,7 @@ class RMSNorm(Fused):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
         how = options(self, hidden_states)
-        if how is None:
+        if how is None or hidden_states.shape[-1:] != self.weight.shape:
             return cast(Tensor, super().forward(hidden_states))
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, copy=self._copy, **how)
 
@@ -110,11 +110,13 @@ class GatedMLP(Fused):
             x = cast_once(self, x)
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
-        if how["bits"] is None:
-            return cast(Tensor, self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), **how)))
         # Asked first: a hook may take itself away.
         up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
         gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.shape != up.shape:
+            return cast(Tensor, self.down_proj(self.act_fn(gate) * up))
+        if how["bits"] is None:
+            return cast(Tensor, self.down_proj(silu_mul(gate, up, **how)))
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, **how)
@@ -171,6 +173,8 @@ class ResidualNorm(Fused):
             hidden = drop(hidden)
         elif drop.training:
             p = cast(Dropout, drop).p
+        if hidden.shape != input_tensor.shape or not fits(norm, hidden):
+            return cast(Tensor, norm((drop(hidden) if bypassed else hidden) + input_tensor))
         return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, p=p, **how)
 
 
@@ -186,7 +190,12 @@ class DecoderLayer(Fused):
         """Run the block."""
         how = options(self, hidden_states)
         first, second = self.input_layernorm, self.post_attention_layernorm
-        if how is None or not _is_fused_norm(first) or not _is_fused_norm(second):
+        if (
+            how is None
+            or not _is_fused_norm(first)
+            or not _is_fused_norm(second)
+            or not hidden_states.shape[-1:] == first.weight.shape == second.weight.shape
+        ):
             return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
         normal, past = add_rms_norm(hidden_states, None, first.weight, first.variance_epsilon, **how)
         function: Any = original_of(type(self)).forward
