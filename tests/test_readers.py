@@ -233,7 +233,7 @@ def test_an_operand_that_is_given_twice_is_read_as_the_stricter_of_both() -> Non
     h = heads().requires_grad_()
     assert the_reading(lambda: F.scaled_dot_product_attention(h, h, h), h).form is SCALED
     # An alias of it, of the same shape, is another object.
-    assert the_reading(lambda: x * x.detach(), x).form is AS_CODES
+    assert the_reading(lambda: x * x.detach(), x).form is FACTOR
 
 
 def test_a_result_in_place_is_read_as_the_result() -> None:

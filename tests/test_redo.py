@@ -244,7 +244,7 @@ def block() -> Block:
 def step(block: Block, autocast: bool = True) -> list[Tensor]:
     block.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = block(leaf(4, 8, 32))
+        loss = block(leaf(4, 8, 64))
     loss.backward()
     return [p.grad.clone() for p in block.parameters() if p.grad is not None]
 
@@ -403,8 +403,8 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.projections = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+        self.projections = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x * 2)
@@ -425,9 +425,9 @@ def test_parts_of_one_cast_are_not_taken_for_each_other() -> None:
 @pytest.mark.parametrize("patched", ["forward", "hook"])
 def test_a_layer_norm_that_others_changed_is_not_made_again(block: Block, patched: str) -> None:
     if patched == "forward":
-        block.norm.forward = lambda x: F.layer_norm(x, (32,), block.norm.weight, block.norm.bias, 0.01)
+        block.norm.forward = lambda x: F.layer_norm(x, (64,), block.norm.weight, block.norm.bias, 0.01)
     else:
-        block.norm.register_forward_hook(lambda module, args, output: F.layer_norm(args[0], (32,), eps=0.01))
+        block.norm.register_forward_hook(lambda module, args, output: F.layer_norm(args[0], (64,), eps=0.01))
     exact = step(block, autocast=False)
     pyactcomp.compress(block, **LOSSLESS)
     assert_same(step(block, autocast=False), exact)
