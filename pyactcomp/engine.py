@@ -138,6 +138,8 @@ class Packing:
     def form_for(self, tensor: Tensor, reading: Reading) -> Form:
         """Return the form in which a tensor is stored for a reader: no wider than the tensor itself."""
         form = reading.form
+        if (form is AS_CODES or form is FACTOR) and reading.known and not self.lossless:
+            return form
         config = self.config
         if form is ROWS:
             form = AS_CODES if tensor.shape[-1] >= config.group_size else BFLOAT16
@@ -192,6 +194,7 @@ class Frame:
         "_context",
         "_copies",
         "_held",
+        "_min_bytes",
         "_module",
         "_pending",
         "_pending_since",
@@ -209,6 +212,7 @@ class Frame:
         self.policy: Policy | None = None
         self._caller: FrameType | None = None
         self._module = module
+        self._min_bytes = packing.config.min_bytes
         self._regions: dict[tuple[int, int], ref[Region]] = {}
         # What is kept as it is for a reader that needs it so, by the address of its storage.
         self._held: dict[int, ref[Kept]] = {}
@@ -252,7 +256,7 @@ class Frame:
     def enter_exact(self, reason: str) -> None:
         """Enter a module in which nothing is compressed."""
         if self.policy is None:
-            self.policy = Policy(self._module, self.packing.config.min_bytes)
+            self.policy = Policy(self._module, self._min_bytes)
         self.policy.exact.append(reason)
 
     def leave_exact(self) -> None:
@@ -269,9 +273,11 @@ class Frame:
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
-        if transformed():
-            return Kept(tensor)
         reading = self._reader(tensor)
+        if reading is False:
+            if transformed():
+                return Kept(tensor)
+            reading = observer().reader_anyway(tensor)
         if type(tensor) in PLAIN:
             if self.recorder is None and self._surely_kept(tensor):
                 return Kept(tensor)
@@ -283,15 +289,15 @@ class Frame:
 
     def _surely_kept(self, tensor: Tensor) -> bool:
         """Return whether a tensor is kept whatever it is, where nobody asks for the reason."""
-        dtype = tensor.dtype
-        if not dtype.is_floating_point and dtype is not torch.bool:
+        if tensor.layout is torch.strided and tensor.nbytes < self._min_bytes:
             return True
-        return tensor.layout is torch.strided and tensor.nbytes < self.packing.config.min_bytes
+        dtype = tensor.dtype
+        return not dtype.is_floating_point and dtype is not torch.bool
 
     def _pack_plain(self, tensor: Tensor, saved: Tensor, reading: Reading | None) -> Saved:
         """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
         if self.policy is None:
-            self.policy = Policy(self._module, self.packing.config.min_bytes)
+            self.policy = Policy(self._module, self._min_bytes)
         reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
         if reason is not None:
             if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
@@ -314,7 +320,7 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, node = producer(saved)
-        if reading.operator in AMPLIFYING and not self.packing.lossless:
+        if form.need > CODES and reading.operator in AMPLIFYING and not self.packing.lossless:
             self._sharpen(node)
         if form is FACTOR:
             wide = spans_magnitudes(name, node)

@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,23 @@ from . import readers
 from .extensions import load
 from .forms import AS_CODES, ITSELF, Reading, strictest
 from .reader_table import DECIDING, ELEMENTWISE, READERS
-from .torch_private import running_node
+from .torch_private import running_node, transformed
+
+
+class Version(Protocol):
+    """The version that a tensor had when it was saved, and its counter."""
+
+    @property
+    def current(self) -> int:
+        """The version now."""
+
+    @property
+    def saved(self) -> int:
+        """The version that was saved."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether the tensor was written to since."""
 
 
 class Observer(Protocol):
@@ -28,8 +44,17 @@ class Observer(Protocol):
     def stop(self) -> None:
         """Undo one start of this thread."""
 
-    def reader(self, tensor: Tensor) -> Reading | None:
-        """Return how the operator that runs reads a tensor that it saves; None outside of any."""
+    def reader(self, tensor: Tensor) -> Reading | Literal[False] | None:
+        """Return how the operator that runs reads a tensor that it saves.
+
+        None outside of any operator, and False where operators may be transformed, recorded or replaced.
+        """
+
+    def reader_anyway(self, tensor: Tensor) -> Reading | None:
+        """Return the same, also where operators may be transformed."""
+
+    def version(self, tensor: Tensor) -> Version:
+        """Return the version of a tensor, with its counter, without the tensor."""
 
     def progress(self) -> tuple[int, int, int]:
         """Return the calls so far in this thread, the decisions, and the decisions before the running call."""
@@ -124,6 +149,27 @@ class _Thread(threading.local):
 _DECIDING = frozenset(name.removeprefix("aten::") for name in DECIDING)
 
 
+class _Probe:
+    """An empty tensor that shares the version counter of another."""
+
+    __slots__ = ("_empty", "saved")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._empty = tensor.detach()
+        self._empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.saved = tensor._version
+
+    @property
+    def current(self) -> int:
+        """The version now."""
+        return self._empty._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether the tensor was written to since."""
+        return self._empty._version != self.saved
+
+
 class WithoutLibrary:
     """Sees the functions that Python calls, and none that they call in turn: more tensors than need be stay exact."""
 
@@ -147,7 +193,15 @@ class WithoutLibrary:
         if name in _DECIDING:
             self._thread.decisions += 1
 
-    def reader(self, tensor: Tensor) -> Reading | None:
+    def reader(self, tensor: Tensor) -> Reading | Literal[False] | None:
+        """Return how the operator that runs reads a tensor; False where operators may be transformed."""
+        return False if transformed() else self.reader_anyway(tensor)
+
+    def version(self, tensor: Tensor) -> Version:
+        """Return the version of a tensor, with its counter, without the tensor."""
+        return _Probe(tensor)
+
+    def reader_anyway(self, tensor: Tensor) -> Reading | None:
         """Return how the operator that runs reads a tensor that it saves; None outside of any."""
         calls = self._thread.calls
         if not calls:

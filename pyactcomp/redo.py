@@ -344,7 +344,7 @@ _COPIED = 64
 def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored | None:
     """Return a stored factor of ``out`` as :func:`held` returns a parameter: one that no operator made may be such."""
     made = made_by is not None and type(made_by).__name__ != "AccumulateGrad"
-    if made or not isinstance(stored, Kept) or not _may_be_freed():
+    if made or not isinstance(stored, Kept):
         return stored
     # By now it may be freed already.
     copied = stored.tensor.untyped_storage().nbytes() > 0 and stored.tensor.numel() * _COPIED <= out.numel()
@@ -411,8 +411,10 @@ def _silu(out: Tensor, node: Node) -> Recipe | None:
 
 
 def _mul(out: Tensor, node: Node) -> Recipe | None:
-    (of_a, _), (of_b, _) = node.next_functions
-    a, b = _lasting(_operand(node, "self"), of_a, out), _lasting(_operand(node, "other"), of_b, out)
+    a, b = _operand(node, "self"), _operand(node, "other")
+    if _may_be_freed():
+        (of_a, _), (of_b, _) = node.next_functions
+        a, b = _lasting(a, of_a, out), _lasting(b, of_b, out)
     if a is None or b is None:
         return None
     depth, exact = max(_depth(a), _depth(b)) + 1, is_exact(a) and is_exact(b)

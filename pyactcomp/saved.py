@@ -20,8 +20,6 @@ from .narrow import NarrowKernel
 from .observer import observer
 from .torch_private import current_raw_stream, never_traced, running_node
 
-_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
 
 class Packs(NamedTuple):
     """What tensor codes stand for, without holding it."""
@@ -81,28 +79,21 @@ def _with_version_of(tensor: Tensor, data: Tensor) -> Tensor:
     return probe
 
 
-def version_probe(tensor: Tensor) -> Tensor:
-    """Return an empty tensor with the version counter of ``tensor``."""
-    key = tensor.dtype, tensor.device
-    empty = _EMPTY.get(key)
-    if empty is None:
-        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return _with_version_of(tensor, empty)
-
-
 class Versioned:
     """The version of a tensor when it was saved, for what holds nothing else of it: the tensor is free to go."""
 
-    __slots__ = ("_probe", "_version")
+    __slots__ = ("_dtype", "_seen")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._probe = version_probe(tensor)
-        self._version = tensor._version
+        self._seen = observer().version(tensor)
+        self._dtype = tensor.dtype
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise autograd's own error if the tensor, of a shape, was written to since."""
-        if self._probe._version != self._version:
-            raise _modified_error(self._probe, self._probe.type(), shape, self._version)
+        if self._seen.moved:
+            kind = torch.empty(0, dtype=self._dtype).type()
+            text = _modified(f"[{kind} {list(shape)}]", self._seen.current, self._seen.saved)
+            raise ModifiedError(text)
 
 
 def check_reader(form: Form, shape: torch.Size) -> None:

@@ -1,12 +1,15 @@
 // The module pyactcomp._observer: which operator is running in this thread, and which of its arguments a tensor is.
 //
 // Torch calls `begin` and `end` around every operator of a thread that observes (at::RecordFunction). A saved-tensor
-// hook runs inside the operator that saves, so the innermost call is the reader. Begin runs without the GIL, so all that
-// needs Python waits for `reader`. It is compiled for one release of torch, as _torch_allocator is.
-#include <torch/csrc/autograd/python_variable.h>
-
+// hook runs inside the operator that saves, so the innermost call is the reader. Begin runs without the GIL, so all
+// that needs Python waits for `reader`. It is compiled for one release of torch, as _torch_allocator is.
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -48,12 +51,12 @@ struct Reading {
 /// An operator as the table has it. Names are those of the schema, or of a Python autograd function's class.
 struct Operator {
   std::string name, overload;
-  bool is_function = false;   ///< a Python autograd function
-  bool decides = false;       ///< its result is a decision: a comparison, an index, a route
+  bool is_function = false;  ///< a Python autograd function
+  bool decides = false;      ///< its result is a decision: a comparison, an index, a route
   // Filled by `resolve`, with the GIL, on the first save.
   bool resolved = false;
-  bool captures = true;       ///< whether which argument it is makes a difference
-  bool by_scalars = false;    ///< whether other arguments do: an exponent, the name of a reduction
+  bool captures = true;     ///< whether which argument it is makes a difference
+  bool by_scalars = false;  ///< whether other arguments do: an exponent, the name of a reduction
   std::vector<Reading> arguments;
   Reading result, unclear, statistic;
   bool elementwise = false;
@@ -145,15 +148,15 @@ bool is_floating(const c10::IValue& value) {
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   // First, so that every end finds its call, also where the rest throws.
-  thread.calls.push_back(
-      {nullptr, thread.arguments.size(), thread.values.size(), thread.decisions, 0});
+  thread.calls.push_back({nullptr, thread.arguments.size(), thread.values.size(), thread.decisions, 0});
   ++thread.serial;
   Operator* const op = find(function.name(), function.overload_name());
   thread.calls.back().op = op;
   const auto inputs = function.inputs();
   if (op->decides && !inputs.empty() && is_floating(inputs[0])) ++thread.decisions;
   if (op->captures) {
-    for (size_t index = 0; index < inputs.size(); ++index) capture(inputs[index], index, !op->resolved || op->by_scalars);
+    for (size_t index = 0; index < inputs.size(); ++index)
+      capture(inputs[index], index, !op->resolved || op->by_scalars);
   }
   return nullptr;
 }
@@ -286,7 +289,18 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
   return found;
 }
 
-PyObject* reader(PyObject*, PyObject* object) {
+/// Return whether operators may be transformed, recorded or replaced rather than run: Python has a closer look then.
+bool special() {
+  using c10::DispatchKey;
+  // jit's tracer, make_fx before dispatch, and functorch while it has a level.
+  for (const auto key : {DispatchKey::Tracer, DispatchKey::PreDispatch, DispatchKey::FuncTorchDynamicLayerFrontMode}) {
+    if (c10::impl::tls_is_dispatch_key_included(key)) return true;
+  }
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
+PyObject* reader_anyway(PyObject*, PyObject* object) {
   if (!THPVariable_Check(object)) {
     PyErr_Format(PyExc_TypeError, "reader expects a torch.Tensor, got %s", Py_TYPE(object)->tp_name);
     return nullptr;
@@ -303,6 +317,68 @@ PyObject* reader(PyObject*, PyObject* object) {
   if (!values) return nullptr;
   PyObject* given = PyObject_CallMethod(found.reading->object.get(), "given", "N", values);
   return given;
+}
+
+PyObject* reader(PyObject* module, PyObject* object) {
+  if (special()) Py_RETURN_FALSE;
+  return reader_anyway(module, object);
+}
+
+/// The version of a tensor when it was saved, and its counter, without the tensor.
+struct Version {
+  PyObject_HEAD c10::VariableVersion counter;
+  std::uint32_t saved;
+};
+
+void version_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<Version*>(self)->counter.~VariableVersion();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* version_saved(PyObject* self, void*) {
+  return PyLong_FromUnsignedLong(reinterpret_cast<Version*>(self)->saved);
+}
+
+PyObject* version_current(PyObject* self, void*) {
+  return PyLong_FromUnsignedLong(reinterpret_cast<Version*>(self)->counter.current_version());
+}
+
+PyObject* version_moved(PyObject* self, void*) {
+  const Version& version = *reinterpret_cast<Version*>(self);
+  return PyBool_FromLong(version.counter.current_version() != version.saved);
+}
+
+PyGetSetDef version_attributes[] = {
+    {"saved", version_saved, nullptr, "The version that was saved.", nullptr},
+    {"current", version_current, nullptr, "The version now.", nullptr},
+    {"moved", version_moved, nullptr, "Whether the tensor was written to since.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot version_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(version_dealloc)},
+    {Py_tp_getset, version_attributes},
+    {0, nullptr},
+};
+
+PyType_Spec version_spec = {"pyactcomp._observer.Version", sizeof(Version), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, version_slots};
+
+PyTypeObject* version_type = nullptr;
+
+PyObject* version(PyObject*, PyObject* object) {
+  if (!THPVariable_Check(object)) {
+    PyErr_Format(PyExc_TypeError, "version expects a torch.Tensor, got %s", Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  PyObject* made = version_type->tp_alloc(version_type, 0);
+  if (!made) return nullptr;
+  Version& held = *reinterpret_cast<Version*>(made);
+  new (&held.counter) c10::VariableVersion(torch::autograd::impl::version_counter(THPVariable_Unpack(object)));
+  held.saved = held.counter.current_version();
+  return made;
 }
 
 PyObject* start(PyObject*, PyObject*) {
@@ -392,7 +468,11 @@ PyMethodDef methods[] = {
     {"forget", forget, METH_NOARGS, "Ask the table again: it has changed."},
     {"start", start, METH_NOARGS, "Observe the operators of this thread, until as many stops."},
     {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
-    {"reader", reader, METH_O, "Return what the running operator needs of a tensor that it saves; None outside of any."},
+    {"reader", reader, METH_O,
+     "Return what the running operator needs of a tensor that it saves; None outside of any, False where operators may "
+     "be transformed or replaced."},
+    {"reader_anyway", reader_anyway, METH_O, "Return the same, also there."},
+    {"version", version, METH_O, "Return the version of a tensor, with its counter, without the tensor."},
     {"progress", progress, METH_NOARGS,
      "Return the number of calls in this thread, of decisions, and of decisions before the running call."},
     {"contradiction", contradiction, METH_O, "Return the name of the running node if it needs more than `need`."},
@@ -415,7 +495,10 @@ PyModuleDef definition = {
 }  // namespace pac::observer
 
 PyMODINIT_FUNC PyInit__observer() {
-  PyObject* module = PyModule_Create(&pac::observer::definition);
+  using namespace pac::observer;
+  version_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&version_spec));
+  if (!version_type) return nullptr;
+  PyObject* module = PyModule_Create(&definition);
   if (module && PyModule_AddStringConstant(module, "BUILT_FOR", PAC_BUILT_FOR) != 0) Py_CLEAR(module);
   return module;
 }
