@@ -73,10 +73,13 @@ def _version(package: str) -> str | None:
 
 
 def _command() -> str:
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--out=")]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    """Return the command line without the paths in it, which are those of one machine."""
+    arguments = list(sys.argv[1:])
+    for option in ("--out", "--before"):
+        arguments = [a for a in arguments if not a.startswith(f"{option}=")]
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
     return " ".join(["python -m bench", *arguments])
 
 

@@ -80,8 +80,9 @@ def test_budget_allows_what_ends_before_it_is_used_up() -> None:
     assert rows.Budget(None).allows(1e9)
 
 
-def test_provenance_names_sources_and_command_without_the_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "codec", "--out", "/somewhere/else", "--tiny", "--out=/there"])
+def test_provenance_names_sources_and_command_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = ["--out", "/somewhere/else", "--before", "/earlier", "--out=/there", "--before=/earlier"]
+    monkeypatch.setattr(sys, "argv", ["bench", "codec", *paths[:4], "--tiny", *paths[4:]])
     monkeypatch.setenv("PYACTCOMP_BENCH_COMMIT", "abc123")
     origin = rows.provenance("cpu")
     assert origin["command"] == "python -m bench codec --tiny"
