@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("--memory-gib", type=float, help="the cap, by default 24")
     alloc = suites.add_parser("alloc", parents=[training], help="the allocator: its cost, trainings, recorded traces")
     alloc.add_argument("--parts", default="", metavar="A,B,...", help=f"of {', '.join(ALLOC_PARTS)}; default: all")
+    pairs = suites.add_parser("pairs", parents=[training], help="this tree against an earlier one, in turns")
+    pairs.add_argument("--before", type=Path, required=True, metavar="PATH", help="the earlier tree, built")
     holds = suites.add_parser("holds", parents=[training], help="two trainings, vanilla and compressed, in pairs")
     holds.add_argument("--seeds", type=int, help="pairs, by default the 5 that the report's bound needs")
     holds.add_argument("--workers", type=int, help="trainings at a time on the device, by default 5, on a CPU 1")
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, batch, breadth, codec, frontier, holds, overhead
+    from . import alloc, batch, breadth, codec, frontier, holds, overhead, pairs
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -74,13 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         top.error("--device cuda: torch finds no GPU here; use --device cpu or leave it out")
     options = Options(args.out.resolve(), device, Budget(args.budget_s), _names(args.only), args.again, args.tiny)
-    if args.suite in ("frontier", "batch"):
+    if args.suite in ("frontier", "batch", "pairs"):
         methods = _names(args.methods)
-        known = [name for name, method in METHODS.items() if method.timed or args.suite == "frontier"]
+        known = [
+            name
+            for name, method in METHODS.items()
+            if args.suite == "frontier" or (method.timed if args.suite == "batch" else method.ours and method.timed)
+        ]
         if unknown := set(methods) - set(known):
             top.error(f"unknown method {sorted(unknown)}; known: {', '.join(known)}")
-        if options.only and options.only[0] not in WORKLOADS:
-            top.error(f"unknown workload {options.only[0]!r}; known: {', '.join(WORKLOADS)}")
+        workloads = (*WORKLOADS, overhead.CHAIN) if args.suite == "pairs" else tuple(WORKLOADS)
+        if options.only and options.only[0] not in workloads:
+            top.error(f"unknown workload {options.only[0]!r}; known: {', '.join(workloads)}")
     if args.suite == "holds":
         for kind, given, known in (("arm", _names(args.methods), holds.ARMS), ("task", options.only[:1], holds.TASKS)):
             if unknown := set(given) - set(known):
@@ -108,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overhead.run(options)
     elif args.suite == "frontier":
         frontier.run(options, methods)
+    elif args.suite == "pairs":
+        if not (args.before / "pyactcomp" / "__init__.py").exists():
+            top.error(f"--before {args.before}: no checkout of this project is there")
+        pairs.run(options, args.before, methods or ("int8",))
     elif args.suite == "holds":
         holds.run(options, _names(args.methods), args.seeds or holds.SEEDS, args.workers or holds.workers(device))
     else:

@@ -12,8 +12,8 @@ from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
 GIB = 2**30
 METHOD_ORDER = (
-    "vanilla", "vanilla-again", "lossless", "int8", "int8-nohead", "int8-unfused", "int8-g128", "int8+ckpt",
-    "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile0.5", "compile-blocks", "save_on_cpu",
+    "vanilla", "vanilla-again", "lossless", "int8", "int8-attention", "int8-nohead", "int8-unfused", "int8-g128",
+    "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile0.5", "compile-blocks", "save_on_cpu",
 )  # fmt: skip
 WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
 SPREAD = 0.05

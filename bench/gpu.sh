@@ -8,6 +8,7 @@
 # OUT     folder for the JSON files; default bench/results
 # FRONTIER_S  seconds for the frontier, by default 270; 480 where it has a call to itself
 # PYTHON  interpreter that has torch with CUDA; default python3
+# BEFORE  the earlier tree of the suite pairs, built; PYACTCOMP_BENCH_BEFORE its commit, where it has no .git
 # PYACTCOMP_BENCH_COMMIT  the commit, where the copy has no .git folder
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -32,8 +33,9 @@ for suite in $suites; do
         frontier) timeout "$((frontier_s + 60))" "$python" -m bench frontier --budget-s "$frontier_s" --out "$out" || failed=1 ;;
         batch) timeout 100 "$python" -m bench batch --budget-s 60 --out "$out" || failed=1 ;;
         holds) timeout 300 "$python" -m bench holds --budget-s 240 --out "$out" || failed=1 ;;
+        pairs) timeout 590 "$python" -m bench pairs --before "${BEFORE:?the earlier tree}" --budget-s 540 --out "$out" || failed=1 ;;
         alloc) timeout 580 "$python" -m bench alloc --budget-s 540 --out "$out" || failed=1 ;;
-        *) echo "unknown suite '$suite'; known: tests codec overhead frontier batch holds alloc" >&2; exit 2 ;;
+        *) echo "unknown suite '$suite'; known: tests codec overhead frontier batch holds alloc pairs" >&2; exit 2 ;;
     esac
 done
 exit "$failed"

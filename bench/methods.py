@@ -138,6 +138,7 @@ METHODS = {
     for method in (
         Method(VANILLA, _vanilla),
         _ours("int8", _compress()),
+        _ours("int8-attention", _compress(attention="int8")),
         _ours("lossless", _compress(mode="lossless", head=False)),
         Method("ckpt", _checkpoint(1)),
         Method("ckpt2", _checkpoint(2)),
@@ -163,7 +164,7 @@ METHODS = {
 STAGES = (
     (VANILLA, "int8", "lossless", "ckpt"),
     ("int8+ckpt", "liger", "liger+ckpt", EXACT),
-    ("ckpt2", "int8-nohead", "int8-unfused", "int8-g128"),
+    ("ckpt2", "int8-nohead", "int8-unfused", "int8-g128", "int8-attention"),
     ("save_on_cpu",),
     ("compile",),
     ("compile0.5",),

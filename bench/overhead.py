@@ -1,8 +1,10 @@
 """Suite `overhead`: host time per saved tensor of pack and unpack, through the public context.
 
-A chain of cheap operations saves one tensor each. The host time of its forward and backward, with and without
-compression, differs by one pack and one unpack per tensor. The tensors are so small that the device keeps up;
-``drain_us``, what is left to wait for once the host is done, is recorded as evidence.
+Each link of a chain multiplies by a vector, which saves one tensor beside the vector, a leaf that is kept as it is. It
+then adds a constant, which saves nothing: a product itself would be computed again from another, not stored. The host
+time of forward and backward, with and without compression, differs by one pack and one unpack per tensor. The tensors
+are so small that the device keeps up; ``drain_us``, what is left to wait for once the host is done, is recorded as
+evidence.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from .rows import Options, Row, failure, quantile
 
 NBYTES = 256 << 10
 """Twice the size below which tensors are kept as they are; the device is done with one in a few microseconds."""
-LENGTH = 2000
+WIDTH = 1024
+LENGTH, TINY_LENGTH = 2000, 50
 ROUNDS = 7
+CHAIN = "mul-chain"
 Context = Callable[[], AbstractContextManager[object]]
+Operator = Callable[[Tensor], Tensor]
+Times = tuple[float, float, float]
 
 
 def _synchronize(device: str) -> None:
@@ -33,7 +39,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def chain(x: Tensor, length: int, context: Context, device: str) -> tuple[float, float, float]:
+def chain(operator: Operator, x: Tensor, length: int, context: Context, device: str) -> Times:
     """Return the host's microseconds per operation of forward, backward, and of waiting for the device after both."""
     upstream = torch.ones_like(x)
     x.grad = None
@@ -42,7 +48,7 @@ def chain(x: Tensor, length: int, context: Context, device: str) -> tuple[float,
     with context():
         y = x
         for _ in range(length):
-            y = torch.sin(y)
+            y = operator(y)
     marks.append(time.perf_counter())
     _synchronize(device)
     marks.append(time.perf_counter())
@@ -84,31 +90,66 @@ def launches(x: Tensor, calls: int, device: str) -> Row:
     return {name: quantile(samples, 0.5) for name, samples in rounds.items()}
 
 
+class Chains:
+    """A chain that saves one tensor per operator and one that saves nothing, each with and without compression."""
+
+    def __init__(self, device: str, length: int) -> None:
+        self.device, self.length = device, length
+        torch.manual_seed(0)
+        self.x = torch.randn(NBYTES // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device).requires_grad_()
+        self.vector = torch.ones(WIDTH, dtype=torch.bfloat16, device=device).requires_grad_()
+        self.constant = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+        # One context for all: its first forward records what a report needs, which the later ones do not.
+        self.compressed = pyactcomp.compressed()
+        self._check()
+        self.saving()
+
+    def _check(self) -> None:
+        """Raise unless each link's tensor is stored in 8 bits: all but the first one's, which is a leaf."""
+        links = 4
+        gradients = []
+        for context in (nullcontext, lambda: self.compressed):
+            chain(self._link, self.x, links, context, self.device)
+            gradients.append(self.vector.grad)
+            self.vector.grad = None
+        exact, found = gradients
+        if exact is None or found is None or torch.equal(exact, found):
+            raise RuntimeError(
+                "the gradient with compression is the exact one: nothing was compressed, nothing to time"
+            )
+        expected = (links - 1) * fmt.packed_nbytes(self.x.numel(), 8, 64)
+        if (stored := pyactcomp.report(self.compressed).stored_bytes) != expected:
+            raise RuntimeError(f"{links} links store {stored} bytes, not {expected}: not each packs one tensor")
+
+    def _link(self, y: Tensor) -> Tensor:
+        return y * self.vector + self.constant
+
+    def _both(self, operator: Operator) -> tuple[Times, Times]:
+        plain = chain(operator, self.x, self.length, nullcontext, self.device)
+        ours = chain(operator, self.x, self.length, lambda: self.compressed, self.device)
+        self.vector.grad = None
+        return plain, ours
+
+    def saving(self) -> tuple[Times, Times]:
+        """Return the times of the links, without and with compression."""
+        return self._both(self._link)
+
+    def nothing_ns(self) -> float:
+        """Return the host's nanoseconds that compression adds to the forward of an operator that saves nothing."""
+        plain, ours = self._both(lambda y: y + self.constant)
+        return (ours[0] - plain[0]) * 1e3
+
+
 def measure(options: Options) -> Row:
     """Return the figures of one row."""
     device = options.device
-    length, rounds = (50, 3) if options.tiny else (LENGTH, ROUNDS)
-    torch.manual_seed(0)
-    x = torch.randn(NBYTES // 2, dtype=torch.bfloat16, device=device).requires_grad_()
-
-    # One context for all: its first forward records what a report needs, which the later ones do not.
-    compressed = pyactcomp.compressed()
-    chain(x, 4, nullcontext, device)
-    exact = x.grad
-    chain(x, 4, lambda: compressed, device)
-    if exact is None or x.grad is None or torch.equal(exact, x.grad):
-        raise RuntimeError("the gradient with compression is the exact one: nothing was compressed, nothing to time")
-
-    chain(x, length, nullcontext, device)
-    chain(x, length, lambda: compressed, device)
-    plain, ours = [], []
-    for _ in range(rounds):
-        plain.append(chain(x, length, nullcontext, device))
-        ours.append(chain(x, length, lambda: compressed, device))
+    length, rounds = (TINY_LENGTH, 3) if options.tiny else (LENGTH, ROUNDS)
+    chains = Chains(device, length)
+    plain, ours = zip(*(chains.saving() for _ in range(rounds)), strict=True)
     pack = [b[0] - a[0] for a, b in zip(plain, ours, strict=True)]
     unpack = [b[1] - a[1] for a, b in zip(plain, ours, strict=True)]
     with torch.no_grad():
-        breakdown = launches(x.detach(), length, device)
+        breakdown = launches(chains.x.detach(), length, device)
     return {
         "tensors": length,
         "nbytes": NBYTES,
@@ -127,8 +168,8 @@ def measure(options: Options) -> Row:
 def run(options: Options) -> None:
     """Measure once per commit."""
     store = options.store("overhead")
-    key: Row = {"workload": "sin-chain", "method": "int8", "scale": "tiny" if options.tiny else "full"}
-    if (store.has(**key) and not options.again) or not options.selects("sin-chain", "int8"):
+    key: Row = {"workload": CHAIN, "method": "int8", "scale": "tiny" if options.tiny else "full"}
+    if (store.has(**key) and not options.again) or not options.selects(CHAIN, "int8"):
         return
     if not options.budget.allows(0.0):
         print("overhead: not started, the budget is used up")

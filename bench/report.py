@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import alloc_report, alloc_traces, breadth_report, frontier_report, holds_report
+from . import alloc_report, alloc_traces, breadth_report, frontier_report, holds_report, pairs_report
 from .frontier_report import METHOD_ORDER, rank
 from .rows import Row, quantile, read, select
 from .tables import conditions, figure, latest, load, on_cpu, on_gpu, reasons, section, table
@@ -101,6 +101,7 @@ TABLES = {
     **holds_report.TABLES,
     **alloc_report.TABLES,
     **breadth_report.TABLES,
+    **pairs_report.TABLES,
 }
 """The suite and the table of each block."""
 

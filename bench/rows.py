@@ -48,20 +48,20 @@ def summary(samples: Sequence[float], unit: str) -> Row:
     }
 
 
-def _output_of(*command: str) -> str | None:
+def _output_of(*command: str, folder: Path = ROOT) -> str | None:
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def _sources_digest() -> str:
+def _sources_digest(tree: Path) -> str:
     """Return a digest of the sources that a figure depends on: a commit says nothing about a dirty tree."""
     digest = hashlib.sha256()
     for folder in ("pyactcomp", "csrc", "bench"):
-        for path in sorted((ROOT / folder).rglob("*")):
+        for path in sorted((tree / folder).rglob("*")):
             if path.suffix in (".py", ".cpp", ".hpp", ".cu", ".cuh", ".h"):
-                digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+                digest.update(path.relative_to(tree).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -73,30 +73,37 @@ def _version(package: str) -> str | None:
 
 
 def _command() -> str:
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--out=")]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    """Return the command line without the paths in it, which are those of one machine."""
+    arguments = list(sys.argv[1:])
+    for option in ("--out", "--before"):
+        arguments = [a for a in arguments if not a.startswith(f"{option}=")]
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
     return " ".join(["python -m bench", *arguments])
 
 
-def provenance(device: str) -> Row:
-    """Return what a reader needs to judge or repeat a row that was measured on ``device`` ("cuda" or "cpu").
+def origin_of(tree: Path, variable: str) -> Row:
+    """Return the commit of a checkout, whether it was changed since, and the digest of its sources.
 
-    The commit of a copy without its .git folder is taken from the variable ``PYACTCOMP_BENCH_COMMIT``.
+    The commit of a copy without its own .git is taken from the environment's ``variable``.
     """
+    commit = os.environ.get(variable)
+    changes = None  # of a copy without history nobody can say: the digest tells
+    if commit is None and (tree / ".git").exists():
+        watched = ("pyactcomp", "csrc", "bench", ":!bench/results")
+        commit = _output_of("git", "rev-parse", "HEAD", folder=tree)
+        changes = _output_of("git", "status", "--porcelain", "--", *watched, folder=tree)
+    return {"commit": commit, "dirty": None if changes is None else bool(changes), "sources": _sources_digest(tree)}
+
+
+def provenance(device: str) -> Row:
+    """Return what a reader needs to judge or repeat a row that was measured on ``device`` ("cuda" or "cpu")."""
     import torch
 
-    commit = os.environ.get("PYACTCOMP_BENCH_COMMIT")
-    changes = None  # of a copy without history nobody can say: the digest tells
-    if commit is None:
-        commit = _output_of("git", "rev-parse", "HEAD")
-        changes = _output_of("git", "status", "--porcelain", "--", "pyactcomp", "csrc", "bench", ":!bench/results")
     gpu = device == "cuda"
     return {
-        "commit": commit,
-        "dirty": None if changes is None else bool(changes),
-        "sources": _sources_digest(),
+        **origin_of(ROOT, "PYACTCOMP_BENCH_COMMIT"),
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
         "cuda": torch.version.cuda if gpu else None,

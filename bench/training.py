@@ -144,6 +144,13 @@ def exactness(workload: Workload, method: Method, device: str, tiny: bool) -> Ro
     }
 
 
+def forward_bytes(trainer: Trainer) -> tuple[Tensor, int]:
+    """Return the loss of a forward, and the bytes of the GPU that are allocated as long as the loss lives."""
+    base = torch.cuda.memory_allocated()
+    loss = trainer.forward()
+    return loss, torch.cuda.memory_allocated() - base
+
+
 def memory_of_step(trainer: Trainer) -> Row:
     """Return the bytes of one step, nothing on the CPU: torch counts allocations on a GPU only."""
     if trainer.device != "cuda":
@@ -152,8 +159,7 @@ def memory_of_step(trainer: Trainer) -> Row:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
-    loss = trainer.forward()
-    act = torch.cuda.memory_allocated() - base
+    loss, act = forward_bytes(trainer)
     trainer.finish(loss)
     torch.cuda.synchronize()
     return {

@@ -80,8 +80,9 @@ def test_budget_allows_what_ends_before_it_is_used_up() -> None:
     assert rows.Budget(None).allows(1e9)
 
 
-def test_provenance_names_sources_and_command_without_the_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "codec", "--out", "/somewhere/else", "--tiny", "--out=/there"])
+def test_provenance_names_sources_and_command_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = ["--out", "/somewhere/else", "--before", "/earlier", "--out=/there", "--before=/earlier"]
+    monkeypatch.setattr(sys, "argv", ["bench", "codec", *paths[:4], "--tiny", *paths[4:]])
     monkeypatch.setenv("PYACTCOMP_BENCH_COMMIT", "abc123")
     origin = rows.provenance("cpu")
     assert origin["command"] == "python -m bench codec --tiny"
@@ -255,9 +256,9 @@ def test_overhead_reports_the_difference_per_tensor(tmp_path: Path, monkeypatch:
     calls = iter(warm_up + [figures for ours in compressed for figures in (plain, ours)])
     real_chain = overhead.chain
 
-    def chain(x: torch.Tensor, length: int, context: Any, device: str) -> tuple[float, float, float]:
+    def chain(operator: Any, x: torch.Tensor, length: int, context: Any, device: str) -> overhead.Times:
         if length == 4:
-            return real_chain(x, length, context, device)
+            return real_chain(operator, x, length, context, device)
         return next(calls)
 
     monkeypatch.setattr(overhead, "chain", chain)
@@ -273,6 +274,12 @@ def test_overhead_refuses_to_time_what_is_not_compressed(tmp_path: Path, monkeyp
     found = json.loads((tmp_path / "overhead.json").read_text())["rows"]
     assert [row["status"] for row in found] == ["error"]
     assert "nothing was compressed" in found[0]["reason"]
+
+
+def test_overhead_refuses_to_time_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead.Chains, "_link", lambda chains, y: y * chains.vector)
+    with pytest.raises(RuntimeError, match="not each packs one tensor"):
+        overhead.Chains("cpu", 4)
 
 
 # Workers

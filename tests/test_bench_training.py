@@ -124,9 +124,8 @@ def test_head_is_fused_where_the_method_says_so(name: str, monkeypatch: pytest.M
     if methods.METHODS[name].ours:
         for module in (LanguageModelLoss(nn.Linear(2, 2)), nn.Linear(2, 2)):
             methods.METHODS[name].apply(module, [])
-    assert heads == {"int8": [True, False], "int8-g128": [True, False], "int8+ckpt": [True, False]}.get(
-        name, [False, False] if methods.METHODS[name].ours else []
-    )
+    fused = name in ("int8", "int8-attention", "int8-g128", "int8+ckpt")
+    assert heads == ([fused, False] if methods.METHODS[name].ours else [])
 
 
 def test_measure_reports_the_gradient_error_of_a_lossy_method() -> None:

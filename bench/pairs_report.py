@@ -1,0 +1,86 @@
+"""The tables of this commit against an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .frontier_report import GIB, METHOD_ORDER, WORKLOAD_ORDER, rank
+from .overhead import CHAIN
+from .pairs import SIDES
+from .rows import Row, quantile
+from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+
+
+def _both(row: Row, name: str, form: str, scale: float = 1.0) -> str:
+    """Return a figure of both sides."""
+    return " / ".join(figure(row[side], name, form, scale) for side in SIDES)
+
+
+def _found(rows: Iterable[Row]) -> list[Row]:
+    found = latest(on_gpu(rows), "workload", "method").values()
+    return sorted(found, key=lambda r: (rank(WORKLOAD_ORDER, r["workload"]), rank(METHOD_ORDER, r["method"])))
+
+
+def _conditions(found: list[Row]) -> str:
+    earlier = sorted({(row["earlier"]["commit"] or row["earlier"]["sources"])[:10] for row in found})
+    return f"Before: {', '.join(earlier)}. {conditions(found)}"
+
+
+def steps_table(rows: Iterable[Row]) -> str:
+    """Return the table of training steps, before and after."""
+    found = [row for row in _found(rows) if row["workload"] != CHAIN]
+    if not found:
+        return ""
+    lines = [
+        [
+            f"`{row['workload']}`",
+            row["method"] + ("" if row["before_method"] == row["method"] else f" (before: {row['before_method']})"),
+            f"{row['ratio']:.3f} ({min(row['ratios']):.3f} to {max(row['ratios']):.3f})",
+            f"{row['spread']:.3f}, {row['itself']:.3f}",
+            _both(row, "act_bytes", ".3f", row["after"]["vanilla_act_bytes"]),
+            _both(row, "peak_minus_base_bytes", ".2f", GIB),
+            _both(row, "grad_error", ".2%"),
+        ]
+        for row in found
+        if row["status"] == "ok"
+    ]
+    header = (
+        "workload", "method", "step, x before", "before: spread, against itself", "act, x vanilla", "peak - base GiB",
+        "gradient error",
+    )  # fmt: skip
+    note = (
+        "Step: median of the ratios of pairs of turns, and their range; two processes on one GPU take turns. "
+        "Spread: the slowest turn of the earlier commit over its fastest; against itself: its odd turns over its even "
+        "ones. The other figures are before / after; act: allocated by a forward."
+    )
+    return section(table(header, lines), note, _conditions(found), reasons(found))
+
+
+def overhead_table(rows: Iterable[Row]) -> str:
+    """Return the table of the host's time per tensor, before and after."""
+    found = [row for row in _found(rows) if row["workload"] == CHAIN]
+    figures = {"us": "pack + unpack us", "pack_us": "pack us", "unpack_us": "unpack us", "nothing_ns": "nothing ns"}
+    lines = []
+    for row in found:
+        for name, label in figures.items() if row["status"] == "ok" else ():
+            series = [row[f"{side}_turns"][name] for side in SIDES]
+            lines.append([row["workload"], label, *(f"{f(s):.1f}" for s in series for f in (min, _median))])
+    if not found:
+        return ""
+    header = ["workload", "", "before, best", "median", "after, best", "median"]
+    note = (
+        "Host time per saved tensor, and (nothing) what compression adds to an operator that saves nothing; two "
+        "processes take turns."
+    )
+    return section(table(header, lines), note, _conditions(found), reasons(found))
+
+
+def _median(samples: list[float]) -> float:
+    return quantile(samples, 0.5)
+
+
+TABLES = {
+    "pairs": ("pairs", steps_table),
+    "pairs-overhead": ("pairs", overhead_table),
+}
+"""The suite and the table of each block."""
