@@ -236,7 +236,8 @@ def never_traced(function: Hook) -> Hook:
 
 def history_enabled() -> bool:
     """Return whether torch records the history of CUDA memory."""
-    return torch.version.cuda is not None and bool(torch._C._cuda_isHistoryEnabled())
+    # Before CUDA is initialised there is no allocator to ask, and torch 2.11 does not check.
+    return torch.cuda.is_initialized() and bool(torch._C._cuda_isHistoryEnabled())
 
 
 def replace_entry_points(functions: Mapping[str, Callable[..., object]]) -> None:
