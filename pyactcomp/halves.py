@@ -80,7 +80,7 @@ class _Scaled:
         offset = _scale_offset(x.numel())
         exponent = self._TOP - torch.frexp(torch.linalg.vector_norm(x, float("inf"))).exponent
         exponent = exponent.clamp_(-self._LARGEST, self._LARGEST).to(torch.float32)
-        scale = torch.exp2(exponent)
+        scale = torch.ldexp(torch.ones_like(exponent), exponent)
         torch.mul(x, scale.to(x.dtype), out=out[: 2 * x.numel()].view(torch.float16))
         out[offset:].view(torch.float32).copy_(scale.reciprocal())
 
