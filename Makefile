@@ -38,19 +38,18 @@ lint: $(VENV)/package $(VENV)/tools
 bench: $(VENV)/package
 	for suite in codec overhead frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
 
-# All samples of PyTorch's own operators and modules, in all layouts: some ten minutes for each dtype.
+# Too long for every test run: all samples of PyTorch's operators and modules in all layouts (some ten minutes for each
+# dtype), random training programs (half an hour for 10,000), and one step of every architecture (ten minutes).
 sweep: $(VENV)/package $(VENV)/tools
-	$(RUN) tests/operators.py $(ARGS)
+	$(RUN) tests/operators.py
+	$(RUN) tests/programs.py --count $(PROGRAMS)
+	$(RUN) -m bench breadth
 
 # Ten million random operations on the allocator's core, under the address and undefined-behaviour sanitizers.
 soak: $(VENV)/package
 	$(VENV)/bin/cmake -S tests/cpp -B build/soak -GNinja -DCMAKE_MAKE_PROGRAM=$(VENV)/bin/ninja -DSANITIZE=address,undefined
 	$(VENV)/bin/cmake --build build/soak
 	for seed in $$(seq 0 11); do build/soak/allocator_stress --seed $$seed --operations 833334 --every 1000; done
-
-# What is too long for every test run, one command a line: random training programs against plain torch.
-sweep: $(VENV)/package
-	$(RUN) tests/programs.py --count $(PROGRAMS) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache

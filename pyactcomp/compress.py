@@ -228,7 +228,7 @@ def compress(model: Module, **options: Any) -> Module:
     Replace or patch modules of the model before, not after: a fused module takes its neighbours for what they were.
 
     Parameters, buffers, autocast's copies of parameters, integers, floating-point tensors that do not require
-    grad, what activations with a kink save and tensors smaller than ``min_bytes`` are never compressed;
+    grad and tensors smaller than ``min_bytes`` are never compressed; what an operator needs exactly is not either;
     :func:`report` gives the reason for each tensor. In evaluation mode nothing is done.
     ``PYACTCOMP_DISABLE=1`` in the environment switches everything off.
 

@@ -100,13 +100,13 @@ _GROUPS = (
     _Group(POSITIVE, "the derivative asks where it is above zero", "relu result"),
     _Group(
         SCALED,
-        "attention computes probabilities again from it, and differences that vanish where they saturate",
-        *(f"{attention} query key value" for attention in _ATTENTIONS),
+        "attention computes probabilities again from it: an error of a score is one of its exponential",
+        *(f"{attention} query key" for attention in _ATTENTIONS),
     ),
     _Group(
         AS_CODES,
         "the derivative multiplies the incoming gradient by it, summed over a head",
-        *(f"{attention} result" for attention in _ATTENTIONS),
+        *(f"{attention} value result" for attention in _ATTENTIONS),
     ),
     _Group(
         LOG,
