@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 LAYOUTS = ("plain", "transposed", "gaps", "cast")
 FORMS = ("function", "method", "in place")
 BOUND = 0.02
+"""Largest relative L2 error over all gradients of a sample in int8."""
 LISTED = {
     name: 0.12
     for name in (
@@ -47,7 +48,6 @@ The samples of attention have scores of several hundred, where probabilities are
 small difference of two numbers that are read from codes; those of the layers have four features; of ``cov``, gradients
 that nearly cancel.
 """
-"""Largest relative L2 error over all gradients of a sample in int8."""
 
 SAME, CLOSE, ROUNDING = "bitwise the same", "within the bound", "the plain gradient is rounding"
 UNREPEATABLE = "differs from run to run without compression"

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import operators
 import pytest
 import torch
-import torch_databases
 from operators import (
     CLOSE,
     DIFFERENT,
@@ -26,14 +25,6 @@ from operators import (
     Run,
 )
 from torch import Tensor
-
-
-@pytest.fixture(autouse=True)
-def _configuration_kept() -> Iterator[None]:
-    # Samples import more of torch's tests, which freeze the flags of backends again.
-    with torch_databases.configuration_kept():
-        yield
-
 
 OPERATORS = {dtype: {each.full_name: each for each in operators.operators(dtype)} for dtype in operators.DTYPES}
 MODULES = {each.name: each for each in operators.modules()}

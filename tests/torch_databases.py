@@ -15,7 +15,7 @@ _FLAG = "__allow_nonbracketed_mutation_flag"
 
 
 @contextmanager
-def configuration_kept() -> Iterator[None]:
+def _configuration_kept() -> Iterator[None]:
     """Keep hypothesis' profile, and that flags of backends may be assigned."""
     may_assign = getattr(torch.backends, _FLAG)
     settings = sys.modules["hypothesis"].settings if "hypothesis" in sys.modules else None
@@ -28,7 +28,7 @@ def configuration_kept() -> Iterator[None]:
             settings.load_profile(profile)
 
 
-with configuration_kept():
+with _configuration_kept():
     try:
         from torch.testing._internal.common_methods_invocations import op_db as operators
         from torch.testing._internal.common_modules import module_db as modules
