@@ -28,12 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(autouse=True)
-def _flags_of_backends_may_be_set() -> None:
-    # Torch's own tests, which samples of its operators import, freeze them for the whole process.
-    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
-
-
 @pytest.fixture
 def allocator_not_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyactcomp.allocator import attach

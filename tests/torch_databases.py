@@ -17,13 +17,15 @@ _FLAG = "__allow_nonbracketed_mutation_flag"
 @contextmanager
 def _configuration_kept() -> Iterator[None]:
     """Keep hypothesis' profile, and that flags of backends may be assigned."""
-    may_assign = getattr(torch.backends, _FLAG)
+    # The module that is torch.backends stands before the one whose variable this is.
+    variables = torch.backends.flags_frozen.__globals__
+    may_assign = variables[_FLAG]
     settings = sys.modules["hypothesis"].settings if "hypothesis" in sys.modules else None
     profile = settings.get_current_profile_name() if settings is not None else ""
     try:
         yield
     finally:
-        setattr(torch.backends, _FLAG, may_assign)
+        variables[_FLAG] = may_assign
         if settings is not None:
             settings.load_profile(profile)
 
