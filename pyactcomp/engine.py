@@ -37,7 +37,7 @@ from .forms import (
 )
 from .halves import BitsKernel, half_kernel, half_nbytes
 from .kernels import Kernel
-from .layouts import Layout, layout_of
+from .layouts import Layout, layout_of, overlaps, without_expanded
 from .narrow import NarrowKernel, is_exact_cast
 from .observer import observer
 from .policy import (
@@ -502,7 +502,7 @@ class Frame:
     def _compress_with_gaps(
         self, tensor: Tensor, layout: Layout, form: Form, kernel: Kernel, reading: Reading
     ) -> Saved:
-        source = _without_expanded(tensor, layout)
+        source = without_expanded(tensor, layout)
         offset = 0
         gathered = False
         if not layout_of(source).dense:
@@ -510,7 +510,7 @@ class Frame:
             if base is not None and _shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
                 source = base
-            elif _overlaps(layout):
+            elif overlaps(layout):
                 return self._keep(tensor, OVERLAPPING)
             else:
                 gathered = True
@@ -598,21 +598,3 @@ def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:
         and base.numel() <= _LARGEST_BASE * view.numel()
         and layout_of(base).dense
     )
-
-
-def _without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return the tensor with each dimension that repeats one element (stride 0) narrowed to it."""
-    for dim, step in enumerate(layout.stride):
-        if step == 0 and layout.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _overlaps(layout: Layout) -> bool:
-    """Return whether elements may share memory, by the test that sorted strides skip all smaller dimensions."""
-    extent = 1
-    for step, length in sorted((s, n) for s, n in zip(layout.stride, layout.shape, strict=True) if n != 1):
-        if step < extent:
-            return True
-        extent = step * (length - 1) + extent
-    return False

@@ -59,3 +59,21 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return length == 0 or 0 in shape
         expected *= length
     return True
+
+
+def without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return the tensor with each dimension that repeats one element (stride 0) narrowed to it."""
+    for dim, step in enumerate(layout.stride):
+        if step == 0 and layout.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def overlaps(layout: Layout) -> bool:
+    """Return whether elements may share memory, by the test that sorted strides skip all smaller dimensions."""
+    extent = 1
+    for step, length in sorted((s, n) for s, n in zip(layout.stride, layout.shape, strict=True) if n != 1):
+        if step < extent:
+            return True
+        extent = step * (length - 1) + extent
+    return False
