@@ -351,14 +351,13 @@ class Frame:
             source = region.source()
             if source is None:
                 continue
-            form = BFLOAT16 if source.itemsize > _HALF_BYTES else ITSELF
             before = region.nbytes
-            if form is ITSELF:
-                region.store(source, ITSELF, None, source.dtype, source, 0)
+            if source.itemsize > _HALF_BYTES:
+                kernel = self.packing.kernel(source.dtype, source.device, BFLOAT16)
+                buffer = torch.empty(half_nbytes(source.numel(), BFLOAT16), dtype=torch.uint8, device=source.device)
+                region.store(source, BFLOAT16, kernel, source.dtype, buffer, 0)
             else:
-                kernel = self.packing.kernel(source.dtype, source.device, form)
-                buffer = torch.empty(half_nbytes(source.numel(), form), dtype=torch.uint8, device=source.device)
-                region.store(source, form, kernel, source.dtype, buffer, 0)
+                region.hold(source)
             if self.recorder is not None:
                 self.recorder.add_more(source, SHARPENED, region.nbytes - before)
 
@@ -415,9 +414,7 @@ class Frame:
         known = self._regions.get((tensor.data_ptr(), tensor.numel()))
         region = None if known is None else known()
         if region is not None and region.still_holds(tensor, tensor.untyped_storage(), region.stream):
-            # The same memory in the layout that was packed first.
-            whole = tensor.detach().as_strided(region.layout.shape, region.layout.stride)
-            region.store(whole, ITSELF, None, tensor.dtype, whole, 0)
+            region.hold(tensor)
         return kept
 
     def _pack_for_checkpoint(self, tensor: Tensor, saved: Tensor, reading: Reading) -> Saved:

@@ -351,6 +351,11 @@ def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored
     return Kept(stored.tensor.clone()) if copied else None
 
 
+def _shared(stored: object) -> object:
+    """Return what a stored form is a view of, or itself."""
+    return stored.region if isinstance(stored, View) else stored
+
+
 _FACTORS = frozenset({"MulBackward0", "PowBackward0"})
 _SAVING_THEIR_ROOT = frozenset({"SqrtBackward0", "RsqrtBackward0", "ReciprocalBackward0"})
 
@@ -367,7 +372,7 @@ def coded_factors(node: Node | None) -> Iterator[Region]:
         if name in _FACTORS:
             for operand in ("self", "other"):
                 stored = saved_form(node, operand)
-                shared = stored.region if isinstance(stored, View) else stored
+                shared = _shared(stored)
                 if isinstance(shared, Region) and shared.form is AS_CODES:
                     yield shared
             return
@@ -378,19 +383,19 @@ def coded_factors(node: Node | None) -> Iterator[Region]:
 
 def is_exact(stored: Stored) -> bool:
     """Return whether a stored form gives its tensor bit by bit."""
-    shared = stored.region if isinstance(stored, View) else stored
+    shared = _shared(stored)
     if isinstance(shared, Redone):
         return shared.recipe.exact
     return not isinstance(shared, Region) or shared.form is ITSELF
 
 
 def _depth(stored: Stored) -> int:
-    shared = stored.region if isinstance(stored, View) else stored
+    shared = _shared(stored)
     return shared.recipe.depth if isinstance(shared, Redone) else 0
 
 
 def _narrowed(stored: Stored) -> bool:
-    shared = stored.region if isinstance(stored, View) else stored
+    shared = _shared(stored)
     return isinstance(shared, Region) and shared.narrowed
 
 

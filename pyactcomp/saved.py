@@ -262,7 +262,7 @@ class Region(Shared):
         self,
         source: Tensor,
         form: Form,
-        kernel: Kernel | None,
+        kernel: Kernel,
         carrier: torch.dtype,
         buffer: Tensor,
         seed: int,
@@ -282,22 +282,24 @@ class Region(Shared):
         self,
         source: Tensor,
         form: Form,
-        kernel: Kernel | None,
+        kernel: Kernel,
         carrier: torch.dtype,
         buffer: Tensor,
         seed: int,
     ) -> None:
-        """Store ``source``, the tensor that is stored, in a form, or as it is without a kernel."""
+        """Store ``source``, the tensor that is stored, in a form."""
         self.form = form
         self._carrier = carrier
-        self._kernel = kernel
-        if kernel is None:
-            self._packed = source.detach()
-            return
+        self._kernel: Kernel | None = kernel
         kernel.encode(source if carrier is self.dtype else source.detach().to(carrier), buffer, seed)
         # One tensor tells what is packed and whether the original was written to. Nothing may be written to it: that
         # would count as written to the original.
         self._packed = _with_version_of(source, buffer)
+
+    def hold(self, source: Tensor) -> None:
+        """Hold ``source``, the tensor that is stored, as it is: in any shape, the same memory."""
+        self.form, self._kernel = ITSELF, None
+        self._packed = source.detach().as_strided(self.layout.shape, self.layout.stride)
 
     def source(self) -> Tensor | None:
         """Return the tensor that was stored, without a graph, if its memory is still there and was not written to."""
