@@ -39,7 +39,7 @@ from .halves import BitsKernel, half_kernel, half_nbytes
 from .kernels import Kernel
 from .layouts import Layout, layout_of, overlaps, without_expanded
 from .narrow import NarrowKernel, is_exact_cast
-from .observer import observer
+from .observer import observer, transformed
 from .policy import (
     CARRIER,
     CAST,
@@ -76,6 +76,7 @@ from .saved import (
     Same,
     Saved,
     Shapeless,
+    Storing,
     View,
     unpack,
     unpack_profiled,
@@ -86,7 +87,6 @@ from .torch_private import (
     never_traced,
     profiler_enabled,
     source_dtype,
-    transformed,
 )
 
 # A forward that saves more casts than this is a loop; looking for weight copies in it is not worth its time.
@@ -99,8 +99,8 @@ _LARGEST_BASE = 4
 # Batches of vectors, or of sequences of them, have at most so many dimensions; images have more.
 _VECTORS = 3
 _HALF_BYTES = 2
-# Sizes repeat from step to step. Not in format.py: graphs call that one with symbols, which have no hash.
-_packed_nbytes = functools.lru_cache(maxsize=4096)(fmt.packed_nbytes)
+# Shapes of a model that are remembered: where each step has new ones, the old are of no use.
+_MOST_STORINGS = 4096
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported where something was compiled; a look at who calls costs more than most of what a hook does.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -117,14 +117,36 @@ class Packing:
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
         self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
+        self._storings: dict[tuple[object, ...], Storing] = {}
 
-    def kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
-        """Return the kernel that stores ``dtype`` on ``device`` in a form; booleans take bits whatever the form."""
-        key = dtype, device, form
-        kernel = self._kernels.get(key)
+    def storing(self, tensor: Tensor, form: Form) -> Storing:
+        """Return how to store a tensor in a form; booleans take bits whatever the form. Most repeat from step to step.
+
+        Raises
+        ------
+        ImplementationUnavailableError
+            If the implementation that the configuration names does not serve the tensor's device.
+        """
+        key = tensor.size(), tensor.stride(), tensor.dtype, tensor.device, form
+        found = self._storings.get(key)
+        if found is None:
+            if len(self._storings) >= _MOST_STORINGS:
+                self._storings.clear()
+            found = self._storings[key] = self._new_storing(tensor, form)
+        return found
+
+    def _new_storing(self, tensor: Tensor, form: Form) -> Storing:
+        dtype, device, numel = tensor.dtype, tensor.device, tensor.numel()
+        kernel = self._kernels.get((dtype, device, form))
         if kernel is None:
-            kernel = self._kernels[key] = self._new_kernel(dtype, device, form)
-        return kernel
+            kernel = self._kernels[dtype, device, form] = self._new_kernel(dtype, device, form)
+        if dtype is not torch.bool and form.need == RELATIVE:
+            nbytes = half_nbytes(numel, form)
+        else:
+            bits = 1 if dtype is torch.bool or form.need == BITS else 8
+            nbytes = fmt.packed_nbytes(numel, bits, self.config.group_size)
+        carrier = CARRIER[dtype] if form.need == CODES else dtype
+        return Storing(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
 
     def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
         config = self.config
@@ -201,6 +223,7 @@ class Frame:
         "_reader",
         "_recent",
         "_regions",
+        "_saving",
         "packing",
         "policy",
         "recorder",
@@ -218,7 +241,7 @@ class Frame:
         self._held: dict[int, ref[Kept]] = {}
         self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
         self._pending_since = (0, 0)
-        self._reader = observer().reader
+        self._saving, self._reader = observer().saving, observer().reader
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Without loss most are stored as they are, and a report tells why each is.
         self._copies = not packing.lossless or recorder is not None
@@ -273,18 +296,15 @@ class Frame:
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
-        reading = self._reader(tensor)
-        if reading is False:
-            if transformed():
-                return Kept(tensor)
-            reading = observer().reader_anyway(tensor)
+        if self._saving() and transformed():
+            return Kept(tensor)
         if type(tensor) in PLAIN:
             if self.recorder is None and self._surely_kept(tensor):
                 return Kept(tensor)
-            return self._pack_plain(tensor, tensor, reading)
+            return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)
         if local is not tensor and type(local) in PLAIN:
-            return Distributed(self._pack_plain(local, tensor, reading), tensor)
+            return Distributed(self._pack_plain(local, tensor), tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
     def _surely_kept(self, tensor: Tensor) -> bool:
@@ -294,7 +314,7 @@ class Frame:
         dtype = tensor.dtype
         return not dtype.is_floating_point and dtype is not torch.bool
 
-    def _pack_plain(self, tensor: Tensor, saved: Tensor, reading: Reading | None) -> Saved:
+    def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
         """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
         if self.policy is None:
             self.policy = Policy(self._module, self._min_bytes)
@@ -303,12 +323,11 @@ class Frame:
             if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
                 self.packing.warn_of_compiled_graph()
             return self._keep(tensor, reason)
-        if reading is None:
-            reading = of_no_operator()
+        reading = self._reader(saved) or of_no_operator()
         if self._pending and reading is not CHECKPOINT:
             self._decide_pending()
         if tensor.dtype is torch.bool:
-            return self._compress(tensor, ITSELF, reading)
+            return self._compress(tensor, ITSELF)
         if not self.packing.lossless and (reading is CHECKPOINT or reading is CHECKPOINTED):
             return self._pack_for_checkpoint(tensor, saved, reading)
         return self._pack_for(tensor, saved, reading, self.packing.form_for(tensor, reading))
@@ -353,9 +372,7 @@ class Frame:
                 continue
             before = region.nbytes
             if source.itemsize > _HALF_BYTES:
-                kernel = self.packing.kernel(source.dtype, source.device, BFLOAT16)
-                buffer = torch.empty(half_nbytes(source.numel(), BFLOAT16), dtype=torch.uint8, device=source.device)
-                region.store(source, BFLOAT16, kernel, source.dtype, buffer, 0)
+                region.store(source, self.packing.storing(source, BFLOAT16), 0)
             else:
                 region.hold(source)
             if self.recorder is not None:
@@ -396,7 +413,7 @@ class Frame:
             return self._narrow(tensor, cast, reading)
         if self._held and self._is_held(tensor):
             return self._keep(tensor, HELD)
-        return self._compress(tensor, form, reading)
+        return self._compress(tensor, form)
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is kept as it is for another reader."""
@@ -471,7 +488,8 @@ class Frame:
         ):
             return self._keep_for(tensor, reading)
         kernel = _narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
-        region, added = self._region(whole, ITSELF, kernel, reading, whole.numel() * dtype.itemsize)
+        nbytes = whole.numel() * dtype.itemsize
+        region, added = self._region(whole, Storing(layout_of(whole), whole.dtype, whole.dtype, ITSELF, kernel, nbytes))
         if self.recorder is not None:
             self.recorder.add(tensor, None, added)
         if whole is tensor:
@@ -482,23 +500,21 @@ class Frame:
         index = tensor.get_device()
         return current_raw_stream(index) if index >= 0 else 0
 
-    def _compress(self, tensor: Tensor, form: Form, reading: Reading) -> Saved:
+    def _compress(self, tensor: Tensor, form: Form) -> Saved:
         try:
-            kernel = self.packing.kernel(tensor.dtype, tensor.device, form)
+            storing = self.packing.storing(tensor, form)
         except ImplementationUnavailableError:
             unserved = f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
             return self._keep(tensor, unserved)
-        layout = layout_of(tensor)
+        layout = storing.layout
         if layout.dense:
-            region, added = self._region(tensor, form, kernel, reading)
+            region, added = self._region(tensor, storing)
             if self.recorder is not None:
                 self.recorder.add(tensor, None, added)
             return region if region.layout == layout else View(region, layout, 0)
-        return self._compress_with_gaps(tensor, layout, form, kernel, reading)
+        return self._compress_with_gaps(tensor, layout, form)
 
-    def _compress_with_gaps(
-        self, tensor: Tensor, layout: Layout, form: Form, kernel: Kernel, reading: Reading
-    ) -> Saved:
+    def _compress_with_gaps(self, tensor: Tensor, layout: Layout, form: Form) -> Saved:
         source = without_expanded(tensor, layout)
         offset = 0
         gathered = False
@@ -512,18 +528,16 @@ class Frame:
             else:
                 gathered = True
                 source = tensor.detach().contiguous()
-        region, added = self._region(source, form, kernel, reading)
+        region, added = self._region(source, self.packing.storing(source, form))
         if self.recorder is not None:
             self.recorder.add(tensor, None, added)
         return Gathered(region, tensor) if gathered else View(region, layout, offset)
 
-    def _region(
-        self, source: Tensor, form: Form, kernel: Kernel, reading: Reading, nbytes: int | None = None
-    ) -> tuple[Region, int]:
+    def _region(self, source: Tensor, storing: Storing) -> tuple[Region, int]:
         """Return the packed region of a dense tensor, and the bytes that it holds more than before."""
         stream = self._stream_of(source)
-        numel = source.numel()
-        key = source.data_ptr(), numel
+        form = storing.form
+        key = source.data_ptr(), source.numel()
         known = self._regions.get(key)
         region = None if known is None else known()
         held = 0
@@ -536,24 +550,14 @@ class Frame:
                 region, held = None, 0  # neither serves the other's reader
         else:
             region = None
-        if nbytes is None:
-            nbytes = self._nbytes(source.dtype, numel, form)
-        carrier = CARRIER[source.dtype] if form.need == CODES else source.dtype
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
         seed = self.packing.seeds.next() if self.packing.stochastic else 0
-        if region is not None:
-            region.store(source, form, kernel, carrier, buffer, seed)
+        if region is None:
+            region = Region(source, storing, seed, stream, self._recent)
+            self._regions[key] = ref(region)
+        else:
+            region.store(source, storing, seed)
             region.uses += 1
-            return region, nbytes - held
-        region = Region(source, form, kernel, carrier, buffer, seed, stream, self._recent)
-        self._regions[key] = ref(region)
-        return region, nbytes
-
-    def _nbytes(self, dtype: torch.dtype, numel: int, form: Form) -> int:
-        if dtype is not torch.bool and form.need == RELATIVE:
-            return half_nbytes(numel, form)
-        bits = 1 if dtype is torch.bool or form.need == BITS else 8
-        return _packed_nbytes(numel, bits, self.packing.config.group_size)
+        return region, storing.nbytes - held
 
     def _keep(self, tensor: Tensor, reason: str, reading: Reading | None = None) -> Kept:
         if self.recorder is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ class Comparison:
         return (x <= self.low).logical_or_(x >= self.high).logical_not_()
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """How a tensor is stored.
 
     Attributes

@@ -6,17 +6,16 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import readers
+from . import readers, torch_private
 from .extensions import load
 from .forms import AS_CODES, ITSELF, Reading, strictest
 from .reader_table import DECIDING, ELEMENTWISE, READERS
-from .torch_private import running_node, transformed
 
 
 class Version(Protocol):
@@ -44,14 +43,20 @@ class Observer(Protocol):
     def stop(self) -> None:
         """Undo one start of this thread."""
 
-    def reader(self, tensor: Tensor) -> Reading | Literal[False] | None:
-        """Return how the operator that runs reads a tensor that it saves.
+    def may_be_transformed(self) -> bool:
+        """Return False where operators are surely not transformed, recorded or replaced; quick to ask."""
 
-        None outside of any operator, and False where operators may be transformed, recorded or replaced.
-        """
+    def saving(self) -> bool:
+        """Count a tensor that the running operator saves; return ``may_be_transformed()``."""
 
-    def reader_anyway(self, tensor: Tensor) -> Reading | None:
-        """Return the same, also where operators may be transformed."""
+    def reader(self, tensor: Tensor) -> Reading | None:
+        """Return how the running operator reads the tensor that was counted last; None outside of any operator."""
+
+    def bare(self, tensor: Tensor) -> Tensor:
+        """Return the memory and the version counter of a tensor without its graph, as ``detach`` does."""
+
+    def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
+        """Return bytes, not initialised, on the device of a tensor."""
 
     def version(self, tensor: Tensor) -> Version:
         """Return the version of a tensor, with its counter, without the tensor."""
@@ -72,6 +77,16 @@ def observer() -> Observer:
     library.configure(readers.of_operator, readers.of_function, readers.weakest_need, DECIDING)
     readers.on_change.append(library.forget)
     return library
+
+
+def transformed() -> bool:
+    """Return whether operators are not just run and differentiated backward; saved tensors then stay as they are."""
+    return observer().may_be_transformed() and torch_private.transformed()
+
+
+def being_traced() -> bool:
+    """Return whether make_fx records operators."""
+    return observer().may_be_transformed() and torch_private.being_traced()
 
 
 # Functions that make others run, which read all of these operands alike.
@@ -193,16 +208,28 @@ class WithoutLibrary:
         if name in _DECIDING:
             self._thread.decisions += 1
 
-    def reader(self, tensor: Tensor) -> Reading | Literal[False] | None:
-        """Return how the operator that runs reads a tensor; False where operators may be transformed."""
-        return False if transformed() else self.reader_anyway(tensor)
+    def may_be_transformed(self) -> bool:
+        """Return True: only a closer look tells."""
+        return True
+
+    def saving(self) -> bool:
+        """Return ``may_be_transformed()``; here functions that save have no positions to count."""
+        return True
+
+    def bare(self, tensor: Tensor) -> Tensor:
+        """Return the memory and the version counter of a tensor without its graph."""
+        return tensor.detach()
+
+    def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
+        """Return bytes, not initialised, on the device of a tensor."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
 
     def version(self, tensor: Tensor) -> Version:
         """Return the version of a tensor, with its counter, without the tensor."""
         return _Probe(tensor)
 
-    def reader_anyway(self, tensor: Tensor) -> Reading | None:
-        """Return how the operator that runs reads a tensor that it saves; None outside of any."""
+    def reader(self, tensor: Tensor) -> Reading | None:
+        """Return how the running operator reads a tensor that it saves; None outside of any."""
         calls = self._thread.calls
         if not calls:
             return None
@@ -228,7 +255,7 @@ class WithoutLibrary:
 
     def contradiction(self, need: int) -> str | None:
         """Return the name of the node that backward runs if it cannot need as little as ``need``."""
-        node = running_node()
+        node = torch_private.running_node()
         if node is None or _weakest(node.name()) <= need:
             return None
         return node.name()

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from .forms import AS_CODES, ITSELF
 from .layouts import arranged, layout_of
+from .observer import being_traced
 from .policy import CAST, PLAIN, RANGE_KEPT, RANGE_WALK, source
 from .policy import producer as made_by
 from .saved import (
@@ -35,7 +36,7 @@ from .saved import (
     check_reader,
     check_version,
 )
-from .torch_private import being_traced, saved_form, saves_are_dropped, top_saved_tensor_hooks
+from .torch_private import saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -162,7 +163,7 @@ class Redone(Shared):
     __slots__ = ("_saved", "dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
-        super().__init__(recipe.layout, out.device, stream, recent)
+        super().__init__(recipe.layout, out.get_device(), stream, recent)
         self.recipe = recipe
         self.dtype = dtype
         # Each cast has a version of its own, and none is the output's.

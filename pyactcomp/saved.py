@@ -16,8 +16,7 @@ from .errors import PyactcompError
 from .forms import AS_SHAPE, EXACT, ITSELF, Form
 from .kernels import Kernel
 from .layouts import Layout, layout_of
-from .narrow import NarrowKernel
-from .observer import observer
+from .observer import Version, observer
 from .torch_private import current_raw_stream, never_traced, running_node
 
 
@@ -61,39 +60,32 @@ class ModifiedError(RuntimeError):
     """Autograd's own error, of a tensor that was written to after it was saved."""
 
 
-def _modified_error(tensor: Tensor, kind: str, shape: tuple[int, ...], expected: int) -> ModifiedError:
-    """Return autograd's own error for a tensor of a type and a shape whose version counter ``tensor`` shares."""
-    return ModifiedError(_modified(f"[{kind} {list(shape)}]", tensor._version, expected))
-
-
 def check_version(tensor: Tensor, version: int) -> None:
     """Raise autograd's own error if a tensor was written to since it was at ``version``."""
     if tensor._version != version:
-        raise _modified_error(tensor, tensor.type(), tensor.shape, version)
+        raise ModifiedError(_modified(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version))
 
 
-def _with_version_of(tensor: Tensor, data: Tensor) -> Tensor:
-    """Return ``data`` with the version counter of ``tensor``, whose storage and graph it does not hold."""
-    probe = tensor.detach()
-    probe.data = data
-    return probe
+def check_unchanged(version: Version, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
+    """Raise autograd's own error if a tensor, of which these are known, was written to since its version was taken."""
+    if version.moved:
+        kind = torch.empty(0, dtype=dtype, device=device).type()
+        raise ModifiedError(_modified(f"[{kind} {list(shape)}]", version.current, version.saved))
 
 
 class Versioned:
     """The version of a tensor when it was saved, for what holds nothing else of it: the tensor is free to go."""
 
-    __slots__ = ("_dtype", "_seen")
+    __slots__ = ("_device", "_dtype", "_seen")
 
     def __init__(self, tensor: Tensor) -> None:
         self._seen = observer().version(tensor)
         self._dtype = tensor.dtype
+        self._device = tensor.device
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, shape: torch.Size) -> None:
         """Raise autograd's own error if the tensor, of a shape, was written to since."""
-        if self._seen.moved:
-            kind = torch.empty(0, dtype=self._dtype).type()
-            text = _modified(f"[{kind} {list(shape)}]", self._seen.current, self._seen.saved)
-            raise ModifiedError(text)
+        check_unchanged(self._seen, self._dtype, self._device, shape)
 
 
 def check_reader(form: Form, shape: torch.Size) -> None:
@@ -102,9 +94,12 @@ def check_reader(form: Form, shape: torch.Size) -> None:
     Only where backward itself unpacks: code that looks at what another node saved may do so.
     """
     node = observer().contradiction(form.need)
-    if node is None:
-        return
-    frame = sys._getframe(1)
+    if node is not None:
+        _refuse(node, form, shape)
+
+
+def _refuse(node: str, form: Form, shape: torch.Size) -> None:
+    frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None or frame.f_globals.get("__name__") in _BACKWARD:
@@ -124,9 +119,9 @@ class Kept:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without detach() an operator that saves its own output would hold itself, beyond the reach of gc. And what is
-        # computed again from it is to read this memory, also where a parameter's ``.data`` is other memory by then.
-        self.tensor = tensor.detach()
+        # With its graph an operator that saves its own output would hold itself, beyond the reach of gc. Recomputation
+        # must read this storage even where a parameter's ``.data`` is another by then.
+        self.tensor = observer().bare(tensor)
         self.version = tensor._version
 
     @property
@@ -155,13 +150,12 @@ class Names(Protocol):
 class Recast(Versioned):
     """Autocast's copy of a parameter, made again from the live parameter."""
 
-    __slots__ = ("_dtype", "_layout", "_names", "_of_parameter", "_offset", "_parameter")
+    __slots__ = ("_layout", "_names", "_of_parameter", "_offset", "_parameter")
 
     def __init__(self, copy: Tensor, parameter: Tensor, names: Names) -> None:
         super().__init__(copy)
         self._parameter = parameter
         self._of_parameter = parameter._version
-        self._dtype = copy.dtype
         self._layout = layout_of(copy)
         self._offset = copy.storage_offset()
         self._names = names
@@ -189,11 +183,12 @@ class Shared:
     input once; ``recent`` bounds how many such tensors are kept at a time.
     """
 
-    __slots__ = ("__weakref__", "_pending", "_recent", "_restored", "device", "layout", "stream", "uses")
+    __slots__ = ("__weakref__", "_index", "_pending", "_recent", "_restored", "layout", "stream", "uses")
 
-    def __init__(self, layout: Layout, device: torch.device, stream: int, recent: Recent) -> None:
+    def __init__(self, layout: Layout, index: int, stream: int, recent: Recent) -> None:
         self.layout = layout
-        self.device = device
+        # Of the CUDA device, -1 on others.
+        self._index = index
         self.stream = stream
         self.uses = 1
         self._pending = 0
@@ -206,11 +201,11 @@ class Shared:
 
     def _make_on_another_stream(self) -> Tensor:
         """Make the tensor on a stream that is not the one whose work it is made from."""
-        current = torch.cuda.current_stream(self.device)
+        current = torch.cuda.current_stream(self._index)
         if self.stream == 0:
-            packing: Any = torch.cuda.default_stream(self.device)
+            packing: Any = torch.cuda.default_stream(self._index)
         else:
-            packing = torch.cuda.ExternalStream(self.stream, device=self.device)  # type: ignore[no-untyped-call]
+            packing = torch.cuda.ExternalStream(self.stream, device=self._index)  # type: ignore[no-untyped-call]
         current.wait_stream(packing)
         made = self._make()
         self._hold_for(current, packing)
@@ -222,8 +217,7 @@ class Shared:
 
     def restore(self) -> Tensor:
         """Return the tensor with the layout that was saved first."""
-        index = self.device.index
-        if self.device.type == "cuda" and current_raw_stream(index) != self.stream:
+        if self._index >= 0 and current_raw_stream(self._index) != self.stream:
             return self._make_on_another_stream()
         return self._make() if self.uses == 1 else self._restore_shared()
 
@@ -250,55 +244,59 @@ Recent = deque[ref[Shared]]
 """The shared tensors that were made last and may still be kept."""
 
 
+class Storing(NamedTuple):
+    """How tensors of one layout are stored in a form.
+
+    Attributes
+    ----------
+    layout : Layout
+        Of the tensor.
+    dtype, carrier : torch.dtype
+        Of the tensor, and of what the kernel packs.
+    form : Form
+    kernel : Kernel
+    nbytes : int
+        Of the buffer.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    carrier: torch.dtype
+    form: Form
+    kernel: Kernel
+    nbytes: int
+
+
 class Region(Shared):
     """A packed piece of memory: the elements of one dense tensor in storage order.
 
     Several saved tensors may be views of it. Where a later reader needs it more exactly, it is stored anew for all.
     """
 
-    __slots__ = ("_carrier", "_kernel", "_packed", "_version", "address", "dtype", "form", "storage")
+    __slots__ = ("_packed", "_storing", "_version", "address", "dtype", "form", "storage")
 
-    def __init__(
-        self,
-        source: Tensor,
-        form: Form,
-        kernel: Kernel,
-        carrier: torch.dtype,
-        buffer: Tensor,
-        seed: int,
-        stream: int,
-        recent: Recent,
-    ) -> None:
-        super().__init__(layout_of(source), source.device, stream, recent)
-        self.dtype = source.dtype
+    def __init__(self, source: Tensor, storing: Storing, seed: int, stream: int, recent: Recent) -> None:
+        super().__init__(storing.layout, source.get_device(), stream, recent)
+        self.dtype = storing.dtype
         # The Python object of a storage lives exactly as long as the storage. Where this reference still gives it,
         # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
         self.storage = ref(source.untyped_storage())
         self.address = source.data_ptr()
-        self._version = source._version
-        self.store(source, form, kernel, carrier, buffer, seed)
+        self._version = observer().version(source)
+        self.store(source, storing, seed)
 
-    def store(
-        self,
-        source: Tensor,
-        form: Form,
-        kernel: Kernel,
-        carrier: torch.dtype,
-        buffer: Tensor,
-        seed: int,
-    ) -> None:
+    def store(self, source: Tensor, storing: Storing, seed: int) -> None:
         """Store ``source``, the tensor that is stored, in a form."""
-        self.form = form
-        self._carrier = carrier
-        self._kernel: Kernel | None = kernel
+        buffer = observer().buffer(source, storing.nbytes)
+        carrier, kernel = storing.carrier, storing.kernel
         kernel.encode(source if carrier is self.dtype else source.detach().to(carrier), buffer, seed)
-        # One tensor tells what is packed and whether the original was written to. Nothing may be written to it: that
-        # would count as written to the original.
-        self._packed = _with_version_of(source, buffer)
+        self.form = storing.form
+        self._storing: Storing | None = storing
+        self._packed = buffer
 
     def hold(self, source: Tensor) -> None:
         """Hold ``source``, the tensor that is stored, as it is: in any shape, the same memory."""
-        self.form, self._kernel = ITSELF, None
+        self.form, self._storing = ITSELF, None
         self._packed = source.detach().as_strided(self.layout.shape, self.layout.stride)
 
     def source(self) -> Tensor | None:
@@ -306,9 +304,9 @@ class Region(Shared):
         storage = self.storage()
         if storage is None or not self.unchanged:
             return None
-        bare = torch.empty(0, dtype=self.dtype, device=self.device)
+        bare = torch.empty(0, dtype=self.dtype, device=self._packed.device)
         offset = (self.address - storage.data_ptr()) // self.dtype.itemsize
-        return _with_version_of(self._packed, bare.set_(storage, offset, self.layout.shape, self.layout.stride))
+        return bare.set_(storage, offset, self.layout.shape, self.layout.stride)
 
     @property
     def nbytes(self) -> int:
@@ -318,27 +316,28 @@ class Region(Shared):
     @property
     def narrowed(self) -> bool:
         """Whether it holds the elements themselves, in a narrower dtype."""
-        return self.form is ITSELF and isinstance(self._kernel, NarrowKernel)
+        return self.form is ITSELF and self._storing is not None
 
     @property
     def unchanged(self) -> bool:
         """Whether the original has not been written to since."""
-        return self._packed._version == self._version
+        return not self._version.moved
 
     def still_holds(self, source: Tensor, storage: torch.UntypedStorage, stream: int) -> bool:
         """Return whether what is packed is, provably, what ``source`` holds now at the same address and length."""
+        version = self._version
         return (
             self.storage() is storage
-            and self._version == source._version == self._packed._version
+            and not version.moved
+            and version.saved == source._version
             and self.dtype is source.dtype
             and self.stream == stream
         )
 
     def restore(self) -> Tensor:
         """Return the restored tensor with the layout that was packed first."""
-        if self._packed._version != self._version:
-            kind = self._packed.new_empty(0, dtype=self.dtype).type()
-            raise _modified_error(self._packed, kind, self.layout.shape, self._version)
+        if self._version.moved:
+            check_unchanged(self._version, self.dtype, self._packed.device, self.layout.shape)
         if self.form.need != EXACT:
             check_reader(self.form, self.layout.shape)
         return super().restore()
@@ -347,11 +346,12 @@ class Region(Shared):
         self._packed.record_stream(current)
 
     def _make(self) -> Tensor:
-        if self._kernel is None:
+        storing = self._storing
+        if storing is None:
             return self._packed
-        out = self._packed.new_empty_strided(self.layout.shape, self.layout.stride, dtype=self._carrier)
-        self._kernel.decode(self._packed, out)
-        return out if self._carrier is self.dtype else out.to(self.dtype)
+        out = self._packed.new_empty_strided(self.layout.shape, self.layout.stride, dtype=storing.carrier)
+        storing.kernel.decode(self._packed, out)
+        return out if storing.carrier is self.dtype else out.to(self.dtype)
 
 
 class View:
@@ -388,13 +388,11 @@ class Same(Versioned):
 class Shapeless(Versioned):
     """A saved tensor of which backward reads the shape alone."""
 
-    __slots__ = ("_device", "_dtype", "_layout")
+    __slots__ = ("_layout",)
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._layout = layout_of(tensor)
-        self._dtype = tensor.dtype
-        self._device = tensor.device
 
     def restore(self) -> Tensor:
         """Return memory of its layout, as it is, while backward runs; elsewhere NaN, for who looks at the values."""

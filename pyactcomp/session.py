@@ -14,9 +14,10 @@ from torch.nn import Module
 from .config import Config
 from .engine import Frame, Packing
 from .errors import HookConflictError
+from .observer import transformed
 from .record import Recorder
 from .seeds import Seeds
-from .torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks, transformed
+from .torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks
 
 
 def _close_abandoned() -> None:

@@ -247,7 +247,7 @@ def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str) -> 
     yes, no = {"above": (2.0, -2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
     comparison = Comparison(relation, -0.5, 0.5, yes, no)  # type: ignore[arg-type]
     packing = pyactcomp.engine.Packing(pyactcomp.Config())
-    kernel = packing.kernel(torch.float32, torch.device("cpu"), Form("1 bit", 1, comparison))
+    kernel = packing.storing(torch.empty(1), Form("1 bit", 1, comparison)).kernel
     assert isinstance(kernel, BitsKernel)
     x = torch.tensor([math.nan, -math.inf, -1.0, -0.5, 0.0, 0.5, 1.0, math.inf])
     low, high = x > -0.5, x < 0.5

@@ -45,6 +45,7 @@ def saves(of: Observer) -> Iterator[list[tuple[Tensor, Reading | None]]]:
     seen: list[tuple[Tensor, Reading | None]] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        of.saving()
         seen.append((tensor, of.reader(tensor)))
         return tensor
 

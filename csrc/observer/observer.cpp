@@ -3,9 +3,11 @@
 // Torch calls `begin` and `end` around every operator of a thread that observes (at::RecordFunction). A saved-tensor
 // hook runs inside the operator that saves, so the innermost call is the reader. Begin runs without the GIL, so all
 // that needs Python waits for `reader`. It is compiled for one release of torch, as _torch_allocator is.
+#include <ATen/RedispatchFunctions.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,8 +15,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <typeindex>
@@ -300,18 +304,33 @@ bool special() {
          torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
-PyObject* reader_anyway(PyObject*, PyObject* object) {
-  if (!THPVariable_Check(object)) {
-    PyErr_Format(PyExc_TypeError, "reader expects a torch.Tensor, got %s", Py_TYPE(object)->tp_name);
-    return nullptr;
-  }
+/// Return the tensor that a Python object is, or null with an error set.
+const at::Tensor* tensor_of(PyObject* object) {
+  if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
+  PyErr_Format(PyExc_TypeError, "a torch.Tensor was expected, got %s", Py_TYPE(object)->tp_name);
+  return nullptr;
+}
+
+PyObject* may_be_transformed(PyObject*, PyObject*) { return PyBool_FromLong(special()); }
+
+/// Count a tensor that the running operator saves; return whether operators may be transformed or replaced.
+PyObject* saving(PyObject*, PyObject*) {
+  if (!thread.calls.empty()) ++thread.calls.back().saves;
+  return PyBool_FromLong(special());
+}
+
+PyObject* reader(PyObject*, PyObject* object) {
+  const at::Tensor* const tensor = tensor_of(object);
+  if (!tensor) return nullptr;
   if (thread.calls.empty() || !thread.calls.back().op) Py_RETURN_NONE;
   Operator& op = *thread.calls.back().op;
-  const long position = thread.calls.back().saves++;
-  if (op.is_function) return PyObject_CallFunction(resolve_function.get(), "sl", op.name.c_str(), position);
+  if (op.is_function) {
+    const long position = std::max(thread.calls.back().saves - 1, 0L);
+    return PyObject_CallFunction(resolve_function.get(), "sl", op.name.c_str(), position);
+  }
   if (!op.resolved && !resolve(op)) return nullptr;
   const Call& call = thread.calls.back();
-  const Found found = match(call, *THPVariable_Unpack(object).unsafeGetTensorImpl());
+  const Found found = match(call, *tensor->unsafeGetTensorImpl());
   if (!op.by_scalars) return found.reading->object.new_reference();
   PyObject* values = values_of(call);
   if (!values) return nullptr;
@@ -319,9 +338,57 @@ PyObject* reader_anyway(PyObject*, PyObject* object) {
   return given;
 }
 
-PyObject* reader(PyObject* module, PyObject* object) {
-  if (special()) Py_RETURN_FALSE;
-  return reader_anyway(module, object);
+/// Return the same memory and version counter as another tensor, without its graph: `detach()` that nobody observes.
+PyObject* bare(PyObject*, PyObject* object) {
+  const at::Tensor* const tensor = tensor_of(object);
+  if (!tensor) return nullptr;
+  try {
+    const bool plain = THPVariable_CheckExact(object) && !special();
+    return THPVariable_Wrap(plain ? tensor->tensor_data() : tensor->detach());
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+/// Lets other threads of Python run while it lives: an allocation may wait for the device.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+at::Tensor empty_bytes(std::int64_t size, const at::Tensor& beside) {
+  const WithoutGil released;
+  const auto options = beside.options().dtype(at::kByte).requires_grad(false).memory_format(std::nullopt);
+  // A redispatch is what no callback observes; to box the arguments for ours takes longer than a cached allocation.
+  if (!special() && (beside.is_cpu() || beside.is_cuda())) {
+    const auto key = beside.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+    return at::redispatch::empty(c10::DispatchKeySet(key), {size}, options);
+  }
+  return at::empty({size}, options);
+}
+
+/// buffer(tensor, nbytes): return so many bytes on a tensor's device, not initialised.
+PyObject* buffer(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_Format(PyExc_TypeError, "buffer expects a tensor and a number of bytes, got %zd arguments", count);
+    return nullptr;
+  }
+  const at::Tensor* const tensor = tensor_of(arguments[0]);
+  const long long size = tensor ? PyLong_AsLongLong(arguments[1]) : -1;
+  if (PyErr_Occurred()) return nullptr;
+  try {
+    return THPVariable_Wrap(empty_bytes(size, *tensor));
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
 }
 
 /// The version of a tensor when it was saved, and its counter, without the tensor.
@@ -369,14 +436,12 @@ PyType_Spec version_spec = {"pyactcomp._observer.Version", sizeof(Version), 0,
 PyTypeObject* version_type = nullptr;
 
 PyObject* version(PyObject*, PyObject* object) {
-  if (!THPVariable_Check(object)) {
-    PyErr_Format(PyExc_TypeError, "version expects a torch.Tensor, got %s", Py_TYPE(object)->tp_name);
-    return nullptr;
-  }
+  const at::Tensor* const tensor = tensor_of(object);
+  if (!tensor) return nullptr;
   PyObject* made = version_type->tp_alloc(version_type, 0);
   if (!made) return nullptr;
   Version& held = *reinterpret_cast<Version*>(made);
-  new (&held.counter) c10::VariableVersion(torch::autograd::impl::version_counter(THPVariable_Unpack(object)));
+  new (&held.counter) c10::VariableVersion(torch::autograd::impl::version_counter(*tensor));
   held.saved = held.counter.current_version();
   return made;
 }
@@ -468,10 +533,12 @@ PyMethodDef methods[] = {
     {"forget", forget, METH_NOARGS, "Ask the table again: it has changed."},
     {"start", start, METH_NOARGS, "Observe the operators of this thread, until as many stops."},
     {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
-    {"reader", reader, METH_O,
-     "Return what the running operator needs of a tensor that it saves; None outside of any, False where operators may "
-     "be transformed or replaced."},
-    {"reader_anyway", reader_anyway, METH_O, "Return the same, also there."},
+    {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
+    {"saving", saving, METH_NOARGS, "Count a tensor that the running operator saves; return may_be_transformed()."},
+    {"reader", reader, METH_O, "Return how the running operator reads a tensor that it saves; None outside of any."},
+    {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
+    {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
+     "Return a number of bytes, not initialised, on the device of a tensor."},
     {"version", version, METH_O, "Return the version of a tensor, with its counter, without the tensor."},
     {"progress", progress, METH_NOARGS,
      "Return the number of calls in this thread, of decisions, and of decisions before the running call."},

@@ -16,18 +16,17 @@ from ..codec import Impl, Packed, Rounding
 from ..errors import PyactcompError, check_choice
 from ..forms import SCALED
 from ..halves import half_kernel, half_nbytes
+from ..observer import being_traced, observer, transformed
 from ..policy import PLAIN
 from ..redo import stand_for
 from ..saved import Versioned
 from ..seeds import calls, second_of
 from ..torch_private import (
-    being_traced,
     dispatch_mode_active,
     forward_ad_active,
-    has_no_memory,
     inside_functorch,
+    is_batch,
     saves_are_dropped,
-    transformed,
     under_checkpoint,
 )
 
@@ -125,8 +124,8 @@ class Saving:
         """
         return (
             type(x) in PLAIN
-            and not has_no_memory(x)
-            and not being_traced()
+            and not _replaced()
+            and not is_batch(x)
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and x.numel() > 0
             and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))
@@ -156,7 +155,16 @@ def _triton_serves(impl: Impl, device: torch.device) -> bool:
 
 def _traced() -> bool:
     """Return whether a graph is being recorded, which may have symbols for sizes and sees no kernel called directly."""
-    return torch.compiler.is_compiling() or dispatch_mode_active() or being_traced() or inside_functorch()
+    if torch.compiler.is_compiling():
+        return True
+    return observer().may_be_transformed() and (dispatch_mode_active() or being_traced() or inside_functorch())
+
+
+def _replaced() -> bool:
+    """Return whether a kernel called directly would not be recorded, or be given tensors without memory."""
+    if torch.compiler.is_compiling():
+        return inside_functorch()
+    return observer().may_be_transformed() and (inside_functorch() or being_traced())
 
 
 def _restore(packed: Packed, impl: Impl) -> Restore:
@@ -190,7 +198,7 @@ def begin(ctx: Any, *read: Tensor | None) -> None:
     ctx.set_materialize_grads(False)
     if under_checkpoint() or transformed():
         return
-    ctx.read = [(Versioned(t), t.shape) for t in read if t is not None and type(t) in PLAIN]
+    ctx.read = [(Versioned(t), t.size()) for t in read if t is not None and type(t) in PLAIN]
 
 
 def differentiable_once(backward: Backward) -> Backward:
@@ -203,7 +211,7 @@ def differentiable_once(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.compiler.is_compiling():
-            if all(grad is None for grad in grads):
+            if grads[0] is None and all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
             for saved, shape in getattr(ctx, "read", ()):
                 saved.check(shape)
@@ -219,9 +227,12 @@ def differentiable_once(backward: Backward) -> Backward:
 
 def recorded(*tensors: Tensor | None) -> bool:
     """Return whether autograd will want a gradient for one of the tensors, going back alone: forward it asks torch."""
-    return (
-        torch.is_grad_enabled() and not forward_ad_active() and any(t is not None and t.requires_grad for t in tensors)
-    )
+    if not torch.is_grad_enabled() or forward_ad_active():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def check_float_tensor(name: str, x: Tensor | None) -> None:

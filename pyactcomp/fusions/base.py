@@ -10,8 +10,8 @@ from torch.nn import Module
 
 from ..codec import Impl, Rounding
 from ..config import Config
+from ..observer import transformed
 from ..seeds import Seeds
-from ..torch_private import transformed
 
 ATTRIBUTE = "_pyactcomp_fusing"
 
