@@ -146,7 +146,7 @@ class Packing:
             bits = 1 if dtype is torch.bool or form.need == BITS else 8
             nbytes = fmt.packed_nbytes(numel, bits, self.config.group_size)
         carrier = CARRIER[dtype] if form.need == CODES else dtype
-        return Storing(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
+        return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
 
     def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
         config = self.config
@@ -299,20 +299,17 @@ class Frame:
         if self._saving() and transformed():
             return Kept(tensor)
         if type(tensor) in PLAIN:
-            if self.recorder is None and self._surely_kept(tensor):
-                return Kept(tensor)
+            if self.recorder is None:  # else the reason is wanted
+                dtype = tensor.dtype
+                if (tensor.layout is torch.strided and tensor.nbytes < self._min_bytes) or not (
+                    dtype.is_floating_point or dtype is torch.bool
+                ):
+                    return Kept(tensor)
             return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)
         if local is not tensor and type(local) in PLAIN:
             return Distributed(self._pack_plain(local, tensor), tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
-
-    def _surely_kept(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is kept whatever it is, where nobody asks for the reason."""
-        if tensor.layout is torch.strided and tensor.nbytes < self._min_bytes:
-            return True
-        dtype = tensor.dtype
-        return not dtype.is_floating_point and dtype is not torch.bool
 
     def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
         """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
@@ -489,7 +486,9 @@ class Frame:
             return self._keep_for(tensor, reading)
         kernel = _narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
         nbytes = whole.numel() * dtype.itemsize
-        region, added = self._region(whole, Storing(layout_of(whole), whole.dtype, whole.dtype, ITSELF, kernel, nbytes))
+        region, added = self._region(
+            whole, Storing.of(layout_of(whole), whole.dtype, whole.dtype, ITSELF, kernel, nbytes)
+        )
         if self.recorder is not None:
             self.recorder.add(tensor, None, added)
         if whole is tensor:

@@ -58,6 +58,9 @@ class Observer(Protocol):
     def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
         """Return bytes, not initialised, on the device of a tensor."""
 
+    def empty_as(self, like: Tensor, beside: Tensor, /) -> Tensor:
+        """Return memory, not initialised, of the layout and dtype of one tensor on the device of another."""
+
     def version(self, tensor: Tensor) -> Version:
         """Return the version of a tensor, with its counter, without the tensor."""
 
@@ -223,6 +226,10 @@ class WithoutLibrary:
     def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
         """Return bytes, not initialised, on the device of a tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+
+    def empty_as(self, like: Tensor, beside: Tensor, /) -> Tensor:
+        """Return memory, not initialised, of the layout and dtype of one tensor on the device of another."""
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=beside.device)
 
     def version(self, tensor: Tensor) -> Version:
         """Return the version of a tensor, with its counter, without the tensor."""

@@ -187,12 +187,11 @@ class Policy:
         self._module = module
         self._owned: dict[int, Tensor] | None = None
 
-    def _owns(self, tensor: Tensor) -> bool:
-        """Return whether the module owns a tensor's storage."""
+    def _owns(self, address: int) -> bool:
+        """Return whether the module owns the storage at an address."""
         if self._owned is None:
             tensors = owned_tensors(self._module) if self._module is not None else ()
             self._owned = {_address(each): each for each in tensors if each.layout is _STRIDED}
-        address = tensor.untyped_storage().data_ptr()
         owner = self._owned.get(address)
         # FSDP frees a parameter's memory, which others get then.
         return owner is not None and address != 0 and _address(owner) == address
@@ -213,8 +212,10 @@ class Policy:
             return f"layout {tensor.layout}"
         if tensor.is_nested:
             return NESTED
-        if would_copy and self._owns(tensor):
-            return PARAMETER
+        if would_copy:
+            address = tensor.untyped_storage().data_ptr()
+            if (self._owned is None or address in self._owned) and self._owns(address):
+                return PARAMETER
         base = saved._base
         owner = saved if base is None else base
         if type(owner) is not Tensor and isinstance(owner, Parameter):

@@ -257,6 +257,8 @@ class Storing(NamedTuple):
     kernel : Kernel
     nbytes : int
         Of the buffer.
+    like : Tensor
+        Without memory, of the layout and the carrier's dtype.
     """
 
     layout: Layout
@@ -265,6 +267,15 @@ class Storing(NamedTuple):
     form: Form
     kernel: Kernel
     nbytes: int
+    like: Tensor
+
+    @classmethod
+    def of(
+        cls, layout: Layout, dtype: torch.dtype, carrier: torch.dtype, form: Form, kernel: Kernel, nbytes: int
+    ) -> Storing:
+        """Return how to store tensors of a layout."""
+        like = torch.empty_strided(layout.shape, layout.stride, dtype=carrier, device="meta")
+        return cls(layout, dtype, carrier, form, kernel, nbytes, like)
 
 
 class Region(Shared):
@@ -349,7 +360,7 @@ class Region(Shared):
         storing = self._storing
         if storing is None:
             return self._packed
-        out = self._packed.new_empty_strided(self.layout.shape, self.layout.stride, dtype=storing.carrier)
+        out = observer().empty_as(storing.like, self._packed)
         storing.kernel.decode(self._packed, out)
         return out if storing.carrier is self.dtype else out.to(self.dtype)
 

@@ -49,7 +49,7 @@ ALLOWED = {
     "redo": BOTTOM | {"forms", "layouts", "observer", "policy", "saved"},
     "narrow": KERNELS,
     "halves": KERNELS | {"forms", "narrow"},
-    "saved": BOTTOM | KERNELS | {"forms", "layouts", "narrow", "observer"},
+    "saved": BOTTOM | KERNELS | {"forms", "layouts", "observer"},
     "observer": {"extensions", "forms", "reader_table", "readers", "torch_private"},
     "readers": {"errors", "forms", "reader_table"},
     "reader_table": {"forms"},

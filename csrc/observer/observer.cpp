@@ -363,15 +363,14 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-at::Tensor empty_bytes(std::int64_t size, const at::Tensor& beside) {
+/// Return memory beside a tensor, not initialised. No callback observes a redispatch: to box the arguments for ours
+/// takes longer than a cached allocation.
+at::Tensor empty(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtype, const at::Tensor& beside) {
   const WithoutGil released;
-  const auto options = beside.options().dtype(at::kByte).requires_grad(false).memory_format(std::nullopt);
-  // A redispatch is what no callback observes; to box the arguments for ours takes longer than a cached allocation.
-  if (!special() && (beside.is_cpu() || beside.is_cuda())) {
-    const auto key = beside.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
-    return at::redispatch::empty(c10::DispatchKeySet(key), {size}, options);
-  }
-  return at::empty({size}, options);
+  const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
+  if (special() || !(beside.is_cpu() || beside.is_cuda())) return at::empty_strided(shape, stride, options);
+  const c10::DispatchKeySet keys(beside.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  return at::redispatch::empty_strided(keys, shape, stride, options);
 }
 
 /// buffer(tensor, nbytes): return so many bytes on a tensor's device, not initialised.
@@ -381,10 +380,27 @@ PyObject* buffer(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return nullptr;
   }
   const at::Tensor* const tensor = tensor_of(arguments[0]);
-  const long long size = tensor ? PyLong_AsLongLong(arguments[1]) : -1;
+  const std::int64_t size = tensor ? PyLong_AsLongLong(arguments[1]) : -1;
   if (PyErr_Occurred()) return nullptr;
   try {
-    return THPVariable_Wrap(empty_bytes(size, *tensor));
+    return THPVariable_Wrap(empty({size}, {1}, at::kByte, *tensor));
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+/// empty_as(like, beside): return memory of the layout and dtype of one tensor on the device of another.
+PyObject* empty_as(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_Format(PyExc_TypeError, "empty_as expects two tensors, got %zd arguments", count);
+    return nullptr;
+  }
+  const at::Tensor* const like = tensor_of(arguments[0]);
+  const at::Tensor* const beside = like ? tensor_of(arguments[1]) : nullptr;
+  if (!beside) return nullptr;
+  try {
+    return THPVariable_Wrap(empty(like->sizes(), like->strides(), like->scalar_type(), *beside));
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
@@ -539,6 +555,8 @@ PyMethodDef methods[] = {
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
      "Return a number of bytes, not initialised, on the device of a tensor."},
+    {"empty_as", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_as)), METH_FASTCALL,
+     "Return memory, not initialised, of the layout and dtype of one tensor on the device of another."},
     {"version", version, METH_O, "Return the version of a tensor, with its counter, without the tensor."},
     {"progress", progress, METH_NOARGS,
      "Return the number of calls in this thread, of decisions, and of decisions before the running call."},
