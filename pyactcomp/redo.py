@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .forms import AS_CODES, ITSELF
 from .layouts import arranged, layout_of
-from .observer import being_traced
+from .observer import being_traced, observer
 from .policy import CAST, PLAIN, RANGE_KEPT, RANGE_WALK, source
 from .policy import producer as made_by
 from .saved import (
@@ -210,7 +210,8 @@ def held(parameter: Tensor | None) -> Tensor | None:
     """
     if parameter is None:
         return None
-    return parameter.detach().clone() if _may_be_freed() else parameter.detach()
+    bare = observer().bare(parameter)
+    return bare.clone() if _may_be_freed() else bare
 
 
 def _may_be_freed() -> bool:

@@ -111,15 +111,15 @@ Registry& registry() {
 // Given by `configure`.
 Object resolve_operator, resolve_function, weakest_need;
 
-Operator* find(const char* name, const char* overload) {
+Operator* find(Thread& here, const char* name, const char* overload) {
   Registry& all = registry();
-  if (thread.generation != all.generation) {
-    thread.known.clear();
-    thread.generation = all.generation;
+  if (here.generation != all.generation) {
+    here.known.clear();
+    here.generation = all.generation;
   }
-  const auto known = thread.known.find(name);
+  const auto known = here.known.find(name);
   // A class of autograd functions may be gone, and its name's memory another's.
-  if (known != thread.known.end() && known->second->name == name) return known->second;
+  if (known != here.known.end() && known->second->name == name) return known->second;
   const std::lock_guard<std::mutex> lock(all.mutex);
   auto& entry = all.operators[std::string(name) + '.' + overload];
   if (!entry) {
@@ -129,20 +129,20 @@ Operator* find(const char* name, const char* overload) {
     entry->is_function = entry->name.find("::") == std::string::npos;
     entry->decides = all.deciding.count(entry->name) != 0;
   }
-  thread.known[name] = entry.get();
+  here.known[name] = entry.get();
   return entry.get();
 }
 
-void capture(const c10::IValue& value, size_t index, bool values) {
+void capture(Thread& here, const c10::IValue& value, size_t index, bool values) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
-    if (tensor.defined()) thread.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
+    if (tensor.defined()) here.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
   } else if (value.isTensorList()) {
     for (const at::Tensor& tensor : value.toTensorVector()) {
-      thread.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
+      here.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
     }
   } else if (values && (value.isScalar() || value.isString() || value.isNone())) {
-    thread.values.push_back({index, value});
+    here.values.push_back({index, value});
   }
 }
 
@@ -151,26 +151,30 @@ bool is_floating(const c10::IValue& value) {
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+  Thread& here = thread;  // each use of a thread's own variable calls a function
   // First, so that every end finds its call, also where the rest throws.
-  thread.calls.push_back({nullptr, thread.arguments.size(), thread.values.size(), thread.decisions, 0});
-  ++thread.serial;
-  Operator* const op = find(function.name(), function.overload_name());
-  thread.calls.back().op = op;
+  here.calls.push_back({nullptr, here.arguments.size(), here.values.size(), here.decisions, 0});
+  ++here.serial;
+  Operator* const op = find(here, function.name(), function.overload_name());
+  here.calls.back().op = op;
   const auto inputs = function.inputs();
-  if (op->decides && !inputs.empty() && is_floating(inputs[0])) ++thread.decisions;
+  if (op->decides && !inputs.empty() && is_floating(inputs[0])) ++here.decisions;
   if (op->captures) {
     for (size_t index = 0; index < inputs.size(); ++index)
-      capture(inputs[index], index, !op->resolved || op->by_scalars);
+      capture(here, inputs[index], index, !op->resolved || op->by_scalars);
   }
   return nullptr;
 }
 
 void end(const at::RecordFunction&, at::ObserverContext*) {
-  if (thread.calls.empty()) return;
-  const Call& call = thread.calls.back();
-  thread.arguments.resize(call.first_argument);
-  thread.values.erase(thread.values.begin() + static_cast<std::ptrdiff_t>(call.first_value), thread.values.end());
-  thread.calls.pop_back();
+  Thread& here = thread;
+  if (here.calls.empty()) return;
+  const Call& call = here.calls.back();
+  here.arguments.resize(call.first_argument);
+  if (here.values.size() > call.first_value) {
+    here.values.erase(here.values.begin() + static_cast<std::ptrdiff_t>(call.first_value), here.values.end());
+  }
+  here.calls.pop_back();
 }
 
 bool read(PyObject* object, Reading& reading) {
