@@ -51,6 +51,31 @@ def elementwise_layout(first: Layout, second: Layout) -> Layout:
     return layout_of(a + b)
 
 
+@functools.lru_cache(maxsize=1024)
+def suggested_layout(layout: Layout) -> Layout:
+    """Return the layout of a copy in the memory format that torch sees in the strides of ``layout``, as cuDNN takes it.
+
+    ``Tensor::suggest_memory_format`` has no binding. It is a channels-last format where strides ascend from channels
+    over the last dimensions to the first, with or without gaps, and the contiguous format elsewhere.
+    """
+    empty = torch.empty(layout.shape, device="meta")
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if len(layout.shape) in formats and _ascends_from_channels(layout):
+        return layout_of(empty.to(memory_format=formats[len(layout.shape)]))
+    return layout_of(empty)
+
+
+def _ascends_from_channels(layout: Layout) -> bool:
+    extent, channels = 0, layout.stride[1]
+    for dim in (1, *reversed(range(2, len(layout.shape))), 0):
+        length, step = layout.shape[dim], layout.stride[dim]
+        # Where all but the first dimension have one element, strides say nothing.
+        if length == 0 or step < max(extent, 1) or (dim == 0 and extent == channels):
+            return False
+        extent = step * length
+    return True
+
+
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether elements fill their extent exactly once, in whatever order of dimensions."""
     expected = 1

@@ -35,6 +35,7 @@ __all__ = [
     "is_batch",
     "module_hooks_are_global",
     "never_traced",
+    "normalises_by_cudnn",
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
@@ -159,6 +160,13 @@ def transformed() -> bool:
 def profiler_enabled() -> bool:
     """Return whether a torch profiler is recording."""
     return profiler._is_profiler_enabled
+
+
+def normalises_by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
+    """Return whether torch's batch norm of ``x``, with both parameters and in training mode, runs cuDNN's kernel."""
+    # Of the running statistics it asks whether both are there or neither is; the binding takes no None.
+    backend = torch._C._select_batch_norm_backend(x, weight, bias, weight, bias, True, eps)
+    return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
 
 
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
@@ -374,6 +382,16 @@ def _test_raw_stream() -> None:
         assert current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
 
 
+def _test_batch_norm_backend() -> None:
+    parameter = torch.ones(2)
+    assert not normalises_by_cudnn(torch.zeros(2, 2, 2, 2), parameter, parameter, 1e-5)
+    if torch.cuda.is_available() and torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        on_device, x = parameter.cuda(), torch.zeros(2, 2, 2, 2, device="cuda")
+        assert normalises_by_cudnn(x, on_device, on_device, 1e-5)
+        with torch.backends.cudnn.flags(enabled=False):
+            assert not normalises_by_cudnn(x, on_device, on_device, 1e-5)
+
+
 def _test_constant_in_graphs() -> None:
     def ours() -> None: ...
 
@@ -583,6 +601,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
+    "torch._C._select_batch_norm_backend": _test_batch_norm_backend,
     "torch.Generator.get_offset, set_offset": _test_generator,
     "Tensor._version, shared by detach() and kept by .data =": _test_version_counter,
     "_dynamo_marked_constant": _test_constant_in_graphs,

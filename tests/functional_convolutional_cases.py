@@ -31,7 +31,7 @@ SHAPES = [((2, 64, 5, 5), False), ((3, 128, 3, 3), True), ((2, 192, 3, 3), False
 @pytest.mark.parametrize(("shape", "residual"), SHAPES, ids=str)
 def test_batch_norm_is_within_its_bounds(shape: tuple[int, int, int, int], residual: bool) -> None:
     case = Case.make(shape, residual=residual, device=DEVICE)
-    assert fused.batch_norm_serves(case.x, HOW)
+    assert fused.batch_norm_serves(case.x, None, HOW)
     check_batch_norm(case, impl="triton")
 
 
@@ -53,8 +53,8 @@ def test_batch_norm_in_larger_groups(group_size: int) -> None:
 
 def test_rows_of_no_whole_groups_take_separate_passes() -> None:
     case = Case.make((2, 96, 3, 3), device=DEVICE)
-    assert not fused.batch_norm_serves(case.x, HOW)
-    assert not fused.batch_norm_serves(Case.make((2, 64, 3, 3)).x.contiguous().to(DEVICE), HOW)
+    assert not fused.batch_norm_serves(case.x, None, HOW)
+    assert not fused.batch_norm_serves(Case.make((2, 64, 3, 3)).x.contiguous().to(DEVICE), None, HOW)
     check_batch_norm(case, impl="triton")
 
 

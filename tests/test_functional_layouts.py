@@ -35,6 +35,57 @@ def test_results_lie_as_torchs(name: str, layout: str, bits: int | None) -> None
 TO_AN_ULP = {"softmax", "softmax of columns", "window_attention", "linear_cross_entropy", "batch_norm, add and relu"}
 
 
+def batch_norm_layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the values of ``x`` in layouts of any dimensions; where elements repeat, some of them."""
+    found = {
+        "contiguous": x.clone(),
+        "transposed": x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "first dimensions swapped": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "gapped": x.repeat_interleave(2, -1)[..., ::2],
+        "every other sample": x.repeat_interleave(2, 0)[::2],
+        "expanded": x[:1].contiguous().expand(x.shape),
+        "expanded channels": x[:, :1].contiguous().expand(x.shape),
+    }
+    if x.dim() > 2:
+        twice = torch.cat((x, x), 1).movedim(1, -1).contiguous().movedim(-1, 1)
+        found["channels last"] = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        found["some of the channels last"] = twice[:, : x.shape[1]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "cudnn"),
+    [
+        ("cpu", True),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 64), (6, 64, 5), (6, 64, 4, 5), (1, 64, 4, 5), (6, 64, 4, 1), (6, 64, 1, 1), (6, 64, 3, 4, 5)]
+)
+def test_batch_norm_of_any_dimensions_lies_as_torchs(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, cudnn: bool
+) -> None:
+    """torch's kernels, for cuDNN, the GPU and the CPU, each have a rule of their own for outputs and gradients."""
+    values, cotangent = (normal(*shape, seed=seed).to(dtype).to(device) for seed in (0, 1))
+    for affine in (True, False):
+        weight, bias = (normal(64, seed=seed).to(dtype).to(device) if affine else None for seed in (2, 3))
+        for name, x in batch_norm_layouts(values).items():
+            for bits, relu in ((None, False), (8, False), (8, True)):
+                with torch.backends.cudnn.flags(enabled=cudnn):
+                    leaf = x.detach().requires_grad_()
+                    out = functional.batch_norm(leaf, None, None, weight, bias, relu=relu, bits=bits)
+                    expected = torch.nn.functional.batch_norm(leaf, None, None, weight, bias, training=True)
+                    expected = expected.relu() if relu else expected
+                    where = f"{name}, bits {bits}, relu {relu}, affine {affine}"
+                    assert out.stride() == expected.stride(), where
+                    for of_grad, grad in batch_norm_layouts(cotangent).items():
+                        got, true = (torch.autograd.grad(y, leaf, grad, retain_graph=True)[0] for y in (out, expected))
+                        assert got.stride() == true.stride(), f"{where}, gradient {of_grad}"
+
+
 class Patches(nn.Module):
     """Patches of a convolution, which lie in memory channel by channel, normalised before a Linear."""
 

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ..codec import Impl, Rounding
+from ..layouts import arranged, layout_of, overlaps, suggested_layout
+from ..policy import PLAIN
 from ..redo import held, offer
+from ..torch_private import normalises_by_cudnn
 from ._saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 # The smallest normal value of float16: what was positive comes back positive in every dtype.
@@ -17,6 +20,17 @@ _SMALLEST = 2.0**-14
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if t is None else t.to(dtype)
+
+
+def _as_torch_takes_it(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Return ``x`` with the strides that torch's kernel sees: cuDNN's takes a copy in a memory format of torch's.
+
+    The output and the gradient have these strides too. torch's own kernels, of the GPU and of the CPU, take ``x`` as
+    it is.
+    """
+    if not x.is_cuda or type(x) not in PLAIN or torch.compiler.is_compiling() or weight is None or bias is None:
+        return x
+    return arranged(x, suggested_layout(layout_of(x))) if normalises_by_cudnn(x, weight, bias, eps) else x
 
 
 def _normalise(
@@ -68,6 +82,8 @@ class _BatchNorm(torch.autograd.Function):
             if kept_mask is not None:
                 grad = torch.where(ctx.restore_mask(kept_mask), grad, 0.0)
             x = ctx.restore(kept).to(mean.dtype)
+            # Codes are restored without gaps, and the strides of the input decide on those of its gradient.
+            x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
             gamma = _to(weight, mean.dtype)
             grads = list(
                 torch.ops.aten.native_batch_norm_backward(
@@ -97,7 +113,7 @@ def _forward(
         from . import _fused_convolutional as fused
 
         # The kernels write the running statistics where they lie.
-        if fused.batch_norm_serves(x, how) and all(t is None or t.is_contiguous() for t in running):
+        if fused.batch_norm_serves(x, residual, how) and all(t is None or t.is_contiguous() for t in running):
             return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
     normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
     out = normal.to(x.dtype)
@@ -110,6 +126,7 @@ def _forward(
         mask = ~(out <= 0)
         kept_mask, restore_mask = (mask, _same) if how.bits is None else how.keep_mask(mask)
     kept, restore = how.keep(x)
+    ctx.layout = layout_of(x)
     ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
     ctx.restore, ctx.restore_mask = restore, restore_mask
     if residual is None and how.bits is not None:
@@ -249,6 +266,7 @@ def batch_norm(
             got = f"{tuple(residual.shape)} and {residual.dtype}"
             raise ValueError(f"batch_norm expects a residual of {tuple(x.shape)} and {x.dtype}, got {got}")
     running = (running_mean, running_var)
+    x = _as_torch_takes_it(x, weight, bias, eps)
     if not recorded(x, weight, bias, residual):
         out = _normalise(x, running, weight, bias, momentum, eps)[0].to(x.dtype)
         out = out if residual is None else out + residual

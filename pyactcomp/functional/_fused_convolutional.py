@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import codec
 from ..kernels import triton as codec_kernels
+from ..layouts import elementwise_layout, layout_of
 from . import _batch_norm_kernels, _max_pool_kernels
 from ._launch import buffer, keys, launcher, processors
 from ._saving import Saving
@@ -31,8 +32,11 @@ _POOL_CHANNELS = 64
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Return whether ``x`` is dense and [N, C, H, W] with neighbouring channels."""
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    """Return whether ``x`` is [N, C, H, W] in torch's channels-last format, and no other: a single pixel is in both."""
+    if x.dim() != 4:
+        return False
+    _, channels, height, width = x.shape
+    return height * width > 1 and x.stride() == (height * width * channels, 1, width * channels, channels)
 
 
 def as_channels_last(x: Tensor) -> Tensor:
@@ -40,12 +44,13 @@ def as_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def batch_norm_serves(x: Tensor, how: Saving) -> bool:
-    """Return whether the kernels serve a batch norm of ``x``."""
+def batch_norm_serves(x: Tensor, residual: Tensor | None, how: Saving) -> bool:
+    """Return whether the kernels serve a batch norm of ``x``; what they write is laid out as ``x``."""
     return (
         how.fuses(x)
         and how.bits == 8
         and is_channels_last(x)
+        and (residual is None or elementwise_layout(layout_of(x), layout_of(residual)).stride == x.stride())
         and x.shape[1] % how.group_size == 0
         # A tile may not straddle a multiple of 2**32, where the high half of an element's index changes.
         and (not how.stochastic or x.numel() <= 2**32)
