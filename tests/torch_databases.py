@@ -6,6 +6,7 @@ Importing them configures the process for PyTorch's tests; what other tests woul
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,14 +17,17 @@ _FLAG = "__allow_nonbracketed_mutation_flag"
 
 @contextmanager
 def _configuration_kept() -> Iterator[None]:
-    """Keep hypothesis' profile, and that flags of backends may be assigned."""
+    """Keep hypothesis' profile, the filters of warnings, and that flags of backends may be assigned."""
     # The module that is torch.backends stands before the one whose variable this is.
     variables = torch.backends.flags_frozen.__globals__
     may_assign = variables[_FLAG]
     settings = sys.modules["hypothesis"].settings if "hypothesis" in sys.modules else None
     profile = settings.get_current_profile_name() if settings is not None else ""
     try:
-        yield
+        with warnings.catch_warnings():
+            # They import what they find installed, as numba, whose own warnings are no errors of ours.
+            warnings.simplefilter("ignore")
+            yield
     finally:
         variables[_FLAG] = may_assign
         if settings is not None:
