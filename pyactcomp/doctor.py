@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import codec, extensions, reference, torch_private
+from . import codec, extensions, reference, torch_private_tests
 from ._version import __version__
 
 # Each implementation's native device; without CUDA, Triton can still be tried through its interpreter.
@@ -46,7 +46,7 @@ def examine() -> dict[str, Any]:
     devices = _devices()
     implementations = {name: _implementation(name, device) for name, device in _IMPLEMENTATIONS.items()}
     allocator = _allocator()
-    private = torch_private.self_test()
+    private = torch_private_tests.self_test()
     observer = extensions.load("_observer")[1]
     problems = [
         f"{name}: {entry['self_test']}" for name, entry in implementations.items() if entry["self_test"] is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyactcomp import codec, doctor, reference, torch_private
+from pyactcomp import codec, doctor, reference, torch_private_tests
 
 
 def test_examine_is_plain_data_with_a_reason_for_each_missing_implementation() -> None:
@@ -50,7 +50,7 @@ def test_examine_reports_a_private_torch_name_that_moved(monkeypatch: pytest.Mon
 
 
 def test_every_private_name_is_tested_and_sound() -> None:
-    results = torch_private.self_test()
+    results = torch_private_tests.self_test()
     assert len(results) > 0
     assert {name: wrong for name, wrong in results.items() if wrong} == {}
 

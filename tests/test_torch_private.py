@@ -5,20 +5,21 @@ from __future__ import annotations
 import ast
 import inspect
 import threading
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from pyactcomp import torch_private
+from pyactcomp import torch_private, torch_private_tests
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str | None]:
-    return torch_private.self_test()
+    return torch_private_tests.self_test()
 
 
-@pytest.mark.parametrize("name", torch_private._TESTS)
+@pytest.mark.parametrize("name", torch_private_tests._TESTS)
 def test_a_private_name_does_what_is_relied_on(name: str, results: dict[str, str | None]) -> None:
     assert results[name] is None
 
@@ -28,7 +29,7 @@ def test_the_self_test_reports_a_name_that_moved(
 ) -> None:
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     monkeypatch.delattr(torch._C._functorch, "is_legacy_batchedtensor")
-    after = torch_private.self_test()
+    after = torch_private_tests.self_test()
     assert set(after) == set(results)
     wrong = {name: reason for name, reason in after.items() if reason is not None}
     assert set(wrong) == {
@@ -86,16 +87,13 @@ def test_current_raw_stream_follows_the_current_stream() -> None:
 
 def test_every_public_function_has_a_self_test() -> None:
     """What the module offers must be among what ``pyactcomp doctor`` tests."""
-    tree = ast.parse(inspect.getsource(torch_private))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    tested = {
-        name.id
-        for function in functions.values()
-        if function.name.startswith("_test_")
-        for name in ast.walk(function)
-        if isinstance(name, ast.Name)
-    }
-    offered = {name for name in functions if not name.startswith("_")} - {"self_test"}
-    assert offered - tested == set()
-    registered = {test.__name__ for test in torch_private._TESTS.values()}
-    assert registered == {name for name in functions if name.startswith("_test_")}
+    offered = set(_functions(torch_private)) | {"current_raw_stream"}
+    functions = {name: each for name, each in _functions(torch_private_tests).items() if name != "self_test"}
+    tested = {name.id for each in functions.values() for name in ast.walk(each) if isinstance(name, ast.Name)}
+    assert {name for name in offered if not name.startswith("_")} - tested == set()
+    assert {test.__name__ for test in torch_private_tests._TESTS.values()} == set(functions)
+
+
+def _functions(module: ModuleType) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
