@@ -4,6 +4,8 @@ Where an operator saves a tensor, the node that made it tells which operator tha
 that is enough to compute the tensor again cheaply, and the tensor provably still is what came out, the stored forms
 of the operands are held in its place. No node is held: after its backward its saved tensors are gone, and long
 chains of nodes overflow the stack when they are freed.
+
+Longer than 400 lines: the recipes, and the search for the operands that they need.
 """
 
 from __future__ import annotations

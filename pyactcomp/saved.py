@@ -1,4 +1,7 @@
-"""What autograd holds in place of a saved tensor: each kind restores itself, any number of times."""
+"""What autograd holds in place of a saved tensor: each kind restores itself, any number of times.
+
+Longer than 400 lines: the kinds share versions, readers and memory, and hold each other.
+"""
 
 from __future__ import annotations
 

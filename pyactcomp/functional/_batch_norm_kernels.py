@@ -10,6 +10,8 @@ residual 4 + 1.06 more; backward 4 + 1.06 + 1/8 for the sums, the same and 4 for
 the output again 1.06 + 1/8 + 4.
 
 The functions are Triton's language, not Python.
+
+Longer than 400 lines: six kernels of one operator, which share their tiles and the order of their codes.
 """
 # mypy: ignore-errors
 

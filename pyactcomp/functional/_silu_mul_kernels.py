@@ -2,6 +2,8 @@
 
 torch's CUDA kernels are compiled with contraction: where their formulas add to a product there is a ``tl.fma``.
 The functions are Triton's language, not Python.
+
+Longer than 400 lines: the formulas are those of one operator, forward, backward and again, with codes and without.
 """
 # mypy: ignore-errors
 

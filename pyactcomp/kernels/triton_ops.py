@@ -6,6 +6,8 @@ behind a scalar branch.
 
 The interpreter has no fused multiply-add and truncates when it converts to bfloat16: ``COMPILED`` says what runs.
 The functions are Triton's language, not Python.
+
+Longer than 400 lines: packing and restoring are each other's inverse, and share their exceptions.
 """
 # mypy: ignore-errors
 
