@@ -79,7 +79,7 @@ def _degradations(axes: Any, outcomes: Sequence[Outcome]) -> None:
         if outcome.complete:
             text += f", bound {percent(outcome.bound)}: {outcome.verdict}"
         else:
-            text += f" ({outcome.verdict})"
+            text += f": {outcome.verdict}"
         if outcome.mean <= RIGHT:
             end = min(outcome.bound, RIGHT) if outcome.complete else outcome.mean
             axes.plot([outcome.mean, end], [place] * 2, color=colour, linewidth=1.4)
@@ -94,7 +94,7 @@ def _degradations(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.set_yticks(range(len(compared)), [NAMES.get(outcome.arm, outcome.arm) for outcome in compared])
     ticks = [LEFT, -LIMIT, 0.0, LIMIT, 2 * LIMIT, 3 * LIMIT]
     axes.set_xticks(ticks, [f"{100 * tick:+g} %" if tick else "0" for tick in ticks])
-    axes.set_xlabel("worse than vanilla: each seed, the mean and its upper 95 % bound")
+    axes.set_xlabel("worse than vanilla: seeds, their mean and its upper 95 % bound")
     axes.grid(visible=False)
 
 
@@ -111,7 +111,7 @@ def draw(outcomes: Sequence[Outcome], docs: Path) -> None:
         _curves(left, own)
         left.set_title(TITLES[task], loc="left", color=INK)
         _degradations(right, own)
-        right.set_title(f"Degradation of the {row['metric']}", loc="left", color=INK)
+        right.set_title(f"Degradation of the {row['metric'].partition(' with ')[0]}", loc="left", color=INK)
     arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
     handles = [
         plt.Line2D([], [], color=COLOURS[arm], linewidth=2, linestyle=(0, (3, 2)) if arm == VANILLA else "-")
