@@ -31,6 +31,9 @@ def parser() -> argparse.ArgumentParser:
     suites = top.add_subparsers(dest="suite", required=True)
     suites.add_parser("codec", parents=[measuring], help="quantise and dequantise against a device copy and the peers")
     suites.add_parser("overhead", parents=[measuring], help="host time of pack and unpack per tensor")
+    suites.add_parser(
+        "observers", parents=[measuring], help="who tells the running operator: the library, and without it"
+    )
     suites.add_parser("frontier", parents=[training], help="training steps of five models: time, memory, gradients")
     batch = suites.add_parser("batch", parents=[training], help="throughput against batch size under a memory cap")
     batch.add_argument("--memory-gib", type=float, help="the cap, by default 24")
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, batch, breadth, codec, frontier, holds, overhead, pairs
+    from . import alloc, batch, breadth, codec, frontier, holds, observers, overhead, pairs
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -113,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         codec.run(options)
     elif args.suite == "overhead":
         overhead.run(options)
+    elif args.suite == "observers":
+        observers.run(options)
     elif args.suite == "frontier":
         frontier.run(options, methods)
     elif args.suite == "pairs":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import alloc_report, alloc_traces, breadth_report, frontier_report, holds_report, pairs_report
+from . import alloc_report, alloc_traces, breadth_report, frontier_report, holds_report, observers, pairs_report
 from .frontier_report import METHOD_ORDER, rank
 from .rows import Row, quantile, read, select
 from .tables import conditions, figure, latest, load, on_cpu, on_gpu, reasons, section, table
@@ -102,6 +102,7 @@ TABLES = {
     **alloc_report.TABLES,
     **breadth_report.TABLES,
     **pairs_report.TABLES,
+    **observers.TABLES,
 }
 """The suite and the table of each block."""
 
