@@ -30,7 +30,7 @@ class Config:
     Parameters
     ----------
     mode : {"int8", "lossless"}
-        What is stored of a floating-point tensor that cannot be had for less: 8-bit codes, or itself. Either way
+        The form of a floating-point tensor that backward cannot compute again: 8-bit codes, or itself. Either way
         duplicates are stored once, outputs of cheap operators whose operands are stored are computed again in
         backward, and booleans take a bit.
     fuse : bool
@@ -52,8 +52,8 @@ class Config:
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
         Implementation; a named one never falls back.
     unknown : {"exact", "int8"}
-        How to store what an operator saves that is not in the table of readers (:func:`pyactcomp.register_reader`
-        adds one): as it is, or in codes on the chance that they are enough.
+        How to store the tensors of an operator that is not in the table of readers
+        (:func:`pyactcomp.register_reader` adds a row): as they are, or in codes on the chance that codes are enough.
     attention : {"exact", "int8"}
         How to store the queries and keys of scaled_dot_product_attention and of fused window attention, from which
         backward computes the probabilities again: in 16 bits, or in codes. Codes put an error on the gradients of q
@@ -62,7 +62,7 @@ class Config:
         Keep autocast's low-precision copies of the parameters, as torch does, instead of casting again in
         backward. Needed where an optimizer changes parameters between forward and backward.
     on_conflict : {"raise", "skip"}
-        What to do where another pair of saved-tensor hooks is active, which ours would silence.
+        Raise, or step aside, where another pair of saved-tensor hooks is active, which ours would silence.
 
     Raises
     ------

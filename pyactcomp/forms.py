@@ -25,7 +25,7 @@ class Comparison:
         differ where x is NaN, as the derivatives do.
     low, high : float
     yes, no : float
-        What an element comes back as.
+        The value that an element comes back as.
     """
 
     relation: Literal["above", "not below", "between", "within", "not outside"]
@@ -81,7 +81,7 @@ class Form(NamedTuple):
 
 AS_SHAPE = Form("shape", SHAPE)
 AS_CODES = Form("8 bits", CODES)
-POSITIVE = Form("8 bits that keep what is above zero", CODES)
+POSITIVE = Form("8 bits that keep positive elements positive", CODES)
 FACTOR = Form("8 bits unless it spans orders of magnitude", CODES)
 ROWS = Form("8 bits where no group spans rows", CODES)
 CHANNELS = Form("8 bits where no group spans channels", CODES)
@@ -136,7 +136,7 @@ class Reading:
 
 
 def strictest(readings: Iterable[Reading]) -> Reading:
-    """Return the one that serves all, or an exact one where none does."""
+    """Return the reading that serves all, or an exact reading where none does."""
     kinds = list(readings)
     first = max(kinds, key=lambda reading: reading.need)
     if all(first.form.serves(reading.form) for reading in kinds):

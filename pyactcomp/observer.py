@@ -73,7 +73,7 @@ class Observer(Protocol):
 
 @functools.cache
 def observer() -> Observer:
-    """Return the library, or what serves where it is not built for this torch."""
+    """Return the library, or the fallback where it is not built for this torch."""
     library, _ = load("_observer")
     if library is None:
         return WithoutLibrary()

@@ -66,7 +66,7 @@ def _unknown(name: str) -> Reading:
 
 
 def of_operator(name: str, overload: str) -> Row:
-    """Return how an operator reads: each argument, a result, what may be either, a statistic; and if scalars decide.
+    """Return the readings of arguments, a result, a tensor that may be either, a statistic; and if scalars decide.
 
     None stands for the arguments where they make no difference, and for the statistic where none is one.
     """
@@ -179,7 +179,7 @@ def register_reader(
     /,
     **named: Exactness,
 ) -> None:
-    """Tell how exactly backward needs the tensors that an operator saves. An operator that nobody told of is exact.
+    """Tell how exactly backward needs the tensors that an operator saves. Without a row they are kept exact.
 
     Parameters
     ----------
@@ -188,13 +188,13 @@ def register_reader(
     operands : mapping of int to str, for a function
         Exactness by position among the tensors given to ``save_for_backward``; None does not count.
     **named : for an operator
-        Exactness by the argument's name; ``result`` for what shares memory with no argument. For an operator that
-        is registered with ``torch.library.register_autograd``, whatever it saves is stored as the strictest of them.
+        Exactness by the argument's name; ``result`` for a tensor that shares memory with no argument. Each
+        tensor that an operator of ``torch.library.register_autograd`` saves is stored as the strictest of them.
 
-        ``"linear"`` and ``"smooth"`` are for a tensor that the gradient is multiplied by and one that the derivative
-        is a smooth bounded function of: 8 bits. ``"relative"`` is for one that is divided by or taken the log of:
-        bfloat16. ``"sign"`` is for one of which only ``x > 0`` is asked: one bit, it comes back as 1 or -1.
-        ``"shape"`` is for one whose values are not read, and ``"exact"`` for any other.
+        ``"linear"`` is for a tensor that the gradient is multiplied by, ``"smooth"`` for a tensor of which the
+        derivative is a smooth bounded function: 8 bits. ``"relative"`` is for a divisor and for the argument of a
+        log: bfloat16. ``"sign"`` is for a tensor that is only asked whether ``x > 0``: one bit, it comes back as 1 or
+        -1. ``"shape"`` is for a tensor whose values are not read, and ``"exact"`` for any other.
 
     Raises
     ------
@@ -225,7 +225,7 @@ def register_reader(
     elif isinstance(reader, type) and issubclass(reader, torch.autograd.Function):
         if named or not operands:
             raise TypeError(
-                f"what {reader.__name__} saves goes by position: register_reader({reader.__name__}, {{0: 'linear'}})"
+                f"operands of {reader.__name__} go by position: register_reader({reader.__name__}, {{0: 'linear'}})"
             )
         _registered_functions[reader] = _checked_function(reader, operands)
     else:
@@ -243,7 +243,9 @@ def _checked_function(cls: type, operands: Mapping[int, Exactness]) -> dict[int,
     name = f"{cls.__module__}.{cls.__qualname__}"
     for position in operands:
         if not isinstance(position, int) or position < 0:
-            raise ValueError(f"a position among what {cls.__name__} saves must be an integer from 0, got {position!r}")
+            raise ValueError(
+                f"a position among the tensors that {cls.__name__} saves must be an integer from 0, got {position!r}"
+            )
     return {position: _reading(name, f"saved {position}", exactness) for position, exactness in operands.items()}
 
 

@@ -107,12 +107,12 @@ def verify(
     TypeError, ValueError
         For a wrong option, a loss that is no scalar tensor with a graph, or a loss that training makes infinite or NaN.
     PyactcompError
-        If backward would be given other values than autograd saved: something was written to through ``.data``.
+        If backward would be given other values than autograd saved: a tensor was written to through ``.data``.
 
     Notes
     -----
-    Each look takes an exact step, one in lossless mode that compares each tensor that is not held as it is with the one
-    that plain autograd would hold, and one with the options asked for.
+    Each look takes three steps: an exact step, a step in lossless mode, and a step with the options asked for. The
+    lossless step compares each tensor that is not held as it is with the tensor that plain autograd would hold.
 
     Uses ``torch.autograd.grad``, so that no ``.grad`` is touched and no optimizer or reduction that hangs on
     accumulation runs; reentrant checkpointing does not support that and raises torch's own error. Call it inside
@@ -227,7 +227,7 @@ def _look_while_training(
 
 
 def _notes(state: State, history: History) -> tuple[str, ...]:
-    """Return what to know about the state that was looked at last."""
+    """Return sentences about the state that was looked at last."""
     steps, loss, _ = history[-1]
     if steps:
         lowest = min(loss for _, loss, _ in history)
