@@ -1,8 +1,8 @@
 """Gradients of all of PyTorch's operators and modules with compressed saved tensors, against those of plain torch.
 
-The entries and their inputs are PyTorch's own (``torch_databases``). Float inputs that require grad are made results of
-other operators, which alone may be packed, in several layouts. ``python tests/operators.py --help`` runs all samples;
-``test_operators.py`` runs some of each entry.
+The entries and their inputs are PyTorch's own (``torch_databases``), and a few ``compositions``. Float inputs that
+require grad are made results of other operators, which alone may be packed, in several layouts. ``python
+tests/operators.py --help`` runs all samples; ``test_operators.py`` runs some of each entry.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_databases
+from compositions import compositions
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -387,9 +388,10 @@ def module_rows(
 
 
 def operators(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
-    """Return the operators that have a gradient in a dtype on a device."""
+    """Return the operators, and compositions of them, that have a gradient in a dtype on a device."""
     kind = torch.device(device).type
-    return [each for each in torch_databases.operators if dtype in each.supported_backward_dtypes(kind)]
+    entries = [*torch_databases.operators, *compositions]
+    return [each for each in entries if dtype in each.supported_backward_dtypes(kind)]
 
 
 def modules() -> list[Any]:
