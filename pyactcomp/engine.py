@@ -1,7 +1,4 @@
-"""The saved-tensor hooks of one forward: what each saved tensor becomes.
-
-Longer than 400 lines: one decision with many cases, whose order counts.
-"""
+"""The saved-tensor hooks of one forward. Longer than 400 lines: one decision with many cases, whose order counts."""
 
 from __future__ import annotations
 
