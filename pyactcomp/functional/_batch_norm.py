@@ -30,7 +30,11 @@ def _as_torch_takes_it(x: Tensor, weight: Tensor | None, bias: Tensor | None, ep
     """
     if not x.is_cuda or type(x) not in PLAIN or torch.compiler.is_compiling() or weight is None or bias is None:
         return x
-    return arranged(x, suggested_layout(layout_of(x))) if normalises_by_cudnn(x, weight, bias, eps) else x
+    layout = layout_of(x)
+    suggested = suggested_layout(layout)
+    if layout == suggested or not normalises_by_cudnn(x, weight, bias, eps):
+        return x
+    return arranged(x, suggested)
 
 
 def _normalise(
