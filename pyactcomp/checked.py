@@ -10,9 +10,10 @@ from torch.nn import Module
 
 from .compress import Compressed
 from .config import Config
-from .engine import Frame, Packing
+from .engine import Frame
 from .errors import PyactcompError
 from .forms import BITS
+from .packing import Packing
 from .policy import MADE_AGAIN, PLAIN, RECAST
 from .record import Recorder, SavedTensor
 from .saved import Region, Saved, Shapeless, View

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections import deque
 from types import FrameType
 from typing import Any
@@ -15,33 +14,26 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
-from . import format as fmt
-from .codec import bind
-from .config import Config
 from .errors import ImplementationUnavailableError
+from .factors import coded_behind, waits
 from .forms import (
     AS_CODES,
     AS_SHAPE,
     BFLOAT16,
     BITS,
-    CHANNELS,
     CODES,
     FACTOR,
     ITSELF,
     POSITIVE,
-    RELATIVE,
-    ROWS,
     SCALED,
     Form,
     Reading,
 )
-from .halves import BitsKernel, half_kernel, half_nbytes
-from .kernels import Kernel
 from .layouts import Layout, layout_of, overlaps, without_expanded
 from .narrow import NarrowKernel, is_exact_cast
 from .observer import observer, transformed
+from .packing import HALF_BYTES, Packing
 from .policy import (
-    CARRIER,
     CAST,
     HELD,
     LOSSLESS,
@@ -60,10 +52,10 @@ from .policy import (
     producer,
     spans_magnitudes,
 )
-from .reader_table import AMPLIFYING
+from .reader_table import AMPLIFYING, NOT_DROPPED
 from .readers import CHECKPOINT, CHECKPOINTED, of_no_operator
 from .record import Recorder
-from .redo import Recipe, Redone, cast_recipe, coded_factors, is_exact, source_of, source_of_cast
+from .redo import Recipe, Redone, cast_recipe, is_exact, source_of, source_of_cast
 from .saved import (
     Distributed,
     Gathered,
@@ -81,7 +73,6 @@ from .saved import (
     unpack,
     unpack_profiled,
 )
-from .seeds import Seeds
 from .torch_private import (
     current_raw_stream,
     never_traced,
@@ -96,115 +87,11 @@ _RECENTLY_RESTORED = 2
 # A view with gaps is packed with its whole base, unless the base is more than this many times larger: then it is
 # cheaper to gather the view's elements.
 _LARGEST_BASE = 4
-# Batches of vectors, or of sequences of them, have at most so many dimensions; images have more.
-_VECTORS = 3
-_HALF_BYTES = 2
-# Shapes of a model that are remembered: where each step has new ones, the old are of no use.
-_MOST_STORINGS = 4096
+# Factors of products that wait for the operators behind: those of one product, or of two that share one.
+_MOST_WAITING = 6
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported where something was compiled; a look at who calls costs more than most of what a hook does.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
-
-
-class Packing:
-    """How the forwards of one configuration pack: kernels, seeds, and the names in their errors."""
-
-    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
-        self.config = config
-        self.seeds = Seeds(config.seed) if seeds is None else seeds
-        self.stochastic = config.rounding == "stochastic"
-        self.lossless = config.mode == "lossless"
-        self.warned_of_compile = False
-        self.root: ref[Module] | None = None
-        self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
-        self._storings: dict[tuple[object, ...], Storing] = {}
-
-    def storing(self, tensor: Tensor, form: Form) -> Storing:
-        """Return how to store a tensor in a form; booleans take bits whatever the form. Most repeat from step to step.
-
-        Raises
-        ------
-        ImplementationUnavailableError
-            If the implementation that the configuration names does not serve the tensor's device.
-        """
-        key = tensor.size(), tensor.stride(), tensor.dtype, tensor.device, form
-        found = self._storings.get(key)
-        if found is None:
-            if len(self._storings) >= _MOST_STORINGS:
-                self._storings.clear()
-            found = self._storings[key] = self._new_storing(tensor, form)
-        return found
-
-    def _new_storing(self, tensor: Tensor, form: Form) -> Storing:
-        dtype, device, numel = tensor.dtype, tensor.device, tensor.numel()
-        kernel = self._kernels.get((dtype, device, form))
-        if kernel is None:
-            kernel = self._kernels[dtype, device, form] = self._new_kernel(dtype, device, form)
-        if dtype is not torch.bool and form.need == RELATIVE:
-            nbytes = half_nbytes(numel, form)
-        else:
-            bits = 1 if dtype is torch.bool or form.need == BITS else 8
-            nbytes = fmt.packed_nbytes(numel, bits, self.config.group_size)
-        carrier = CARRIER[dtype] if form.need == CODES else dtype
-        return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
-
-    def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
-        config = self.config
-        if dtype is not torch.bool and form.need == RELATIVE:
-            return half_kernel(form, config.impl in ("auto", "triton"))
-        if dtype is torch.bool or form.need == BITS:
-            bits = bind(config.impl, torch.bool, 1, config.group_size, self.stochastic, False, device)
-            return bits if form.comparison is None else BitsKernel(form.comparison, bits)
-        return bind(config.impl, CARRIER[dtype], 8, config.group_size, self.stochastic, form is POSITIVE, device)
-
-    def form_for(self, tensor: Tensor, reading: Reading) -> Form:
-        """Return the form in which a tensor is stored for a reader: no wider than the tensor itself."""
-        form = reading.form
-        if (form is AS_CODES or form is FACTOR) and reading.known and not self.lossless:
-            return form
-        config = self.config
-        if form is ROWS:
-            form = AS_CODES if tensor.shape[-1] >= config.group_size else BFLOAT16
-        elif form is CHANNELS:
-            # In images a group spans few channels, and those of a layer differ little.
-            form = AS_CODES if tensor.dim() > _VECTORS else BFLOAT16
-        if not reading.known and config.unknown == "int8":
-            return AS_CODES
-        if form is SCALED and config.attention == "int8":
-            return AS_CODES
-        if form.need == RELATIVE and tensor.itemsize <= _HALF_BYTES:
-            return ITSELF
-        if form.comparison is not None and not form.comparison.is_exact_in(tensor.dtype):
-            return ITSELF
-        if self.lossless and form.need >= CODES:
-            return ITSELF
-        return form
-
-    def name_of(self, parameter: Tensor) -> str:
-        """Return a parameter's qualified name, for an error."""
-        root = self.root() if self.root is not None else None
-        for name, candidate in root.named_parameters() if root is not None else ():
-            if candidate is parameter:
-                return f"parameter {name!r}"
-        return f"a parameter of shape {tuple(parameter.shape)}"
-
-    def warn_of_compiled_graph(self) -> None:
-        """Warn, once, if the tensor being packed is saved by a compiled graph."""
-        frame = sys._getframe()
-        for _ in range(4):
-            caller = frame.f_back
-            if caller is None:
-                return
-            frame = caller
-            if "_functorch" in frame.f_code.co_filename:
-                self.warned_of_compile = True
-                warnings.warn(
-                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but what it "
-                    "saves is kept as it is, since it does not tell activations from masks. Leave the modules that "
-                    "hold most activations eager, or let torch.compile decide what to save.",
-                    stacklevel=3,
-                )
-                return
 
 
 class Frame:
@@ -224,6 +111,7 @@ class Frame:
         "_recent",
         "_regions",
         "_saving",
+        "_waiting",
         "packing",
         "policy",
         "recorder",
@@ -242,6 +130,8 @@ class Frame:
         self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
         self._pending_since = (0, 0)
         self._saving, self._reader = observer().saving, observer().reader
+        # Factors of products, which are stored once it is known whether the product is divided by.
+        self._waiting: deque[tuple[Pending, Kept, Tensor, Node | None, Reading, str]] = deque()
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Without loss most are stored as they are, and a report tells why each is.
         self._copies = not packing.lossless or recorder is not None
@@ -263,6 +153,7 @@ class Frame:
         context.__exit__()
         observer().stop()
         self._decide_pending()
+        self._store_waiting()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -324,6 +215,8 @@ class Frame:
         if self._pending and reading is not CHECKPOINT:
             self._decide_pending()
         if tensor.dtype is torch.bool:
+            if reading.why is NOT_DROPPED:
+                return self._keep(tensor, NOT_DROPPED)
             return self._compress(tensor, ITSELF)
         if not self.packing.lossless and (reading is CHECKPOINT or reading is CHECKPOINTED):
             return self._pack_for_checkpoint(tensor, saved, reading)
@@ -336,11 +229,16 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, node = producer(saved)
-        if form.need > CODES and reading.operator in AMPLIFYING and not self.packing.lossless:
-            self._sharpen(node)
+        if reading.operator in AMPLIFYING:
+            if form.need > CODES and not self.packing.lossless:
+                self._sharpen(node)
+        elif self._waiting and form.need <= CODES and not waits(tensor, reading, self.packing.config.group_size):
+            self._store_waiting()
         if form is FACTOR:
             wide = spans_magnitudes(name, node)
-            form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > _HALF_BYTES else ITSELF
+            form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
+        elif form is SCALED and spans_magnitudes(name, node):
+            form = ITSELF
         if name == CAST and node is not None and self._casts_left:
             self._casts_left -= 1
             parameter = cast_parameter(node)
@@ -356,19 +254,47 @@ class Frame:
             source = source_of(tensor, node)
             if source is not None and self._serves(source[0], form):
                 return self._redone(tensor, *source)
-        return self._store(tensor, node if name == CAST else None, reading, form)
+        return self._store_when_known(tensor, node if name == CAST else None, reading, form)
+
+    def _store_when_known(self, tensor: Tensor, cast: Node | None, reading: Reading, form: Form) -> Saved:
+        """Store a tensor, a factor only when the operators have run that would divide by the product."""
+        if form is not AS_CODES or not waits(tensor, reading, self.packing.config.group_size):
+            return self._store(tensor, cast, reading, form)
+        kept = Kept(tensor)
+        pending = Pending(kept, AS_CODES)
+        self._waiting.append(
+            (pending, kept, tensor, cast, reading, "" if self.recorder is None else self.recorder.module)
+        )
+        if len(self._waiting) > _MOST_WAITING:
+            self._store_waiting(1)
+        return pending
+
+    def _store_waiting(self, count: int = _MOST_WAITING) -> None:
+        """Store the factors that have waited longest."""
+        for _ in range(min(count, len(self._waiting))):
+            holder, kept, tensor, cast, reading, module = self._waiting.popleft()
+            if kept.unchanged:  # else unpacking raises, as it is to
+                if self.recorder is not None:
+                    self.recorder.enter(module)
+                holder.stored = self._store(tensor, cast, reading, holder.form)
+                if self.recorder is not None:
+                    self.recorder.leave()
 
     def _sharpen(self, node: Node | None) -> None:
         """Store the factors of a product anew whose derivative an operator behind it divides by the product.
 
         Codes are off by the same amount for small factors as for large ones, and the gradient is largest for small.
         """
-        for region in coded_factors(node):
-            source = region.source()
+        for stored in coded_behind(node, self.packing.config.group_size):
+            if isinstance(stored, Pending):
+                stored.form = BFLOAT16 if stored.itemsize > HALF_BYTES else ITSELF
+                continue
+            source = stored.source()
             if source is None:
                 continue
+            region = stored.region if isinstance(stored, Gathered) else stored
             before = region.nbytes
-            if source.itemsize > _HALF_BYTES:
+            if source.itemsize > HALF_BYTES:
                 region.store(source, self.packing.storing(source, BFLOAT16), 0)
             else:
                 region.hold(source)
@@ -387,7 +313,7 @@ class Frame:
         if source is not None and self._serves(source[0], form):
             return self._redone(copy, *source)
         if known is None:
-            return self._store(copy, node, reading, form)
+            return self._store_when_known(copy, node, reading, form)
         copies = known[0].copies
         part = copy.dtype, copy.storage_offset(), layout_of(copy)
         reference = copies.get(part)
@@ -435,12 +361,12 @@ class Frame:
         """Pack the input of a block that runs again, as it is where the block decides a route."""
         calls, decisions, before = observer().progress()
         if reading is CHECKPOINTED:  # the block has run
-            form = AS_CODES if decisions == before else ITSELF
+            form = self.packing.form_for(tensor, reading) if decisions == before else ITSELF
             return self._pack_for(tensor, saved, reading, form)
         if self._pending and self._pending_since[0] != calls:
             self._decide_pending()
         kept = Kept(tensor)
-        pending = Pending(kept)
+        pending = Pending(kept, ITSELF)
         module = "" if self.recorder is None else self.recorder.module
         self._pending.append((pending, kept, tensor, module))
         # The inputs of one block are saved one after the other; packing itself calls operators.
@@ -452,11 +378,12 @@ class Frame:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        form = AS_CODES if observer().progress()[1] == self._pending_since[1] else ITSELF
+        decided = observer().progress()[1] != self._pending_since[1]
         for holder, kept, tensor, module in pending:
             if kept.unchanged:  # else unpacking raises, as it is to
                 if self.recorder is not None:
                     self.recorder.enter(module)
+                form = ITSELF if decided else self.packing.form_for(tensor, CHECKPOINT)
                 holder.stored = self._pack_for(tensor, tensor, CHECKPOINT, form)
                 if self.recorder is not None:
                     self.recorder.leave()
@@ -491,9 +418,10 @@ class Frame:
         )
         if self.recorder is not None:
             self.recorder.add(tensor, None, added)
-        if whole is tensor:
+        layout = layout_of(tensor)
+        if region.layout == layout:
             return region
-        return View(region, layout_of(tensor), int(tensor.storage_offset()))
+        return View(region, layout, int(tensor.storage_offset()))
 
     def _stream_of(self, tensor: Tensor) -> int:
         index = tensor.get_device()
@@ -519,7 +447,8 @@ class Frame:
         gathered = False
         if not layout_of(source).dense:
             base = tensor._base
-            if base is not None and _shared_by_siblings(base, source):
+            # Beside negative neighbours codes do not keep what is above zero.
+            if base is not None and form is not POSITIVE and _shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
                 source = base
             elif overlaps(layout):

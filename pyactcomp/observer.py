@@ -164,7 +164,8 @@ class _Thread(threading.local):
         self.serial = self.decisions = 0
 
 
-_DECIDING = frozenset(name.removeprefix("aten::") for name in DECIDING)
+_CASTS = ("long", "int", "short", "char", "byte", "bool")
+_DECIDING = frozenset((*(name.removeprefix("aten::") for name in DECIDING), *_CASTS))
 
 
 class _Probe:

@@ -105,20 +105,24 @@ def source(node: Any) -> tuple[Any, int]:
 # elements vanish. Where the gradient is zero for the largest, as it is where an entropy multiplies masked
 # log-probabilities by probabilities, the error of the others is all that counts.
 _WIDE = frozenset(
-    f"{name}Backward0" for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Reciprocal", "LogSigmoid")
+    f"{name}Backward0"
+    for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Expm1", "Reciprocal", "LogSigmoid")
 )
-RANGE_KEPT = frozenset(
+_RANGE_KEPT = frozenset(
     f"{name}Backward{number}" for name in ("Clamp", "ClampMin", "ClampMax", "Sub", "Add", "Neg") for number in (0, 1)
 ) | {"ToCopyBackward0", *_VIEWS}
-RANGE_WALK = 4
+_RANGE_WALK = 4
 
 
 def spans_magnitudes(name: str, node: Any) -> bool:
-    """Return whether what a node, of a known name, made may span orders of magnitude, by the operators behind it."""
-    for _ in range(RANGE_WALK):
+    """Return whether what a node, of a known name, made may span orders of magnitude, by the operators behind it.
+
+    Products with a constant are passed.
+    """
+    for _ in range(_RANGE_WALK):
         if name in _WIDE:
             return True
-        if name not in RANGE_KEPT:
+        if name not in _RANGE_KEPT and (name != "MulBackward0" or node.next_functions[-1][0] is not None):
             return False
         node = node.next_functions[0][0]
         if node is None:

@@ -323,8 +323,16 @@ def _shrink(scalars: Mapping[int, object]) -> tuple[Form, str]:
     return _bits("within", -bound, bound, 0.0, math.inf)
 
 
+NOT_DROPPED = "the mask of a dropout that may not be in training mode, kept: its node does not tell"
+
+
+def _dropout(scalars: Mapping[int, object]) -> tuple[Form, str]:
+    return ITSELF, "a mask takes a bit" if scalars.get(2) is True else NOT_DROPPED
+
+
 _BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, str]]]] = {
     "pow.Tensor_Scalar": ("self", _power),
+    "native_dropout": ("result", _dropout),
     "linalg_vector_norm": ("self", _norm(1)),
     "norm": ("self", _norm(1)),
     "hardtanh": ("self", _hardtanh),
@@ -344,9 +352,23 @@ ELEMENTWISE = frozenset({"mul", "div", "addcmul", "addcdiv", "lerp"})
 
 AMPLIFYING = frozenset(
     f"aten::{name}"
-    for name in ("div", "addcdiv", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "xlogy")
+    for name in (
+        *("div", "addcdiv", "log", "log2", "log10", "log1p", "logit", "sqrt", "rsqrt", "reciprocal", "atan2"),
+        *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "xlogy.Tensor", "xlogy.Scalar_Other"),
+        *("std", "std_mean", "linalg_vector_norm", "norm", "native_layer_norm", "_fused_rms_norm", "native_group_norm"),
+        *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+        *("linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "_linalg_det", "_linalg_slogdet"),
+        *("_cdist_forward", "prod", "cumprod"),
+    )
 )
-"""Operators whose derivative grows without bound where an operand is small: it must be right there, relative to it."""
+"""Operators whose derivative grows without bound where an operand, or its deviation, is small: it must be right there,
+relative to it."""
+
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar"))
+"""Operators that make small numbers of small factors."""
+
+SHORT_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))
+"""Operators that do so where their rows are short."""
 
 DECIDING = tuple(
     f"aten::{name}"
@@ -354,9 +376,13 @@ DECIDING = tuple(
         *("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "median", "nanmedian", "mode", "multinomial"),
         *("cummax", "cummin", "searchsorted", "bucketize", "unique_dim", "unique_consecutive", "_unique2", "nonzero"),
         *("gt", "lt", "ge", "le", "eq", "ne", "floor", "ceil", "round", "trunc", "sign", "sgn", "max", "min"),
+        *("item", "is_nonzero", "_to_copy"),
     )
 )
-"""Operators that turn values into decisions: a block that runs one is not run again from values that differ."""
+"""Operators that turn values into decisions: a block that runs one is not run again from values that differ.
+
+``item`` and ``is_nonzero`` do where the program calls them, ``_to_copy`` where it casts to integers or booleans.
+"""
 
 FUNCTIONS: dict[str, str] = {
     "flash_attn.flash_attn_interface.FlashAttnFunc": "flash-attn",

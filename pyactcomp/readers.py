@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from .errors import check_choice
-from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, Comparison, Form, Reading, strictest
+from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, VECTORS, Comparison, Form, Reading, strictest
 from .reader_table import ELEMENTWISE, FUNCTIONS, NAMESPACES, READERS
 
 Exactness = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
@@ -26,9 +26,9 @@ _FORMS: dict[str, Form] = {
 }
 
 CHECKPOINT = Reading(
-    "torch.utils.checkpoint", "input", AS_CODES, "the block runs again from it; exact where the block decides a route"
+    "torch.utils.checkpoint", "input", VECTORS, "the block runs again from it; exact where the block decides a route"
 )
-CHECKPOINTED = Reading("torch.utils.checkpoint", "input", AS_CODES, "the block, which has run once, runs again from it")
+CHECKPOINTED = Reading("torch.utils.checkpoint", "input", VECTORS, "the block, which has run once, runs again from it")
 # They save codes where codes are enough: a float that one of them saves is there to stay as it is.
 _OURS = Reading("pyactcomp.functional", "saved", ITSELF, "its function saves codes where they are enough")
 OUTSIDE = Reading("outside of any operator", "saved", ITSELF, "", known=False)

@@ -11,7 +11,7 @@ Longer than 400 lines: the recipes, and the search for the operands that they ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from .forms import AS_CODES, ITSELF
 from .layouts import arranged, layout_of
 from .observer import being_traced, observer
-from .policy import CAST, PLAIN, RANGE_KEPT, RANGE_WALK, source
+from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import (
     Kept,
     ModifiedError,
     Packs,
+    Pending,
     Recent,
     Region,
     Same,
@@ -336,7 +337,7 @@ def is_result_to_store(x: Tensor) -> bool:
 def _operand(node: Node, name: str) -> Stored | None:
     """Return the stored form of an operand, if it is one to compute from."""
     stored = saved_form(node, name)
-    if isinstance(stored, Same):
+    if isinstance(stored, (Same, Pending)):
         stored = stored.stored
     return stored if isinstance(stored, (Kept, Region, View, Redone)) and _depth(stored) < _DEEPEST else None
 
@@ -357,32 +358,9 @@ def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored
 
 def _shared(stored: object) -> object:
     """Return what a stored form is a view of, or itself."""
+    if isinstance(stored, Pending) and not isinstance(stored.stored, Kept):
+        stored = stored.stored
     return stored.region if isinstance(stored, View) else stored
-
-
-_FACTORS = frozenset({"MulBackward0", "PowBackward0"})
-_SAVING_THEIR_ROOT = frozenset({"SqrtBackward0", "RsqrtBackward0", "ReciprocalBackward0"})
-
-
-def coded_factors(node: Node | None) -> Iterator[Region]:
-    """Yield the stored factors, in codes, of the product or power that an operator reads, sums and casts aside.
-
-    ``node`` made what the operator reads, or is its own.
-    """
-    for _ in range(RANGE_WALK):
-        if node is None:
-            return
-        name = node.name()
-        if name in _FACTORS:
-            for operand in ("self", "other"):
-                stored = saved_form(node, operand)
-                shared = _shared(stored)
-                if isinstance(shared, Region) and shared.form is AS_CODES:
-                    yield shared
-            return
-        if name not in RANGE_KEPT and name not in _SAVING_THEIR_ROOT:
-            return
-        node = node.next_functions[0][0]
 
 
 def is_exact(stored: Stored) -> bool:
@@ -434,9 +412,9 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     """Serve dropout of a tensor that its own operator stores: attention probabilities."""
     mask, (producer, _) = _operand(node, "result1"), source(node)
     stored = None if producer is None else _stored_result(producer)
-    if mask is None or stored is None or stored.layout != layout_of(out):
+    # Only a mask that was drawn is packed. The node does not tell ``train``.
+    if not isinstance(mask, Region) or stored is None or stored.layout != layout_of(out):
         return None
-    # The node does not tell ``train``; all of torch's own callers set it.
     # In 16 bits the CPU's forward rounds the scale, too, and its backward does not.
     if not out.is_cuda and out.dtype.itemsize < 4:
         return None

@@ -371,16 +371,16 @@ class Region(Shared):
 class View:
     """A saved tensor that is a view of a packed region, or of an output that is computed again."""
 
-    __slots__ = ("_layout", "_offset", "region")
+    __slots__ = ("_offset", "layout", "region")
 
     def __init__(self, region: Shared, layout: Layout, offset: int) -> None:
         self.region = region
-        self._layout = layout
+        self.layout = layout
         self._offset = offset
 
     def restore(self) -> Tensor:
         """Return the view of what is restored."""
-        return self.region.restore().as_strided(self._layout.shape, self._layout.stride, self._offset)
+        return self.region.restore().as_strided(self.layout.shape, self.layout.stride, self._offset)
 
 
 class Same(Versioned):
@@ -418,12 +418,15 @@ class Shapeless(Versioned):
 
 
 class Pending:
-    """A saved tensor whose form is decided later."""
+    """A saved tensor whose form is decided later; until then it is held as it is."""
 
-    __slots__ = ("stored",)
+    __slots__ = ("form", "itemsize", "layout", "stored")
 
-    def __init__(self, stored: Saved) -> None:
-        self.stored = stored
+    def __init__(self, kept: Kept, form: Form) -> None:
+        self.stored: Saved = kept
+        self.form = form
+        self.layout = kept.layout
+        self.itemsize = kept.tensor.itemsize
 
     def restore(self) -> Tensor:
         """Return the tensor."""
@@ -433,12 +436,32 @@ class Pending:
 class Gathered(Versioned):
     """A saved tensor with gaps between its elements, packed from a dense copy."""
 
-    __slots__ = ("_layout", "region")
+    __slots__ = ("_layout", "_offset", "_storage", "region")
 
     def __init__(self, region: Region, tensor: Tensor) -> None:
         super().__init__(tensor)
         self.region = region
         self._layout = layout_of(tensor)
+        self._offset = tensor.storage_offset()
+        self._storage = ref(tensor.untyped_storage())
+
+    @property
+    def form(self) -> Form:
+        """How it is stored."""
+        return self.region.form
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of what was saved."""
+        return self._layout
+
+    def source(self) -> Tensor | None:
+        """Return a dense copy of the tensor, if its memory is still there and was not written to."""
+        storage = self._storage()
+        if storage is None or self._seen.moved:
+            return None
+        bare = torch.empty(0, dtype=self._dtype, device=self._device)
+        return bare.set_(storage, self._offset, self._layout.shape, self._layout.stride).contiguous()
 
     def restore(self) -> Tensor:
         """Return the elements spread to their strides again."""

@@ -12,9 +12,10 @@ import torch
 from torch.nn import Module
 
 from .config import Config
-from .engine import Frame, Packing
+from .engine import Frame
 from .errors import HookConflictError
 from .observer import transformed
+from .packing import Packing
 from .record import Recorder
 from .seeds import Seeds
 from .torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks

@@ -195,7 +195,8 @@ def running_node() -> Node | None:
 def saved_form(node: Node, name: str) -> object:
     """Return what a pack hook returned for a tensor that ``node`` saves under a name, or None if it saves none."""
     saved = getattr(node, f"_raw_saved_{name}", None)
-    return None if saved is None or saved.unpack_hook is None else saved.data
+    # Of a list of tensors it is a tuple.
+    return None if saved is None or getattr(saved, "unpack_hook", None) is None else saved.data
 
 
 def saved_as_it_is(node: Node, name: str) -> Tensor | None:

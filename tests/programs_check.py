@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp import engine
+from pyactcomp import packing
 from pyactcomp.fusions.base import ATTRIBUTE
 from pyactcomp.saved import ModifiedError
 
@@ -54,12 +54,12 @@ class Rounding:
 @contextlib.contextmanager
 def rounding_to_bfloat16():
     """Round what int8 would pack to bfloat16; booleans are packed as ever."""
-    kernel_of, rounding = engine.Packing.kernel, Rounding()
+    kernel_of, rounding = packing.Packing._new_kernel, Rounding()
 
     def kernel(self, dtype, *where):
         return kernel_of(self, dtype, *where) if dtype is torch.bool else rounding
 
-    with mock.patch.object(engine.Packing, "kernel", kernel):
+    with mock.patch.object(packing.Packing, "_new_kernel", kernel):
         yield
 
 

@@ -523,7 +523,133 @@ def test_a_checkpointed_block_whose_shapes_depend_on_values_has_them_again() -> 
     assert distance(gradients(), exact) <= BAR
 
 
+def by_item(x: Tensor) -> Tensor:
+    return x * x.mean().item()
+
+
+def by_truth(x: Tensor) -> Tensor:
+    return x * 2 if x.mean() else x
+
+
+def by_cast(x: Tensor) -> Tensor:
+    return x * x.long().index_select(0, (x[:, 0] * 8).int().clamp(0, 7))
+
+
+def by_mask(x: Tensor) -> Tensor:
+    return x * x.bool()
+
+
+def by_none(x: Tensor) -> Tensor:
+    mask = torch.arange(64) % 2 == 0
+    return x.masked_fill(mask, torch.tensor(0.0)).double().float() * (~mask).int().long().float()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("block", [by_item, by_truth, by_cast, by_mask, by_none], ids=lambda block: block.__name__)
+def test_a_checkpointed_block_keeps_what_it_makes_numbers_and_integers_of(
+    block: Callable[[Tensor], Tensor], use_reentrant: bool
+) -> None:
+    x = leaf(64, 64)
+    (exact,) = torch.autograd.grad(block(x * 1).square().sum(), x)
+    with pyactcomp.compressed(min_bytes=0) as c:
+        loss = checkpoint(block, x * 1, use_reentrant=use_reentrant).square().sum()
+    loss.backward()
+    assert x.grad is not None
+    # Four bytes an element.
+    assert (pyactcomp.report(c).tensors[0].stored_bytes == 4 * x.numel()) == (block is not by_none)
+    assert distance((x.grad,), (exact,)) <= BAR
+
+
+# Norms of few elements, and what goes into a division.
+
+FEW: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer norm": lambda x: F.layer_norm(x, (4,)),
+    "rms norm": lambda x: F.rms_norm(x, (4,), eps=1e-6),
+    "rms norm of operators": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
+    "norm of operators": lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-6).sqrt(),
+    "standard deviation": lambda x: x.std(-1),
+    "normalised": lambda x: F.normalize(x, dim=-1),
+    "group norm": lambda x: F.group_norm(x[..., None], 1),
+    "instance norm": lambda x: F.instance_norm(x.view(64, 16, 2, 2)),
+    "cosine similarity": lambda x: F.cosine_similarity(x, x.flip(-1), -1),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_norms_of_few_elements_beside_larger_neighbours(name: str) -> None:
+    """Rows of four, each a thousand times larger than one beside it, whose step would hide it."""
+    size = torch.logspace(0, -3, 4).repeat(256)[:, None]
+    function, w = FEW[name], torch.randn(4096)
+
+    def loss(x: Tensor) -> Tensor:
+        y = function(x * size)
+        return (y.flatten() * w[: y.numel()]).sum()
+
+    assert error(loss, leaf(1024, 4)) <= BAR
+
+
+TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
+    "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),
+    "of a cast": lambda x: 1 / ((x - 1).double().float().square() + 1e-2),
+    "second term": lambda x: 1 / (1e-2 + 2 * (x - 1).square()),
+    "addcmul": lambda x: 1 / torch.addcmul(torch.full_like(x, 1e-2), x - 1, x - 1),
+    "where": lambda x: 1 / torch.where(x > 0, (x - 1).square() + 1e-2, (x + 1).square() + 1e-2),
+    "products of them": lambda x: ((x - 1).square() + 0.1).prod(-1).div(1e3),
+    "short rows": lambda x: 1 / ((x - 1).view(-1, 4, 4) @ x.detach().view(-1, 4, 4)).square().add(1e-2),
+    "gaps": lambda x: 1 / torch.complex(x, x).real.square().add(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", TEMPORARIES)
+def test_what_is_gone_when_its_product_is_divided_by(name: str) -> None:
+    function, w = TEMPORARIES[name], torch.randn(1024 * 8)
+
+    def loss(x: Tensor) -> Tensor:
+        y = function(x)
+        return (y.flatten() * w[: y.numel()]).sum()
+
+    assert error(loss, leaf(1024, 8)) <= BAR
+
+
+def test_what_waits_for_a_division_is_stored_in_codes_where_none_comes() -> None:
+    x, w = leaf(256, 64), leaf(64, 64)
+    with pyactcomp.compressed(min_bytes=0) as c:
+        ((x * 1).square() @ w).sum()
+        (x * 2) * (x * 3)
+    stored = [t.stored_bytes for t in pyactcomp.report(c).tensors if t.kept is None]
+    # Both factors of the product, what is squared, and the square, all in codes and a scale for 64 of them.
+    assert stored == [256 * (64 + 4)] * 4
+
+
 # Activations.
+
+
+def test_relu_in_place_on_a_view_with_gaps_keeps_its_sign() -> None:
+    x = leaf(96)
+
+    def loss() -> Tensor:
+        y = x * 1
+        y.view(-1)[::2].relu_()
+        return y.sum()
+
+    (exact,) = torch.autograd.grad(loss(), x)
+    with pyactcomp.compressed(min_bytes=0):
+        value = loss()
+    assert torch.equal(torch.autograd.grad(value, x)[0], exact)
+
+
+def test_a_cast_that_was_first_packed_in_another_shape_keeps_its_own() -> None:
+    x, layer = torch.randn(2, 64, 8, dtype=torch.float16).requires_grad_(), nn.Linear(8, 8)
+
+    def loss() -> Tensor:
+        y = x.float()
+        return F.gelu(layer(y)).sum() + y.sin().sum()
+
+    (exact,) = torch.autograd.grad(loss(), x)
+    with pyactcomp.compressed(min_bytes=0):
+        value = loss()
+    assert distance(torch.autograd.grad(value, x), (exact,)) <= BAR
 
 
 def test_relu_in_place_on_a_view_keeps_its_sign() -> None:

@@ -246,7 +246,7 @@ def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str) -> 
     # A pair for each: the two sides of one bound, or inside of two.
     yes, no = {"above": (2.0, -2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
     comparison = Comparison(relation, -0.5, 0.5, yes, no)  # type: ignore[arg-type]
-    packing = pyactcomp.engine.Packing(pyactcomp.Config())
+    packing = pyactcomp.packing.Packing(pyactcomp.Config())
     kernel = packing.storing(torch.empty(1), Form("1 bit", 1, comparison)).kernel
     assert isinstance(kernel, BitsKernel)
     x = torch.tensor([math.nan, -math.inf, -1.0, -0.5, 0.0, 0.5, 1.0, math.inf])

@@ -16,7 +16,12 @@ BOTTOM = {"errors", "format", "reference", "torch_private", "_version"}
 KERNELS = {"kernels", "_core"}
 CODEC = BOTTOM | KERNELS | {"codec", "layouts"}
 READERS = {"extensions", "forms", "observer", "reader_table", "readers", "seeds"}
-MODEL = CODEC | READERS | {"config", "policy", "saved", "record", "redo", "narrow", "halves", "engine", "session"}
+MODEL = (
+    CODEC
+    | READERS
+    | {"config", "policy", "saved", "record", "redo", "narrow", "halves"}
+    | {*("factors", "packing", "engine", "session")}
+)
 FUNCTIONS = CODEC | {"forms", "functional", "halves", "observer", "redo", "seeds"}
 CALLS = MODEL | {"compress", "report", "verify", "checked", "state"}
 
@@ -43,6 +48,8 @@ ALLOWED = {
     "scriptable": {"errors", "fusions"},
     "session": MODEL - {"session"},
     "engine": MODEL - {"engine", "session"},
+    "packing": CODEC | {"config", "forms", "halves", "policy", "saved", "seeds"},
+    "factors": {"forms", "reader_table", "saved", "torch_private"},
     "fusions": FUNCTIONS | {"config", "fusions", "saved"},
     "functional": FUNCTIONS | {"policy", "saved"},
     "record": BOTTOM | {"policy", "saved"},

@@ -506,3 +506,16 @@ def test_nothing_is_held_once_the_graph_is_gone() -> None:
     out.backward()
     del out
     assert held() == before
+
+
+def test_dropout_that_is_told_not_to_train_is_not_computed_again_as_if_it_did() -> None:
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return (torch.native_dropout((x * 1).softmax(-1), 0.5, False)[0] @ w).square().sum()
+
+    exact = torch.autograd.grad(loss(), (x, w))
+    with pyactcomp.compressed(min_bytes=0, mode="lossless"):
+        value = loss()
+    for got, expected in zip(torch.autograd.grad(value, (x, w)), exact, strict=True):
+        assert torch.equal(got, expected)

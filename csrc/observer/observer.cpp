@@ -57,6 +57,8 @@ struct Operator {
   std::string name, overload;
   bool is_function = false;  ///< a Python autograd function
   bool decides = false;      ///< its result is a decision: a comparison, an index, a route
+  bool casts = false;        ///< it decides where it makes integers
+  bool asks = false;         ///< it decides where the program calls it, not another operator
   // Filled by `resolve`, with the GIL, on the first save.
   bool resolved = false;
   bool captures = true;     ///< whether which argument it is makes a difference
@@ -128,6 +130,8 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     entry->overload = overload;
     entry->is_function = entry->name.find("::") == std::string::npos;
     entry->decides = all.deciding.count(entry->name) != 0;
+    entry->casts = entry->name == "aten::_to_copy";
+    entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
   }
   here.known[name] = entry.get();
   return entry.get();
@@ -150,6 +154,18 @@ bool is_floating(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().is_floating_point();
 }
 
+/// Return whether a call, the innermost, turns values into a decision.
+bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
+  if (!op.decides || inputs.empty() || !is_floating(inputs[0])) return false;
+  if (op.casts) {
+    return inputs.size() > 1 && inputs[1].isInt() &&
+           c10::isIntegralType(static_cast<c10::ScalarType>(inputs[1].toInt()), /*includeBool=*/true);
+  }
+  // Operators read a bound or what they fill with so, too.
+  const size_t depth = here.calls.size();
+  return !op.asks || depth < 2 || here.calls[depth - 2].op->name.rfind("aten::", 0) != 0;
+}
+
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Thread& here = thread;  // each use of a thread's own variable calls a function
   // First, so that every end finds its call, also where the rest throws.
@@ -158,7 +174,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Operator* const op = find(here, function.name(), function.overload_name());
   here.calls.back().op = op;
   const auto inputs = function.inputs();
-  if (op->decides && !inputs.empty() && is_floating(inputs[0])) ++here.decisions;
+  if (is_decision(here, *op, inputs)) ++here.decisions;
   if (op->captures) {
     for (size_t index = 0; index < inputs.size(); ++index)
       capture(here, inputs[index], index, !op->resolved || op->by_scalars);

@@ -1,0 +1,89 @@
+"""Factors of what is divided by: the derivative is largest where they are smallest, and must be right there."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from .forms import CODES, Reading
+from .reader_table import PRODUCTS, SHORT_PRODUCTS
+from .saved import Gathered, Kept, Pending, Region, View
+from .torch_private import saved_form
+
+# Nodes that one walk visits: twice the longest of norms that are composed of operators.
+_FARTHEST = 32
+# The first factor of a product of matrices: its rows make the numbers of the result.
+_ROWS_OF = {
+    "MmBackward0": "self",
+    "BmmBackward0": "self",
+    "MvBackward0": "self",
+    "DotBackward0": "self",
+    "AddmmBackward0": "mat1",
+    "BaddbmmBackward0": "batch1",
+}
+# Convolutions and attention mix many numbers.
+_ENDS = ("Convolution", "CudnnConvolution", "ScaledDotProduct")
+
+
+@functools.lru_cache(maxsize=1024)
+def _operands(kind: type) -> tuple[str, ...]:
+    """Return the names under which nodes of a class save tensors; none of a function written in Python."""
+    return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gathered | Pending]:
+    """Yield what is stored in codes of the operators that made what an operator divides by.
+
+    ``node`` made it, or is the operator's own. Of numbers that are each made of a group's worth of others, by a sum or
+    a product of matrices, codes are as exact as the numbers are: there the walk ends.
+    """
+    left: deque[Node | None] = deque((node,))
+    seen: set[Node] = set()
+    while left and len(seen) < _FARTHEST:
+        node = left.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name.startswith(_ENDS) or isinstance(node, BackwardCFunction) or _gathers(node, name, group_size):
+            continue
+        for operand in _operands(type(node)):
+            stored = saved_form(node, operand)
+            if isinstance(stored, Pending) and not isinstance(stored.stored, Kept):
+                stored = stored.stored
+            if isinstance(stored, View):
+                stored = stored.region
+            if isinstance(stored, (Pending, Region, Gathered)) and stored.form.need == CODES:
+                yield stored
+        left.extend(behind for behind, _ in node.next_functions)
+
+
+def _gathers(node: Any, name: str, group_size: int) -> bool:
+    """Return whether a number of what a node made is made of a group's worth of numbers or more."""
+    rows = _ROWS_OF.get(name)
+    if rows is not None:
+        stored = saved_form(node, rows)
+        shape = getattr(stored, "layout", None)
+        return shape is None or shape.shape[-1] >= group_size
+    if not node.next_functions:
+        return False
+    read, number = node.next_functions[0]
+    if read is None:
+        return False
+    leaf = getattr(read, "variable", None)
+    shape = read._input_metadata[number].shape if leaf is None else leaf.shape
+    few: bool = math.prod(shape) >= group_size * math.prod(node._input_metadata[-1].shape)
+    return few
+
+
+def waits(tensor: Tensor, reading: Reading, group_size: int) -> bool:
+    """Return whether an operand is a factor of what may be divided by, as are short rows of a matrix product."""
+    short = reading.operator in SHORT_PRODUCTS and tensor.shape[-1] < group_size
+    return short or reading.operator in PRODUCTS

@@ -1,0 +1,150 @@
+"""How the forwards of one configuration pack: kernels, forms and seeds."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from . import format as fmt
+from .codec import bind
+from .config import Config
+from .forms import (
+    AS_CODES,
+    BFLOAT16,
+    BITS,
+    CHANNELS,
+    CODES,
+    FACTOR,
+    ITSELF,
+    POSITIVE,
+    RELATIVE,
+    ROWS,
+    SCALED,
+    VECTORS,
+    Form,
+    Reading,
+)
+from .halves import BitsKernel, half_kernel, half_nbytes
+from .kernels import Kernel
+from .layouts import layout_of
+from .policy import CARRIER
+from .saved import Storing
+from .seeds import Seeds
+
+# Batches of vectors, or of sequences of them, have at most so many dimensions; images have more.
+_VECTORS = 3
+HALF_BYTES = 2
+# Shapes of a model that are remembered: where each step has new ones, the old are of no use.
+_MOST_STORINGS = 4096
+
+
+class Packing:
+    """How the forwards of one configuration pack: kernels, seeds, and the names in their errors."""
+
+    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
+        self.config = config
+        self.seeds = Seeds(config.seed) if seeds is None else seeds
+        self.stochastic = config.rounding == "stochastic"
+        self.lossless = config.mode == "lossless"
+        self.warned_of_compile = False
+        self.root: ref[Module] | None = None
+        self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
+        self._storings: dict[tuple[object, ...], Storing] = {}
+
+    def storing(self, tensor: Tensor, form: Form) -> Storing:
+        """Return how to store a tensor in a form; booleans take bits whatever the form. Most repeat from step to step.
+
+        Raises
+        ------
+        ImplementationUnavailableError
+            If the implementation that the configuration names does not serve the tensor's device.
+        """
+        key = tensor.size(), tensor.stride(), tensor.dtype, tensor.device, form
+        found = self._storings.get(key)
+        if found is None:
+            if len(self._storings) >= _MOST_STORINGS:
+                self._storings.clear()
+            found = self._storings[key] = self._new_storing(tensor, form)
+        return found
+
+    def _new_storing(self, tensor: Tensor, form: Form) -> Storing:
+        dtype, device, numel = tensor.dtype, tensor.device, tensor.numel()
+        kernel = self._kernels.get((dtype, device, form))
+        if kernel is None:
+            kernel = self._kernels[dtype, device, form] = self._new_kernel(dtype, device, form)
+        if dtype is not torch.bool and form.need == RELATIVE:
+            nbytes = half_nbytes(numel, form)
+        else:
+            bits = 1 if dtype is torch.bool or form.need == BITS else 8
+            nbytes = fmt.packed_nbytes(numel, bits, self.config.group_size)
+        carrier = CARRIER[dtype] if form.need == CODES else dtype
+        return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
+
+    def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
+        config = self.config
+        if dtype is not torch.bool and form.need == RELATIVE:
+            return half_kernel(form, config.impl in ("auto", "triton"))
+        if dtype is torch.bool or form.need == BITS:
+            bits = bind(config.impl, torch.bool, 1, config.group_size, self.stochastic, False, device)
+            return bits if form.comparison is None else BitsKernel(form.comparison, bits)
+        return bind(config.impl, CARRIER[dtype], 8, config.group_size, self.stochastic, form is POSITIVE, device)
+
+    def form_for(self, tensor: Tensor, reading: Reading) -> Form:
+        """Return the form in which a tensor is stored for a reader: no wider than the tensor itself."""
+        form = reading.form
+        config = self.config
+        # Numbers that all share one step save nothing, and no sum makes up for their errors.
+        few = tensor.numel() < config.group_size
+        if (form is AS_CODES or form is FACTOR) and reading.known and not self.lossless:
+            if not few:
+                return form
+            form = BFLOAT16
+        elif form is ROWS or form is VECTORS:
+            images = form is VECTORS and tensor.dim() > _VECTORS
+            form = BFLOAT16 if few or (not images and tensor.shape[-1] < config.group_size) else AS_CODES
+        elif form is CHANNELS:
+            # In images a group spans few channels, and those of a layer differ little.
+            vectors = tensor.dim() <= _VECTORS or tensor.numel() < config.group_size * tensor.shape[1]
+            form = BFLOAT16 if vectors else AS_CODES
+        if not reading.known and config.unknown == "int8":
+            return AS_CODES
+        if form is SCALED and config.attention == "int8":
+            return AS_CODES
+        if form.need == RELATIVE and tensor.itemsize <= HALF_BYTES:
+            return ITSELF
+        if form.comparison is not None and not form.comparison.is_exact_in(tensor.dtype):
+            return ITSELF
+        if self.lossless and form.need >= CODES:
+            return ITSELF
+        return form
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return a parameter's qualified name, for an error."""
+        root = self.root() if self.root is not None else None
+        for name, candidate in root.named_parameters() if root is not None else ():
+            if candidate is parameter:
+                return f"parameter {name!r}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def warn_of_compiled_graph(self) -> None:
+        """Warn, once, if the tensor being packed is saved by a compiled graph."""
+        frame = sys._getframe()
+        for _ in range(4):
+            caller = frame.f_back
+            if caller is None:
+                return
+            frame = caller
+            if "_functorch" in frame.f_code.co_filename:
+                self.warned_of_compile = True
+                warnings.warn(
+                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but what it "
+                    "saves is kept as it is, since it does not tell activations from masks. Leave the modules that "
+                    "hold most activations eager, or let torch.compile decide what to save.",
+                    stacklevel=3,
+                )
+                return
