@@ -354,7 +354,8 @@ AMPLIFYING = frozenset(
     f"aten::{name}"
     for name in (
         *("div", "addcdiv", "log", "log2", "log10", "log1p", "logit", "sqrt", "rsqrt", "reciprocal", "atan2"),
-        *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "xlogy.Tensor", "xlogy.Scalar_Other"),
+        *("pow", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
+        *("xlogy", "xlogy.Tensor", "xlogy.Scalar_Other"),
         *("std", "std_mean", "linalg_vector_norm", "norm", "native_layer_norm", "_fused_rms_norm", "native_group_norm"),
         *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
         *("linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "_linalg_det", "_linalg_slogdet"),

@@ -594,6 +594,7 @@ TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "of a cast": lambda x: 1 / ((x - 1).double().float().square() + 1e-2),
     "second term": lambda x: 1 / (1e-2 + 2 * (x - 1).square()),
     "addcmul": lambda x: 1 / torch.addcmul(torch.full_like(x, 1e-2), x - 1, x - 1),
+    "xlogy": lambda x: torch.xlogy(x.detach(), (x - 1).square() + 1e-2),
     "where": lambda x: 1 / torch.where(x > 0, (x - 1).square() + 1e-2, (x + 1).square() + 1e-2),
     "products of them": lambda x: ((x - 1).square() + 0.1).prod(-1).div(1e3),
     "short rows": lambda x: 1 / ((x - 1).view(-1, 4, 4) @ x.detach().view(-1, 4, 4)).square().add(1e-2),
