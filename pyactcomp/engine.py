@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.nn import Module
 
 from .errors import ImplementationUnavailableError
-from .factors import coded_behind, waits
+from .factors import coded_behind, is_factor
 from .forms import (
     AS_CODES,
     AS_SHAPE,
@@ -87,8 +87,8 @@ _RECENTLY_RESTORED = 2
 # A view with gaps is packed with its whole base, unless the base is more than this many times larger: then it is
 # cheaper to gather the view's elements.
 _LARGEST_BASE = 4
-# Factors of products that wait for the operators behind: those of one product, or of two that share one.
-_MOST_WAITING = 6
+# Factors whose memory is held until the operators behind have run: those of one product, or of two that share one.
+_LATEST_FACTORS = 6
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported where something was compiled; a look at who calls costs more than most of what a hook does.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -102,6 +102,7 @@ class Frame:
         "_casts_left",
         "_context",
         "_copies",
+        "_factors",
         "_held",
         "_min_bytes",
         "_module",
@@ -111,7 +112,6 @@ class Frame:
         "_recent",
         "_regions",
         "_saving",
-        "_waiting",
         "packing",
         "policy",
         "recorder",
@@ -130,8 +130,8 @@ class Frame:
         self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
         self._pending_since = (0, 0)
         self._saving, self._reader = observer().saving, observer().reader
-        # Factors of products, which are stored once it is known whether the product is divided by.
-        self._waiting: deque[tuple[Pending, Kept, Tensor, Node | None, Reading, str]] = deque()
+        # The memory of the latest factors of products, which are stored anew where the product is divided by.
+        self._factors: deque[torch.UntypedStorage] = deque(maxlen=_LATEST_FACTORS)
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Without loss most are stored as they are, and a report tells why each is.
         self._copies = not packing.lossless or recorder is not None
@@ -153,7 +153,7 @@ class Frame:
         context.__exit__()
         observer().stop()
         self._decide_pending()
-        self._store_waiting()
+        self._factors.clear()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -229,11 +229,14 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, node = producer(saved)
-        if reading.operator in AMPLIFYING:
-            if form.need > CODES and not self.packing.lossless:
+        if form.need > CODES:
+            if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._sharpen(node)
-        elif self._waiting and form.need <= CODES and not waits(tensor, reading, self.packing.config.group_size):
-            self._store_waiting()
+        elif is_factor(tensor, reading, self.packing.config.group_size):
+            # The operators that follow may divide by the product, and the factor may be gone by then.
+            self._factors.append(tensor.untyped_storage())
+        elif self._factors and reading.operator not in AMPLIFYING:
+            self._factors.clear()
         if form is FACTOR:
             wide = spans_magnitudes(name, node)
             form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
@@ -254,31 +257,7 @@ class Frame:
             source = source_of(tensor, node)
             if source is not None and self._serves(source[0], form):
                 return self._redone(tensor, *source)
-        return self._store_when_known(tensor, node if name == CAST else None, reading, form)
-
-    def _store_when_known(self, tensor: Tensor, cast: Node | None, reading: Reading, form: Form) -> Saved:
-        """Store a tensor, a factor only when the operators have run that would divide by the product."""
-        if form is not AS_CODES or not waits(tensor, reading, self.packing.config.group_size):
-            return self._store(tensor, cast, reading, form)
-        kept = Kept(tensor)
-        pending = Pending(kept, AS_CODES)
-        self._waiting.append(
-            (pending, kept, tensor, cast, reading, "" if self.recorder is None else self.recorder.module)
-        )
-        if len(self._waiting) > _MOST_WAITING:
-            self._store_waiting(1)
-        return pending
-
-    def _store_waiting(self, count: int = _MOST_WAITING) -> None:
-        """Store the factors that have waited longest."""
-        for _ in range(min(count, len(self._waiting))):
-            holder, kept, tensor, cast, reading, module = self._waiting.popleft()
-            if kept.unchanged:  # else unpacking raises, as it is to
-                if self.recorder is not None:
-                    self.recorder.enter(module)
-                holder.stored = self._store(tensor, cast, reading, holder.form)
-                if self.recorder is not None:
-                    self.recorder.leave()
+        return self._store(tensor, node if name == CAST else None, reading, form)
 
     def _sharpen(self, node: Node | None) -> None:
         """Store the factors of a product anew whose derivative an operator behind it divides by the product.
@@ -286,9 +265,6 @@ class Frame:
         Codes are off by the same amount for small factors as for large ones, and the gradient is largest for small.
         """
         for stored in coded_behind(node, self.packing.config.group_size):
-            if isinstance(stored, Pending):
-                stored.form = BFLOAT16 if stored.itemsize > HALF_BYTES else ITSELF
-                continue
             source = stored.source()
             if source is None:
                 continue
@@ -313,7 +289,7 @@ class Frame:
         if source is not None and self._serves(source[0], form):
             return self._redone(copy, *source)
         if known is None:
-            return self._store_when_known(copy, node, reading, form)
+            return self._store(copy, node, reading, form)
         copies = known[0].copies
         part = copy.dtype, copy.storage_offset(), layout_of(copy)
         reference = copies.get(part)
@@ -366,7 +342,7 @@ class Frame:
         if self._pending and self._pending_since[0] != calls:
             self._decide_pending()
         kept = Kept(tensor)
-        pending = Pending(kept, ITSELF)
+        pending = Pending(kept)
         module = "" if self.recorder is None else self.recorder.module
         self._pending.append((pending, kept, tensor, module))
         # The inputs of one block are saved one after the other; packing itself calls operators.

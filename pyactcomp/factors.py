@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from .forms import CODES, Reading
 from .reader_table import PRODUCTS, SHORT_PRODUCTS
-from .saved import Gathered, Kept, Pending, Region, View
+from .saved import Gathered, Pending, Region, Same, View
 from .torch_private import saved_form
 
 # Nodes that one walk visits: twice the longest of norms that are composed of operators.
@@ -38,7 +38,7 @@ def _operands(kind: type) -> tuple[str, ...]:
     return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gathered | Pending]:
+def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gathered]:
     """Yield what is stored in codes of the operators that made what an operator divides by.
 
     ``node`` made it, or is the operator's own. Of numbers that are each made of a group's worth of others, by a sum or
@@ -56,11 +56,11 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gather
             continue
         for operand in _operands(type(node)):
             stored = saved_form(node, operand)
-            if isinstance(stored, Pending) and not isinstance(stored.stored, Kept):
+            if isinstance(stored, (Pending, Same)):
                 stored = stored.stored
             if isinstance(stored, View):
                 stored = stored.region
-            if isinstance(stored, (Pending, Region, Gathered)) and stored.form.need == CODES:
+            if isinstance(stored, (Region, Gathered)) and stored.form.need == CODES:
                 yield stored
         left.extend(behind for behind, _ in node.next_functions)
 
@@ -83,7 +83,7 @@ def _gathers(node: Any, name: str, group_size: int) -> bool:
     return few
 
 
-def waits(tensor: Tensor, reading: Reading, group_size: int) -> bool:
-    """Return whether an operand is a factor of what may be divided by, as are short rows of a matrix product."""
+def is_factor(tensor: Tensor, reading: Reading, group_size: int) -> bool:
+    """Return whether an operand is a factor of a product that may be divided by, as short rows of matrices are too."""
     short = reading.operator in SHORT_PRODUCTS and tensor.shape[-1] < group_size
     return short or reading.operator in PRODUCTS

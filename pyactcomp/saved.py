@@ -420,13 +420,10 @@ class Shapeless(Versioned):
 class Pending:
     """A saved tensor whose form is decided later; until then it is held as it is."""
 
-    __slots__ = ("form", "itemsize", "layout", "stored")
+    __slots__ = ("stored",)
 
-    def __init__(self, kept: Kept, form: Form) -> None:
-        self.stored: Saved = kept
-        self.form = form
-        self.layout = kept.layout
-        self.itemsize = kept.tensor.itemsize
+    def __init__(self, stored: Saved) -> None:
+        self.stored = stored
 
     def restore(self) -> Tensor:
         """Return the tensor."""

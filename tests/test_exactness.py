@@ -613,7 +613,7 @@ def test_what_is_gone_when_its_product_is_divided_by(name: str) -> None:
     assert error(loss, leaf(1024, 8)) <= BAR
 
 
-def test_what_waits_for_a_division_is_stored_in_codes_where_none_comes() -> None:
+def test_factors_are_stored_in_codes_where_no_division_comes() -> None:
     x, w = leaf(256, 64), leaf(64, 64)
     with pyactcomp.compressed(min_bytes=0) as c:
         ((x * 1).square() @ w).sum()
