@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "allocator/config.hpp"
-#include "allocator/device.hpp"
 #include "allocator/stats.hpp"
 #include "allocator/types.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 

@@ -1,5 +1,4 @@
-// The caching allocator of one device: a heap, what supplies it, what the host knows of streams, and the lock around
-// them.
+// The caching allocator of one device: a heap, its supplies, the order of its streams, and the lock around them.
 #pragma once
 
 #include <functional>
@@ -18,7 +17,9 @@ namespace pac::alloc {
 
 class CachingAllocator final : public Allocator {
  public:
-  CachingAllocator(std::shared_ptr<Device> device, const Config& config);
+  /// Throws std::invalid_argument for settings out of range. A device without virtual memory grows by malloc whatever
+  /// is asked; config() tells.
+  explicit CachingAllocator(std::shared_ptr<Device> device, const Config& config = {});
   ~CachingAllocator() override;
 
   Address allocate(Bytes size, Stream stream, Context context) override;
@@ -84,6 +85,8 @@ class CachingAllocator final : public Allocator {
   void free_block(Block& block, const Context& context);
   void collect_freed();
 
+  /// Sets the request's pool, of this group, and returns its best free block, or nullptr.
+  Block* find_fit(PoolGroup& group, Request& request);
   Block* attempt(Request& request, Effort effort);
   Block* obtain(Request& request, Lock& lock);
   Block* borrow_from_private_pools(Request& request);

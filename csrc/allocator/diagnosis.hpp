@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "allocator/device.hpp"
 #include "allocator/heap.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 

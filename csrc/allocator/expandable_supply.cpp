@@ -24,6 +24,7 @@ class ExpandableSupply final : public Supply {
  private:
   using Unmapped = std::map<Address, Block*>;
 
+  FreeSet::iterator best_fit(const Pool& pool, FreeSet::iterator smallest) const override;
   Bytes page(const Pool& pool) const {
     return pool.kind == PoolKind::kSmall ? kSmallBuffer : heap_.config.large_segment_size;
   }
@@ -37,6 +38,23 @@ class ExpandableSupply final : public Supply {
 
   std::map<std::pair<Pool*, Stream>, Unmapped> unmapped_;  ///< the native allocator's order: by stream and address
 };
+
+/// The size that a free block could grow to where it stands.
+Bytes size_with_room(const Block& block) {
+  const bool grows = block.next && block.next->state == Block::State::kUnmapped;
+  return block.size + (grows ? block.next->size : 0);
+}
+
+/// The native allocator's best fit counts a block with the unmapped addresses behind it, so the last one is kept for
+/// requests that fit nowhere else.
+FreeSet::iterator ExpandableSupply::best_fit(const Pool& pool, FreeSet::iterator smallest) const {
+  auto found = smallest;
+  for (auto next = std::next(found); next != pool.free.end(); ++next) {
+    if ((*next)->stream() != (*found)->stream() || size_with_room(**next) >= size_with_room(**found)) break;
+    found = next;
+  }
+  return found;
+}
 
 /// Whether the blocks from here on are free or without memory for this many bytes.
 bool has_room(const Block* block, Bytes size) {

@@ -28,50 +28,6 @@ Bytes Heap::round_size(Bytes size) const {
   return power == size ? size : power + round_up(size - power, power / divisions);
 }
 
-Pool& Heap::pool_of(PoolGroup& group, Bytes size) const {
-  if (size <= kSmallSize) return group.small;
-  // Malloc growth keeps oversize blocks among the others, as the native allocator does: find_fit tells them apart.
-  const bool apart = config.growth == Growth::kVmm && !group.source;
-  return apart && size >= config.max_split_size ? group.oversize : group.large;
-}
-
-namespace {
-
-/// What a free block could grow to where it stands.
-Bytes room(const Block& block) {
-  const bool grows = block.next && block.next->state == Block::State::kUnmapped;
-  return block.size + (grows ? block.next->size : 0);
-}
-
-/// The native allocator's best fit in expandable segments: a block counts with the unmapped addresses behind it, so the
-/// last one is kept for requests that fit nowhere else.
-FreeSet::iterator least_room(const Pool& pool, FreeSet::iterator found) {
-  for (auto next = std::next(found); next != pool.free.end(); ++next) {
-    if ((*next)->stream() != (*found)->stream() || room(**next) >= room(**found)) break;
-    found = next;
-  }
-  return found;
-}
-
-}  // namespace
-
-Block* Heap::find_fit(const Request& request) {
-  Pool& pool = *request.pool;
-  ++pool.fit_calls;
-  auto found = pool.free.lower_bound(FitKey{request.stream, request.size, 0});
-  if (found == pool.free.end() || (*found)->stream() != request.stream) return nullptr;
-  if (config.growth == Growth::kExpandable) found = least_room(pool, found);
-  Block* block = *found;
-  // In an expandable segment a large free block is many that were merged: splitting it pins nothing.
-  if (request.size < config.max_split_size && block->size >= config.max_split_size && !block->segment->expandable) {
-    return nullptr;
-  }
-  if (request.size >= config.max_split_size && block->size - request.size >= config.max_non_split_rounding) {
-    return nullptr;
-  }
-  return block;
-}
-
 bool Heap::should_split(const Block& block, const Request& request) const {
   const Pool& pool = block.pool();
   const Bytes rest = block.size - request.size;

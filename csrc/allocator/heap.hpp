@@ -51,10 +51,7 @@ class Heap {
   }
 
   Bytes round_size(Bytes size) const;
-  Pool& pool_of(PoolGroup& group, Bytes size) const;
 
-  /// The best free block that a request may have, or nullptr.
-  Block* find_fit(const Request& request);
   /// Makes a free block, or its beginning, the request's.
   Block* allocate(Block* block, const Request& request);
   /// The block is no longer its owner's; it becomes free by release(), now or when other streams are done.

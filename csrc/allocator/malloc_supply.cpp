@@ -2,57 +2,11 @@
 // replaying a recorded trace reserves what the recording did.
 #include <algorithm>
 
-#include "allocator/core.hpp"
 #include "allocator/supply.hpp"
 
 namespace pac::alloc {
 
-Supply::Supply(Heap& heap, Device& device, StreamOrder& order)
-    : heap_(heap), device_(device), order_(order), total_(device.memory().total) {}
-
-Bytes Supply::limit() const {
-  const double fraction = heap_.config.memory_fraction;
-  return fraction < 1.0 ? static_cast<Bytes>(fraction * static_cast<double>(total_)) : kUnlimited;
-}
-
-bool Supply::within_limit(Bytes size) const {
-  const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
-  return size <= limit() && reserved <= limit() - size;
-}
-
-Bytes Supply::garbage_threshold() const {
-  const double share = heap_.config.garbage_collection_threshold;
-  if (share <= 0.0 || heap_.config.memory_fraction >= 1.0) return kUnlimited;
-  return static_cast<Bytes>(share * static_cast<double>(limit()));
-}
-
-Bytes Supply::at_least_initial(const Request& request, Bytes size) {
-  if (grew_initially_ || request.pool->group.is_private() || request.pool->kind != PoolKind::kLarge) return size;
-  grew_initially_ = true;  // also where it fails: the next attempt asks for less
-  return std::max(size, round_up(heap_.config.initial_pool_size, kRoundLarge));
-}
-
-void Supply::release_ranges() {
-  for (Segment& segment : heap_.segments()) {
-    if (!segment.expandable) continue;
-    for (const auto& [address, mapping] : segment.mappings) {
-      device_.unmap(address, mapping.size);
-      device_.destroy(mapping.handle, mapping.size);
-    }
-    device_.unreserve(segment.address, segment.size);
-  }
-}
-
 namespace {
-
-thread_local int source_calls = 0;
-
-struct SourceCall {
-  SourceCall() { ++source_calls; }
-  ~SourceCall() { --source_calls; }
-  SourceCall(const SourceCall&) = delete;
-  SourceCall& operator=(const SourceCall&) = delete;
-};
 
 class MallocSupply final : public Supply {
  public:
@@ -93,14 +47,14 @@ Block* MallocSupply::grow(const Request& request, Effort, bool capturing) {
 std::optional<Address> MallocSupply::acquire(Bytes size, const Request& request) {
   SegmentSource* source = request.pool->group.source.get();
   if (!source) return device_.acquire(size);
-  const SourceCall call;
+  const SegmentSourceCall call;
   return source->acquire(size, request.stream);
 }
 
 void MallocSupply::give_back(Segment& segment) {
   SegmentSource* source = segment.pool->group.source.get();
   if (!source) return device_.release(segment.address, segment.size);
-  const SourceCall call;
+  const SegmentSourceCall call;
   source->release(segment.address, segment.size);
 }
 
@@ -184,8 +138,6 @@ void MallocSupply::release_everything() {
 }
 
 }  // namespace
-
-bool inside_segment_source() { return source_calls > 0; }
 
 std::unique_ptr<Supply> make_malloc_supply(Heap& heap, Device& device, StreamOrder& order) {
   return std::make_unique<MallocSupply>(heap, device, order);

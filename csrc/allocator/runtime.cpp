@@ -7,9 +7,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "allocator/core.hpp"
-#include "allocator/cuda_device.hpp"
+#include "allocator/caching_allocator.hpp"
 #include "common/check.hpp"
+#include "device/cuda_device.hpp"
 
 namespace pac::alloc {
 
@@ -149,7 +149,7 @@ class CudaRuntime final : public Runtime {
     const Config& wanted = settings();
     Slot& slot = slot_with_device(index);
     if (!slot.allocator) {
-      auto allocator = make_allocator(slot.device, suited(wanted, *slot.device));
+      auto allocator = std::make_shared<CachingAllocator>(slot.device, suited(wanted, *slot.device));
       for (int other = 0; other < kMaxDevices; ++other) {
         const Slot& peer = slots_[static_cast<std::size_t>(other)];
         if (!peer.allocator) continue;

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "allocator/block.hpp"
-#include "allocator/device.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 

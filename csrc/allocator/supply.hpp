@@ -1,11 +1,11 @@
-// How a heap gets memory from the device and gives it back: the strategies behind one interface.
+// How a heap grows: which free block serves a request, and how memory comes from the device and goes back.
 #pragma once
 
 #include <memory>
 
-#include "allocator/device.hpp"
 #include "allocator/heap.hpp"
 #include "allocator/stream_order.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 
@@ -14,6 +14,19 @@ enum class Effort {
   kScavenge,  ///< memory is short: take free pieces from wherever they are
 };
 
+/// A call of a SegmentSource, which an allocator makes under its lock.
+class SegmentSourceCall {
+ public:
+  SegmentSourceCall();
+  ~SegmentSourceCall();
+  SegmentSourceCall(const SegmentSourceCall&) = delete;
+  SegmentSourceCall& operator=(const SegmentSourceCall&) = delete;
+};
+
+/// Whether this thread is in a call of a SegmentSource. A source that is made of this library's own functions must take
+/// memory from the device then, not from an allocator.
+bool inside_segment_source();
+
 class Supply {
  public:
   Supply(Heap& heap, Device& device, StreamOrder& order);
@@ -21,6 +34,10 @@ class Supply {
   Supply& operator=(const Supply&) = delete;
   virtual ~Supply() = default;
 
+  /// The pool of a group that serves requests of this size.
+  virtual Pool& pool_of(PoolGroup& group, Bytes size) const { return size <= kSmallSize ? group.small : group.large; }
+  /// The best free block that a request may have, or nullptr.
+  Block* find_fit(const Request& request);
   /// A free block in the request's pool that find_fit would give it; nullptr where the device or the limit refuses.
   /// `capturing`: a stream is being captured, so no event may be recorded.
   virtual Block* grow(const Request& request, Effort effort, bool capturing) = 0;
@@ -49,6 +66,9 @@ class Supply {
   const Bytes total_;
 
  private:
+  /// Chooses among the free blocks of a stream from `smallest` on, the smallest that fits.
+  virtual FreeSet::iterator best_fit(const Pool&, FreeSet::iterator smallest) const { return smallest; }
+
   bool grew_initially_ = false;
 };
 

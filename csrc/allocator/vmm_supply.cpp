@@ -42,6 +42,10 @@ class VmmSupply final : public Supply {
  public:
   using Supply::Supply;
 
+  /// Oversize blocks are apart: no smaller request splits them.
+  Pool& pool_of(PoolGroup& group, Bytes size) const override {
+    return size >= heap_.config.max_split_size ? group.oversize : Supply::pool_of(group, size);
+  }
   Block* grow(const Request& request, Effort effort, bool capturing) override;
   bool release_oversize(const Request&) override { return false; }
   void release_unused(PoolGroup& group) override;

@@ -11,12 +11,12 @@
 #include <utility>
 
 #include "allocator/allocator.hpp"
+#include "allocator/caching_allocator.hpp"
 #include "allocator/config.hpp"
-#include "allocator/core.hpp"
-#include "allocator/simulated_device.hpp"
 #include "bindings/allocator_config.hpp"
 #include "bindings/allocator_dicts.hpp"
 #include "bindings/python_values.hpp"
+#include "device/simulated_device.hpp"
 
 #if PAC_CUDA
 #include "allocator/runtime.hpp"
@@ -234,7 +234,7 @@ void bind_caching_allocator(py::module_& module) {
   py::class_<alloc::PoolCheckpoint>(module, "PoolCheckpoint", "The blocks of a private pool at one moment.");
   py::class_<Self, std::shared_ptr<Self>> type(module, "CachingAllocator", "The caching allocator of one device.");
   type.def(py::init([](const std::shared_ptr<SimulatedDevice>& device, const Config& config) {
-             return std::make_shared<Self>(alloc::make_allocator(device, config), 0);
+             return std::make_shared<Self>(std::make_shared<alloc::CachingAllocator>(device, config), 0);
            }),
            py::arg("device"), py::arg("config") = Config())
       .def("allocate", &Self::allocate, py::arg("size"), py::arg("stream") = 0)

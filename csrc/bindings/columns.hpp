@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "allocator/event_columns.hpp"
+#include "snapshots/event_columns.hpp"
 
 namespace pac::bindings {
 

@@ -22,8 +22,8 @@
 #include <sstream>
 #include <utility>
 
-#include "allocator/core.hpp"
 #include "allocator/runtime.hpp"
+#include "allocator/supply.hpp"
 
 #define PAC_EXPORT extern "C" __attribute__((visibility("default")))
 

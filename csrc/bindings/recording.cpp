@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "allocator/lifetimes.hpp"
-#include "allocator/recording.hpp"
 #include "bindings/columns.hpp"
+#include "snapshots/lifetimes.hpp"
+#include "snapshots/recording.hpp"
 
 namespace py = pybind11;
 

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "allocator/replay.hpp"
 #include "bindings/columns.hpp"
 #include "bindings/python_values.hpp"
+#include "snapshots/replay.hpp"
 
 namespace py = pybind11;
 

@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include "allocator/simulated_device.hpp"
+#include "device/simulated_device.hpp"
 #include "stress.hpp"
 
 namespace stress {

@@ -1,5 +1,5 @@
 // Contract under test: the simulated device refuses what a driver would, and a refused call changes nothing.
-#include "allocator/simulated_device.hpp"
+#include "device/simulated_device.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "allocator/core.hpp"
+#include "allocator/caching_allocator.hpp"
 #include "common/check.hpp"
 #include "modelled.hpp"
 
@@ -14,7 +14,7 @@ Modelled::Modelled(const Options& options)
       device_(setup_.capacity, setup_.virtual_memory, setup_.asynchronous),
       model_(device_),
       watched_(std::make_shared<WatchedDevice>(device_, model_)),
-      core_(make_allocator(watched_, setup_.config)) {
+      core_(std::make_shared<CachingAllocator>(watched_, setup_.config)) {
   for (int i = 0; i < 12; ++i) sizes_.push_back(any_size(random_, 96_MiB));
   core_->add_oom_observer([this](Bytes, Bytes total, Bytes free) {
     ++observed_;

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "allocator/core.hpp"
-#include "allocator/simulated_device.hpp"
+#include "allocator/caching_allocator.hpp"
+#include "device/simulated_device.hpp"
 #include "stress.hpp"
 
 namespace stress {
@@ -40,7 +40,7 @@ class Threads {
       : options_(options),
         setup_(setup_of(options.seed)),
         device_(std::make_shared<SimulatedDevice>(setup_.capacity, setup_.virtual_memory, setup_.asynchronous)),
-        core_(make_allocator(device_, setup_.config)),
+        core_(std::make_shared<CachingAllocator>(device_, setup_.config)),
         mailboxes_(options.threads),
         notes_(options.threads),
         allocations_(options.threads),

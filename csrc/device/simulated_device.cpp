@@ -1,4 +1,4 @@
-#include "allocator/simulated_device.hpp"
+#include "device/simulated_device.hpp"
 
 #include <algorithm>
 #include <cmath>

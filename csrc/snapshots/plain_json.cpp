@@ -3,7 +3,7 @@
 #include <string>
 #include <system_error>
 
-#include "allocator/plain_data.hpp"
+#include "snapshots/plain_data.hpp"
 
 namespace pac::alloc {
 

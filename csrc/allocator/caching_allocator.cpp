@@ -1,11 +1,10 @@
-#include "allocator/core.hpp"
+#include "allocator/caching_allocator.hpp"
 
 #include <algorithm>
 #include <map>
 #include <sstream>
 #include <utility>
 
-#include "allocator/caching_allocator.hpp"
 #include "allocator/diagnosis.hpp"
 #include "common/check.hpp"
 
@@ -70,8 +69,7 @@ Address CachingAllocator::allocate(Bytes size, Stream stream, Context context) {
   }
   request.size = heap_.round_size(size);
   collect_freed();
-  request.pool = &heap_.pool_of(group_for(stream), request.size);
-  Block* block = heap_.find_fit(request);
+  Block* block = find_fit(group_for(stream), request);
   if (!block) block = obtain(request, lock);
   block = heap_.allocate(block, request);
   if (!scopes_.empty()) {
@@ -83,10 +81,15 @@ Address CachingAllocator::allocate(Bytes size, Stream stream, Context context) {
   return block->address;
 }
 
+Block* CachingAllocator::find_fit(PoolGroup& group, Request& request) {
+  Supply& supply = supply_for(group);
+  request.pool = &supply.pool_of(group, request.size);
+  return supply.find_fit(request);
+}
+
 Block* CachingAllocator::attempt(Request& request, Effort effort) {
   // The lock may have been dropped since the last attempt: pools and free blocks are looked up again.
-  request.pool = &heap_.pool_of(group_for(request.stream), request.size);
-  if (Block* block = heap_.find_fit(request)) return block;
+  if (Block* block = find_fit(group_for(request.stream), request)) return block;
   return supply_for(request.pool->group).grow(request, effort, capturing());
 }
 
@@ -104,7 +107,8 @@ Block* CachingAllocator::obtain(Request& request, Lock& lock) {
   }
   std::string callback_error;
   if (Block* block = ask_callbacks(request, lock, callback_error)) return block;
-  request.pool = &heap_.pool_of(group_for(request.stream), request.size);  // the lock was dropped
+  PoolGroup& group = group_for(request.stream);  // the lock was dropped
+  request.pool = &supply_for(group).pool_of(group, request.size);
   fail(request, lock, callback_error);
 }
 
@@ -114,8 +118,7 @@ Block* CachingAllocator::borrow_from_private_pools(Request& request) {
   Pool* const own = request.pool;
   heap_.for_each_group([&](PoolGroup& group) {
     if (found || !group.use_on_oom) return;
-    request.pool = &heap_.pool_of(group, request.size);
-    found = heap_.find_fit(request);
+    found = find_fit(group, request);
   });
   if (!found) request.pool = own;
   return found;
@@ -389,10 +392,6 @@ void CachingAllocator::configure(const Config& config) {
   PAC_CHECK(checked.growth == heap_.config.growth, "growth cannot change while an allocator runs; it is ",
             to_string(heap_.config).empty() ? "growth:vmm" : to_string(heap_.config));
   heap_.config = checked;
-}
-
-std::shared_ptr<Allocator> make_allocator(std::shared_ptr<Device> device, const Config& config) {
-  return std::make_shared<CachingAllocator>(std::move(device), config);
 }
 
 }  // namespace pac::alloc

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "allocator/plain_data.hpp"
+#include "snapshots/plain_data.hpp"
 
 namespace pac::alloc {
 

@@ -1,4 +1,4 @@
-#include "allocator/lifetimes.hpp"
+#include "snapshots/lifetimes.hpp"
 
 #include <algorithm>
 #include <iterator>
@@ -6,8 +6,8 @@
 #include <unordered_map>
 
 #include "allocator/allocator.hpp"
-#include "allocator/plain_data.hpp"
 #include "common/salted_hash.hpp"
+#include "snapshots/plain_data.hpp"
 
 namespace pac::alloc {
 

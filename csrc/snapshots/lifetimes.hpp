@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "allocator/event_columns.hpp"
+#include "snapshots/event_columns.hpp"
 
 namespace pac::alloc {
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "allocator/plain_data.hpp"
+#include "snapshots/plain_data.hpp"
 
 namespace pac::alloc {
 

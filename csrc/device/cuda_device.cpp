@@ -1,4 +1,4 @@
-#include "allocator/cuda_device.hpp"
+#include "device/cuda_device.hpp"
 
 #include <algorithm>
 #include <chrono>

@@ -14,7 +14,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "allocator/device.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 

@@ -1,4 +1,4 @@
-#include "allocator/recording.hpp"
+#include "snapshots/recording.hpp"
 
 #include <algorithm>
 #include <sstream>

@@ -1,4 +1,4 @@
-#include "allocator/cuda_driver.hpp"
+#include "device/cuda_driver.hpp"
 
 #include <cuda_runtime_api.h>
 #include <pthread.h>

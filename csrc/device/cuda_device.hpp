@@ -16,8 +16,8 @@
 #include <set>
 #include <vector>
 
-#include "allocator/cuda_driver.hpp"
-#include "allocator/device.hpp"
+#include "device/cuda_driver.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 

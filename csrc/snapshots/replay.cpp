@@ -1,4 +1,4 @@
-#include "allocator/replay.hpp"
+#include "snapshots/replay.hpp"
 
 #include <algorithm>
 #include <utility>

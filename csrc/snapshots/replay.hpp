@@ -12,8 +12,8 @@
 
 #include "allocator/address_table.hpp"
 #include "allocator/caching_allocator.hpp"
-#include "allocator/event_columns.hpp"
-#include "allocator/simulated_device.hpp"
+#include "device/simulated_device.hpp"
+#include "snapshots/event_columns.hpp"
 
 namespace pac::alloc {
 

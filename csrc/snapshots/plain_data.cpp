@@ -1,4 +1,4 @@
-#include "allocator/plain_data.hpp"
+#include "snapshots/plain_data.hpp"
 
 #include <unistd.h>
 
