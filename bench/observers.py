@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp import observer
-from pyactcomp.demo_model import VOCABULARY, ByteTransformer
+from pyactcomp.cli.demo.model import VOCABULARY, ByteTransformer
 from pyactcomp.engine import Packing
 from pyactcomp.forms import Form, Reading
 

@@ -9,8 +9,8 @@ from typing import Any
 from allocator_cases import KIB, MIB
 from snapshot_cases import BASE, content, event, read
 
-from pyactcomp.allocator.explain import explain
-from pyactcomp.allocator.explanation import Explanation
+from pyactcomp.snapshots.explain import explain
+from pyactcomp.snapshots.explanation import Explanation
 
 TORCH = {"filename": "/v/lib/python3.11/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"}
 CPP = {"filename": "??", "line": 0, "name": "torch::unwind::unwind()"}

@@ -13,9 +13,9 @@ import numpy as np
 from allocator_cases import KIB, MIB
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.allocator.recording import ACTIONS, Beginning, DeviceTrace, Events, Settings, Snapshot
-from pyactcomp.allocator.releases import find_releases
-from pyactcomp.allocator.snapshot import read_snapshot
+from pyactcomp.snapshots.model import ACTIONS, Beginning, DeviceTrace, Events, Settings, Snapshot
+from pyactcomp.snapshots.reader import read_snapshot
+from pyactcomp.snapshots.releases import find_releases
 
 TRACES = Path(__file__).parent / "data" / "traces"
 POOL = (0, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from allocator_cases import make
 
-from pyactcomp.allocator.snapshot import Snapshot, read_snapshot
+from pyactcomp.snapshots.reader import Snapshot, read_snapshot
 
 TRACES = Path(__file__).parent / "data" / "traces"
 RECORDED = ("sft_varlen", "bert_accum_eval", "lora_offload", "multiscale_resnet", "moe")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyactcomp import doctor
 from pyactcomp.allocator import attach, subclass
+from pyactcomp.cli import examine
 
 
 def _python(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -113,21 +113,21 @@ def test_run_says_what_is_wrong_before_it_starts_anything(
 
 
 def test_doctor_tells_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._allocator() == {
+    assert examine._allocator() == {
         "unavailable_reason": attach.unavailable_reason(),
         "torch_subclass": subclass.load()[1],
         "settings": None,
     }
     monkeypatch.setenv("PYACTCOMP_ALLOC_CONF", "growth:?")
-    assert "growth is 'vmm' or 'malloc', got '?'" in str(doctor._allocator()["settings"])
+    assert "growth is 'vmm' or 'malloc', got '?'" in str(examine._allocator()["settings"])
 
 
 def test_doctor_calls_malformed_settings_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYACTCOMP_ALLOC_CONF", "growth:?")
-    problems = doctor.examine()["problems"]
+    problems = examine.examine()["problems"]
     assert any("PYACTCOMP_ALLOC_CONF" in problem for problem in problems)
 
 
 def test_doctor_works_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyactcomp.allocator", None)
-    assert "reinstall pyactcomp" in str(doctor._allocator()["unavailable_reason"])
+    assert "reinstall pyactcomp" in str(examine._allocator()["unavailable_reason"])

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyactcomp import demo, demo_memory, demo_model, demo_text
+from pyactcomp.cli.demo import memory
+from pyactcomp.cli.demo import model as models
+from pyactcomp.cli.demo import text as texts
+from pyactcomp.cli.demo import training as demo
 from pyactcomp.errors import PyactcompError
 
 CPU = torch.device("cpu")
@@ -64,7 +67,7 @@ def test_demo_leaves_the_global_generator_alone() -> None:
 def test_memory_counts_what_the_graph_holds() -> None:
     """The profiler's count equals the storages that autograd asks to save and that the forward made."""
     torch.manual_seed(0)
-    model = demo_model.ByteTransformer(32, 2, 2, 64)
+    model = models.ByteTransformer(32, 2, 2, 64)
     text = torch.randint(256, (4, 65))
     storages: dict[int, int] = {}
     before = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -81,7 +84,7 @@ def test_memory_counts_what_the_graph_holds() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(text[:, :-1], text[:, 1:])
     expected = sum(storages.values()) + loss.untyped_storage().nbytes()
-    measured = demo_memory.measure(CPU, lambda: model(text[:, :-1], text[:, 1:]), lambda loss: loss.backward())
+    measured = memory.measure(CPU, lambda: model(text[:, :-1], text[:, 1:]), lambda loss: loss.backward())
     assert measured.saved_bytes == expected
 
 
@@ -92,14 +95,14 @@ def test_memory_peak_is_that_of_a_chain_worked_out_by_hand() -> None:
     def forward() -> torch.Tensor:
         return x.exp().exp().sum()
 
-    measured = demo_memory.measure(CPU, forward, lambda loss: loss.backward())
+    measured = memory.measure(CPU, forward, lambda loss: loss.backward())
     assert measured.saved_bytes == 2 * 4 * n + 4
     # Both outputs, and the gradients before and after one exp; the sum's gradient is one element expanded.
     assert 3 * 4 * n <= measured.peak_bytes <= 4 * 4 * n + 1024
 
 
 def test_text_sides_share_no_module_and_are_not_empty(tmp_path: Path) -> None:
-    training, held_out = demo_text.load()
+    training, held_out = texts.load()
     assert training.numel() > held_out.numel() > 0
 
     (tmp_path / "json").mkdir()
@@ -107,19 +110,19 @@ def test_text_sides_share_no_module_and_are_not_empty(tmp_path: Path) -> None:
     (tmp_path / "statistics.py").write_bytes(b"held out")
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "other.py").write_bytes(b"neither")
-    training, held_out = demo_text.load(tmp_path)
+    training, held_out = texts.load(tmp_path)
     assert bytes(training.tolist()) == b"train"
     assert bytes(held_out.tolist()) == b"held out"
 
 
 def test_text_that_is_missing_is_an_error_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(PyactcompError, match=tmp_path.name):
-        demo_text.load(tmp_path)
+        texts.load(tmp_path)
 
 
 def test_windows_are_pieces_of_the_text_shifted_by_one() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    inputs, targets = demo_text.windows(text, 5, 7, torch.Generator().manual_seed(0))
+    inputs, targets = texts.windows(text, 5, 7, torch.Generator().manual_seed(0))
     assert inputs.shape == targets.shape == (5, 7)
     assert torch.equal(targets, inputs + 1)
     assert torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)

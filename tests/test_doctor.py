@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pyactcomp import codec, doctor, reference, torch_private_tests
+from pyactcomp import codec, reference, torch_private_tests
+from pyactcomp.cli import examine
 
 
 def test_examine_is_plain_data_with_a_reason_for_each_missing_implementation() -> None:
-    findings = doctor.examine()
+    findings = examine.examine()
     assert json.loads(json.dumps(findings)) == findings
     assert set(findings["implementations"]) == {"reference", "cpu", "cuda", "triton"}
     for name, entry in findings["implementations"].items():
@@ -23,7 +24,7 @@ def test_examine_is_plain_data_with_a_reason_for_each_missing_implementation() -
 
 
 def test_examine_finds_no_problem_here() -> None:
-    assert doctor.examine()["problems"] == []
+    assert examine.examine()["problems"] == []
 
 
 def test_examine_reports_an_implementation_with_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +35,8 @@ def test_examine_reports_an_implementation_with_other_bytes(monkeypatch: pytest.
         packed[17] ^= 1
         return packed
 
-    monkeypatch.setattr(doctor.reference, "quantize", one_bit_off)
-    findings = doctor.examine()
+    monkeypatch.setattr(examine.reference, "quantize", one_bit_off)
+    findings = examine.examine()
     for name, entry in findings["implementations"].items():
         # The reference behind the codec is the same patched function: it agrees with itself.
         wrong = name != "reference" and entry["unavailable_reason"] is None
@@ -45,7 +46,7 @@ def test_examine_reports_an_implementation_with_other_bytes(monkeypatch: pytest.
 
 def test_examine_reports_a_private_torch_name_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    problems = doctor.examine()["problems"]
+    problems = examine.examine()["problems"]
     assert any("_top_saved_tensors_default_hooks" in problem for problem in problems)
 
 
@@ -56,6 +57,6 @@ def test_every_private_name_is_tested_and_sound() -> None:
 
 
 def test_examine_reports_a_device_that_only_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.codec, "resolve", lambda impl, device: "reference")
-    problems = doctor.examine()["problems"]
+    monkeypatch.setattr(examine.codec, "resolve", lambda impl, device: "reference")
+    problems = examine.examine()["problems"]
     assert sum("only the slow reference" in problem for problem in problems) == 1 + torch.cuda.device_count()

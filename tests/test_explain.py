@@ -10,9 +10,9 @@ from allocator_cases import KIB, MIB
 from explain_cases import BACKWARD, CPP, LAYER, LOSS, MAIN, TORCH, alloc, explained, free, large, out_of_memory
 from snapshot_cases import BASE, block, content, event, read, segment
 
-from pyactcomp.allocator.candidates import FAMILIES
-from pyactcomp.allocator.explain import explain
-from pyactcomp.allocator.explanation import Group
+from pyactcomp.snapshots.candidates import FAMILIES
+from pyactcomp.snapshots.explain import explain
+from pyactcomp.snapshots.explanation import Group
 
 
 def test_live_blocks_are_grouped_by_the_users_own_lines(tmp_path: Path) -> None:

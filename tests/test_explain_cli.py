@@ -19,8 +19,8 @@ for _name in ("typer", "rich", "humanize"):
 from click.testing import Result  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from pyactcomp import explain_command, replay_commands  # noqa: E402
-from pyactcomp.commands import app  # noqa: E402
+from pyactcomp.cli import shared  # noqa: E402
+from pyactcomp.cli.commands import app  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -192,8 +192,7 @@ def test_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.
     # The page is for a checkout; what it writes goes elsewhere.
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
-    for module in (explain_command, replay_commands):
-        monkeypatch.setattr(module._console, "width", 100)
+    monkeypatch.setattr(shared.console, "width", 100)
     exec(compile(writes, "docs/replay.md", "exec"), {})
     for line, expected in shown:
         ran = CliRunner().invoke(app, line.split())

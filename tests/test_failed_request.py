@@ -5,8 +5,8 @@ from __future__ import annotations
 from allocator_cases import MIB
 from replay_cases import Row, events
 
-from pyactcomp.allocator.failed_request import with_failed_request
-from pyactcomp.allocator.replay import replay
+from pyactcomp.snapshots.failed_request import with_failed_request
+from pyactcomp.snapshots.replay import replay
 
 BASE = 1 << 46
 AWAY = (("free_requested", BASE, 40 * MIB), ("free_completed", BASE, 40 * MIB))

@@ -29,17 +29,8 @@ CALLS = MODEL | {"compress", "report", "verify", "checked", "state"}
 ALLOWED = {
     "__init__": CALLS | {"ops", "functional", "allocator"},
     "__main__": {"cli"},
-    "cli": {"commands"},
-    "commands": {"_version", "allocator", "demo", "demo_plot", "doctor", "errors"}
-    | {"replay_commands", "explain_command", "extensions"},
-    "replay_commands": {"allocator"},
-    "explain_command": {"allocator", "replay_commands"},
-    "doctor": {"_version", "allocator", "codec", "extensions", "reference", "torch_private_tests"},
-    "demo_plot": {"demo"},
-    "demo": {"compress", "demo_memory", "demo_model", "demo_text"},
-    "demo_text": {"errors"},
-    "demo_model": set(),
-    "demo_memory": set(),
+    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "extensions", "reference", "snapshots"}
+    | {"torch_private_tests"},
     "verify": MODEL | {"checked", "compress", "state"},
     "checked": MODEL | {"compress"},
     "state": {"torch_private"},
@@ -67,7 +58,8 @@ ALLOWED = {
     "ops": CODEC,
     "codec": BOTTOM | KERNELS | {"layouts"},
     "layouts": set(),
-    "allocator": {"errors", "extensions", "torch_private", "_core"},
+    "allocator": {"errors", "extensions", "snapshots", "torch_private", "_core"},
+    "snapshots": {"errors", "_core"},
     "kernels": {"errors", "format", "kernels", "torch_private", "_core"},
     "reference": {"format"},
     "torch_private_tests": {"torch_private"},
@@ -78,9 +70,62 @@ ALLOWED = {
     "_version": set(),
 }
 
+# File by file in these rooms: which files of its own room each one imports.
+FILES = {
+    "allocator": {"attach", "observe"},
+    "allocator.attach": {"plain", "settings", "subclass"},
+    "allocator.build": set(),
+    "allocator.observe": {"attach", "settings"},
+    "allocator.plain": set(),
+    "allocator.run": {"attach", "settings"},
+    "allocator.settings": set(),
+    "allocator.snapshot": set(),
+    "allocator.subclass": set(),
+    "snapshots": {"explain", "reader", "replay", "tune"},
+    "snapshots.beginning": {"mapped_segments", "model"},
+    "snapshots.call_stacks": {"model"},
+    "snapshots.candidates": {"model", "replay"},
+    "snapshots.explain": {"call_stacks", "candidates", "explanation", "failed_request", "lifetimes", "model", "reader"}
+    | {"replay", "segments", "steps"},
+    "snapshots.explanation": {"steps"},
+    "snapshots.failed_request": {"model"},
+    "snapshots.lifetimes": {"model"},
+    "snapshots.mapped_segments": {"model"},
+    "snapshots.model": set(),
+    "snapshots.reader": {"beginning", "model", "releases"},
+    "snapshots.releases": {"model"},
+    "snapshots.replay": {"model"},
+    "snapshots.segments": {"lifetimes", "mapped_segments", "model"},
+    "snapshots.steps": {"lifetimes", "model"},
+    "snapshots.timeline": {"call_stacks", "explain", "lifetimes", "model", "segments"},
+    "snapshots.trials": {"replay"},
+    "snapshots.tune": {"candidates", "failed_request", "model", "reader", "replay", "trials"},
+    "cli": {"commands"},
+    "cli.commands": {"demo.command", "doctor", "explain", "replay", "shared", "tune"},
+    "cli.demo": set(),
+    "cli.demo.command": {"demo.plot", "demo.training", "shared"},
+    "cli.demo.memory": set(),
+    "cli.demo.model": set(),
+    "cli.demo.plot": {"demo.training"},
+    "cli.demo.text": set(),
+    "cli.demo.training": {"demo.memory", "demo.model", "demo.text"},
+    "cli.doctor": {"examine", "shared"},
+    "cli.examine": set(),
+    "cli.explain": {"shared"},
+    "cli.replay": {"shared"},
+    "cli.shared": set(),
+    "cli.tune": {"shared"},
+}
+ROOMS = {name.split(".")[0] for name in FILES}
+
 
 def _imports(path: Path) -> set[str]:
     """Return the top-level modules of the package that a file imports."""
+    return {name.split(".")[0] for name in _imported(path)}
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports, without the package's name."""
     parts = path.relative_to(PACKAGE).parts[:-1]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -92,10 +137,24 @@ def _imports(path: Path) -> set[str]:
             if node.level:
                 base = ("pyactcomp", *parts)[: len(parts) + 2 - node.level]
                 origin = ".".join((*base, *filter(None, [origin])))
-            # "from . import x" names modules, "from .x import y" what is in one.
-            names = [f"{origin}.{alias.name}" for alias in node.names] if origin == "pyactcomp" else [origin]
-        found |= {name.split(".")[1] for name in names if name.startswith("pyactcomp.")}
+            # "from . import x" names modules, "from .x import y" something in one; a folder has both.
+            folder = PACKAGE.joinpath(*origin.split(".")[1:])
+            names = [
+                f"{origin}.{alias.name}" if origin == "pyactcomp" or _is_module(folder / alias.name) else origin
+                for alias in node.names
+            ]
+        found |= {name.partition(".")[2] for name in names if name.startswith("pyactcomp.")}
     return found
+
+
+def _is_module(path: Path) -> bool:
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def _module(path: Path) -> str:
+    """Return a file's name among modules, without the package's name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -105,12 +164,37 @@ def test_module_imports_only_what_its_row_allows(path: Path) -> None:
     assert _imports(path) - {own} <= ALLOWED[own]
 
 
-def test_allowed_arrows_have_no_cycle() -> None:
-    remaining = {module: arrows - {module} for module, arrows in ALLOWED.items()}
+@pytest.mark.parametrize(
+    "path", sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")), ids=lambda path: _module(path)
+)
+def test_file_imports_the_files_of_its_row_from_its_room(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0]
+    # What a package re-exports is imported from the file that has it.
+    assert {name for name in _imported(path) if name.split(".")[0] == room} == {
+        f"{room}.{name}" for name in FILES[_module(path)]
+    }
+
+
+def test_rows_of_files_are_of_files() -> None:
+    assert sorted(FILES) == sorted(_module(path) for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
+
+
+def _assert_no_cycle(arrows: dict[str, set[str]]) -> None:
+    remaining = {module: targets - {module} for module, targets in arrows.items()}
     while remaining:
-        leaves = {module for module, arrows in remaining.items() if not arrows & remaining.keys()}
+        leaves = {module for module, targets in remaining.items() if not targets & remaining.keys()}
         assert leaves, f"a cycle among {sorted(remaining)}"
-        remaining = {module: arrows for module, arrows in remaining.items() if module not in leaves}
+        remaining = {module: targets for module, targets in remaining.items() if module not in leaves}
+
+
+def test_allowed_arrows_have_no_cycle() -> None:
+    _assert_no_cycle(ALLOWED)
+
+
+def test_files_have_no_cycle() -> None:
+    _assert_no_cycle({name: {f"{name.split('.')[0]}.{other}" for other in row} for name, row in FILES.items()})
+    with pytest.raises(AssertionError, match="a cycle among"):
+        _assert_no_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
 
 
 def test_import_reader_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

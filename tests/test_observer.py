@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp import doctor, extensions
+from pyactcomp import extensions
+from pyactcomp.cli import examine
 from pyactcomp.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
 from pyactcomp.observer import Observer, WithoutLibrary, observer
 
@@ -545,7 +546,7 @@ def test_a_library_for_another_torch_is_left_alone_and_told(monkeypatch: pytest.
     assert "is built for torch 1.0.0, and this is" in reason
     assert "pyactcomp build-observer" in reason
     assert isinstance(observer.__wrapped__(), WithoutLibrary)
-    assert doctor.examine()["observer"] == reason
+    assert examine.examine()["observer"] == reason
 
 
 def test_a_library_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

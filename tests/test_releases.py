@@ -15,10 +15,10 @@ from replay_cases import as_snapshot, events
 from snapshot_cases import BASE, FRAME, content, event, read
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.allocator.recording import FREE_REQUESTED, Beginning, Settings, Snapshot
-from pyactcomp.allocator.releases import find_releases
-from pyactcomp.allocator.replay import replay
-from pyactcomp.allocator.snapshot import read_snapshot
+from pyactcomp.snapshots.model import FREE_REQUESTED, Beginning, Settings, Snapshot
+from pyactcomp.snapshots.reader import read_snapshot
+from pyactcomp.snapshots.releases import find_releases
+from pyactcomp.snapshots.replay import replay
 
 GIB = 1 << 30
 

@@ -14,8 +14,8 @@ from allocator_cases import MIB
 from replay_cases import SIDE_STREAM, Program, Row, as_snapshot, events, load
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.allocator.recording import Beginning, LiveBlock, Segment, Snapshot
-from pyactcomp.allocator.replay import ReplayResult, parse_configuration, replay
+from pyactcomp.snapshots.model import Beginning, LiveBlock, Segment, Snapshot
+from pyactcomp.snapshots.replay import ReplayResult, parse_configuration, replay
 
 TRACES = ("sft_varlen", "bert_accum_eval", "lora_offload", "multiscale_resnet", "moe")
 GIB = 1 << 30

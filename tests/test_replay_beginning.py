@@ -13,8 +13,8 @@ from snapshot_cases import BASE, block, content, event, read, segment
 
 from pyactcomp._core import Replay
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.allocator.recording import Snapshot
-from pyactcomp.allocator.replay import replay
+from pyactcomp.snapshots.model import Snapshot
+from pyactcomp.snapshots.replay import replay
 
 GIB = 1 << 30
 CONFIGS = ("native", "expandable", "pyactcomp")

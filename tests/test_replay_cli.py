@@ -23,7 +23,7 @@ for _name in ("typer", "rich", "humanize"):
 from click.testing import Result  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from pyactcomp.commands import app  # noqa: E402
+from pyactcomp.cli.commands import app  # noqa: E402
 
 GIB = 1 << 30
 KEYS = ["trace", "config", "peak_allocated", "peak_reserved", "driver_calls", "oom_at"]
@@ -297,7 +297,7 @@ def press(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
             signal.raise_signal(signal.SIGINT)
         return replay_one(snapshot, config, *arguments, **others)
 
-    monkeypatch.setattr(sys.modules["pyactcomp.allocator.tune"], "replay_one", pressed)
+    monkeypatch.setattr(sys.modules["pyactcomp.snapshots.tune"], "replay_one", pressed)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from child_script import run_case
 from replay_gpu_cases import MIB
 
 from pyactcomp.allocator import explain, replay, tune
-from pyactcomp.allocator.snapshot import Snapshot, read_snapshot
+from pyactcomp.snapshots.reader import Snapshot, read_snapshot
 
 pytestmark = pytest.mark.gpu
 

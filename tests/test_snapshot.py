@@ -11,8 +11,8 @@ import pytest
 from allocator_cases import MIB, make
 from snapshot_cases import BASE, FRAME, RECORDED, block, content, event, read, recorded, segment, write
 
-from pyactcomp.allocator.recording import ACTIONS
-from pyactcomp.allocator.snapshot import Frame, Snapshot, read_snapshot
+from pyactcomp.snapshots.model import ACTIONS
+from pyactcomp.snapshots.reader import Frame, Snapshot, read_snapshot
 
 FORMATS = (2, 3, 4, 5, "json")
 SECONDS = 5.0  # "in seconds", also on a busy machine

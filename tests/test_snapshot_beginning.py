@@ -9,7 +9,7 @@ import pytest
 from allocator_cases import MIB, make
 from snapshot_cases import BASE, RECORDED, block, content, event, read, rerun, segment
 
-from pyactcomp.allocator.recording import Beginning
+from pyactcomp.snapshots.model import Beginning
 
 CUTS = (0.3, 0.6)
 

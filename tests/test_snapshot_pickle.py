@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from snapshot_cases import BASE, FRAME, block, content, event, segment
 
 from pyactcomp._core import PlainData
-from pyactcomp.allocator.snapshot import read_snapshot
+from pyactcomp.snapshots.reader import read_snapshot
 
 SECONDS = 5.0
 
@@ -128,7 +128,7 @@ FLOODS = {
 # Prints by how much reading the files raised the memory that the process ever had, in bytes, and how each ended.
 MEASURE = """
 import resource, sys
-from pyactcomp.allocator.snapshot import read_snapshot
+from pyactcomp.snapshots.reader import read_snapshot
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 ends = []
 for path in sys.argv[1:]:

@@ -10,9 +10,9 @@ from allocator_cases import KIB, MIB
 from explain_cases import LAYER, alloc, explained, free, steps_of
 from snapshot_cases import content, read
 
-from pyactcomp.allocator.explanation import Crossing, Group
-from pyactcomp.allocator.lifetimes import find_lifetimes
-from pyactcomp.allocator.steps import Steps, find_steps
+from pyactcomp.snapshots.explanation import Crossing, Group
+from pyactcomp.snapshots.lifetimes import find_lifetimes
+from pyactcomp.snapshots.steps import Steps, find_steps
 
 BLOCKS = 20
 

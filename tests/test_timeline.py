@@ -13,9 +13,9 @@ from replay_cases import Program, as_snapshot
 from snapshot_cases import BASE, block, content, event, read, segment
 
 from pyactcomp.allocator import AllocatorConfig
-from pyactcomp.allocator.recording import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
-from pyactcomp.allocator.segments import segments_after
-from pyactcomp.allocator.timeline import GROUPS, Timeline, draw, reserved_after, timeline
+from pyactcomp.snapshots.model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
+from pyactcomp.snapshots.segments import segments_after
+from pyactcomp.snapshots.timeline import GROUPS, Timeline, draw, reserved_after, timeline
 
 
 def random_recording(tmp_path: Path, frames: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Snapshot]:

@@ -17,11 +17,11 @@ from snapshot_cases import block as block_of
 from snapshot_cases import content, event, segment, write
 
 from pyactcomp.allocator import replay, tune
-from pyactcomp.allocator.candidates import Candidate
-from pyactcomp.allocator.recording import Snapshot
-from pyactcomp.allocator.replay import BOUNDLESS
-from pyactcomp.allocator.trials import Trial, TuneProgress, TuneResult
-from pyactcomp.allocator.tune import _Search
+from pyactcomp.snapshots.candidates import Candidate
+from pyactcomp.snapshots.model import Snapshot
+from pyactcomp.snapshots.replay import BOUNDLESS
+from pyactcomp.snapshots.trials import Trial, TuneProgress, TuneResult
+from pyactcomp.snapshots.tune import _Search
 
 GIB = 1 << 30
 SAME = 1.01  # what the documentation calls the same
@@ -390,7 +390,7 @@ class Ticking:
 
 @pytest.mark.parametrize("limit", [100, 150, 200])
 def test_time_is_left_for_what_would_do_where_nothing_fits(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["pyactcomp.allocator.tune"], "time", Ticking())
+    monkeypatch.setattr(sys.modules["pyactcomp.snapshots.tune"], "time", Ticking())
     snapshot = load("moe")[1]
     result = tune(snapshot, "4GiB", time_limit=limit)
     assert (result.fits, result.stopped) == (False, "time limit")
@@ -407,7 +407,7 @@ def test_time_is_left_for_what_would_do_where_nothing_fits(limit: int, monkeypat
 
 
 def test_settings_are_tried_for_longer_once_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["pyactcomp.allocator.tune"], "time", Ticking())
+    monkeypatch.setattr(sys.modules["pyactcomp.snapshots.tune"], "time", Ticking())
     seen: list[TuneProgress] = []
     limit = 120
     result = tune(load("moe")[1], "5.8GiB", time_limit=limit, progress=seen.append)
@@ -421,7 +421,7 @@ def test_settings_are_tried_for_longer_once_one_fits(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_known_to_work_where_the_time_was_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["pyactcomp.allocator.tune"], "time", Ticking())
+    monkeypatch.setattr(sys.modules["pyactcomp.snapshots.tune"], "time", Ticking())
     result = tune(load("moe")[1], "4GiB", time_limit=1)
     assert (result.fits, result.stopped, result.best.smallest_capacity) == (False, "time limit", None)
 

@@ -9,8 +9,8 @@ import pytest
 from allocator_cases import MIB
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, read_snapshot
-from pyactcomp.allocator.candidates import AXES, Candidate, coarse_moves, recorded_candidate
-from pyactcomp.allocator.recording import Settings
+from pyactcomp.snapshots.candidates import AXES, Candidate, coarse_moves, recorded_candidate
+from pyactcomp.snapshots.model import Settings
 
 
 @pytest.mark.parametrize("family", ["native", "pyactcomp"])

@@ -4,12 +4,9 @@ Importing it touches no GPU; :func:`enable` puts it in the place of torch's own 
 """
 
 from .._core import AllocatorConfig, CachingAllocator, SimulatedDevice
+from ..snapshots import explain, read_snapshot, replay, tune
 from .attach import enable, is_enabled, library_path
-from .explain import explain
 from .observe import PressureHandle, Scope, on_pressure, scope, stats
-from .replay import replay
-from .snapshot import read_snapshot
-from .tune import tune
 
 __all__ = [
     "AllocatorConfig",

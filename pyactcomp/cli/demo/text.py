@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import PyactcompError
+from ...errors import PyactcompError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _HELD_OUT_ONE_IN = 10

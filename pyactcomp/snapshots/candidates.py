@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .recording import ALLOC, Settings, Snapshot
+from .model import ALLOC, Settings, Snapshot
 from .replay import parse_configuration
 
 FAMILIES = ("native", "expandable", "pyactcomp")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .._core import AllocatorConfig, Replay
 from ..errors import PyactcompError
-from .recording import LARGE_SEGMENT, SMALL_SEGMENT, Segment, Snapshot
+from .model import LARGE_SEGMENT, SMALL_SEGMENT, Segment, Snapshot
 
 #: Bytes, more than any GPU has: where no capacity is given.
 BOUNDLESS = 512 << 30
@@ -180,7 +180,7 @@ def replay(
     Examples
     --------
     >>> import json, tempfile
-    >>> from pyactcomp.allocator.snapshot import read_snapshot
+    >>> from pyactcomp.snapshots import read_snapshot
     >>> event = {"action": "alloc", "addr": 4096, "size": 600, "stream": 0, "time_us": 7, "frames": []}
     >>> with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
     ...     json.dump({"segments": [], "device_traces": [[event]]}, file)

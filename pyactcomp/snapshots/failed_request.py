@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-from .recording import ALLOC, OOM, DeviceTrace, Snapshot
+from .model import ALLOC, OOM, DeviceTrace, Snapshot
 
 # Beyond every address recorded, and every segment that a replay places near one.
 _BEYOND = 1 << 40
@@ -20,8 +20,8 @@ def with_failed_request(snapshot: Snapshot) -> tuple[Snapshot, tuple[str, ...]]:
     Examples
     --------
     >>> import json, tempfile
-    >>> from pyactcomp.allocator.replay import replay
-    >>> from pyactcomp.allocator.snapshot import read_snapshot
+    >>> from pyactcomp.snapshots import replay
+    >>> from pyactcomp.snapshots import read_snapshot
     >>> event = {"action": "oom", "device_free": 0, "size": 30 << 20, "stream": 0, "time_us": 7}
     >>> with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
     ...     json.dump({"segments": [], "device_traces": [[event]]}, file)

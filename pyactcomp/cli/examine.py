@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from . import codec, extensions, reference, torch_private_tests
-from ._version import __version__
+from .. import codec, extensions, reference, torch_private_tests
+from .._version import __version__
 
 # Each implementation's native device; without CUDA, Triton can still be tried through its interpreter.
 _IMPLEMENTATIONS = {"reference": "cpu", "cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
@@ -38,8 +38,7 @@ def examine() -> dict[str, Any]:
 
     Examples
     --------
-    >>> import pyactcomp.doctor
-    >>> examined = pyactcomp.doctor.examine()
+    >>> examined = examine()
     >>> examined["implementations"]["reference"]["unavailable_reason"] is None
     True
     """
@@ -109,7 +108,7 @@ def _implementation(name: str, device_type: str) -> dict[str, str | None]:
 
 def _allocator() -> dict[str, str | None]:
     try:
-        from .allocator import attach, settings, subclass
+        from ..allocator import attach, settings, subclass
     except ImportError as error:
         reason = f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp"
         return {"unavailable_reason": reason, "torch_subclass": None, "settings": None}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from .lifetimes import Lifetimes
 from .mapped_segments import MappedSegments
-from .recording import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, DeviceTrace, Segment
+from .model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, DeviceTrace, Segment
 
 
 def segments_after(trace: DeviceTrace, event: int) -> tuple[Segment, ...] | None:

@@ -3,7 +3,7 @@
 ``vanilla`` is plain PyTorch, ``int8`` the same model after :func:`pyactcomp.compress`, ``checkpoint`` the same
 with ``torch.utils.checkpoint`` around every block. All three start from the same weights and see the same
 batches; their steps are interleaved, so that a change in the machine's speed meets all of them alike.
-Nothing here prints: ``cli`` shows the progress and the result.
+Nothing here prints: ``command`` shows the progress and the result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import demo_memory, demo_text
-from .compress import compress
-from .demo_model import ByteTransformer
+from ...compress import compress
+from . import memory as step_memory
+from . import text as library_text
+from .model import ByteTransformer
 
 METHODS = ("vanilla", "int8", "checkpoint")
 
@@ -122,7 +123,7 @@ class _Run:
     model: ByteTransformer
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
-    memory: demo_memory.StepMemory | None = None
+    memory: step_memory.StepMemory | None = None
     step_ms: list[float] = field(default_factory=list)
     training: list[Tensor] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -147,7 +148,7 @@ def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | No
         If the standard library's source is not there to be read.
     """
     device = config.device
-    text, held_out = demo_text.load()
+    text, held_out = library_text.load()
     generator = torch.Generator().manual_seed(config.seed)
     # Torch warns where there are several devices and none is named.
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
@@ -197,7 +198,7 @@ def _prepare(method: str, model: ByteTransformer, config: Config) -> _Run:
 
 
 def _draw(text: Tensor, batch: int, config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    inputs, targets = demo_text.windows(text, batch, config.sequence, generator)
+    inputs, targets = library_text.windows(text, batch, config.sequence, generator)
     return inputs.to(config.device), targets.to(config.device)
 
 
@@ -219,7 +220,7 @@ def _train_step(one: _Run, device: torch.device, inputs: Tensor, targets: Tensor
         one.training.append(loss.detach())
 
     if step == _MEMORY_STEP:
-        one.memory = demo_memory.measure(device, forward, finish)
+        one.memory = step_memory.measure(device, forward, finish)
     else:
         started = _now(device)
         finish(forward())
@@ -249,7 +250,7 @@ def _largest_batch(model: ByteTransformer, config: Config, text: Tensor) -> int:
     peaks = []
     for batch in (2, 4):
         inputs, targets = _draw(text, batch, config, generator)
-        memory = demo_memory.measure(
+        memory = step_memory.measure(
             device,
             lambda inputs=inputs, targets=targets: _loss(model, device, inputs, targets),  # type: ignore[misc]
             lambda loss: loss.backward(),  # type: ignore[no-untyped-call]

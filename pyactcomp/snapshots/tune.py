@@ -13,10 +13,10 @@ from typing import Literal
 from .._core import SimulatedDevice
 from .candidates import AXES, FAMILIES, Candidate, coarse_moves, distinct_sizes, recorded_candidate, split_sizes
 from .failed_request import with_failed_request
-from .recording import Events, Snapshot
+from .model import Events, Snapshot
+from .reader import read_snapshot
 from .replay import BOUNDLESS
 from .replay import replay as replay_one
-from .snapshot import read_snapshot
 from .trials import Trial, TuneProgress, TuneResult
 
 # Capacities are searched in steps of this: cudaMalloc and virtual memory both give multiples of it.

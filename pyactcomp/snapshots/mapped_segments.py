@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from .recording import Segment
+from .model import Segment
 
 # Far more than there are: a stream has one in each pool, in as many pieces as pages were given back between others.
 _MOST = 1 << 16

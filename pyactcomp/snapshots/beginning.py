@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .._core import check_overlaps, open_lifetimes
 from .mapped_segments import MappedSegments
-from .recording import (
+from .model import (
     FREE_COMPLETED,
     FREE_REQUESTED,
     SEGMENT_ALLOC,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .call_stacks import fold_stacks, shortened
 from .explain import size_class
 from .lifetimes import Lifetimes, find_lifetimes
-from .recording import OOM, RESERVES, DeviceTrace, Frame, Snapshot
+from .model import OOM, RESERVES, DeviceTrace, Frame, Snapshot
 from .segments import has_segments
 
 if TYPE_CHECKING:

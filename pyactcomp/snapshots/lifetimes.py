@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .recording import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace, rounded
+from .model import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace, rounded
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from .replay_commands import capacity_bytes, fail, read, size_text
+from .shared import SnapshotFile, capacity_bytes, console, errors, fail, print_notes, read, size_text
 
 if TYPE_CHECKING:
-    from .allocator.explanation import Explanation
-    from .allocator.recording import Snapshot
+    from ..snapshots.explanation import Explanation
+    from ..snapshots.model import Snapshot
 
-_console = Console(markup=False, highlight=False)
 VIEWER = "https://pytorch.org/memory_viz"
 
 
 def explain(
-    snapshot: Annotated[Path, typer.Argument(help="File of torch.cuda.memory._dump_snapshot.", metavar="SNAPSHOT")],
+    snapshot: SnapshotFile,
     at: Annotated[
         str | None,
         typer.Option(help="peak, oom or an event's number; oom where memory ran out, else peak.", show_default=False),
@@ -49,15 +47,13 @@ def explain(
         )
     if plot is not None and plot.is_dir():
         fail(f"{plot}: is a folder; --plot takes the file to write")
-    from .allocator.candidates import FAMILIES
-    from .allocator.explain import explain as explain_one
+    from ..snapshots.candidates import FAMILIES
+    from ..snapshots.explain import explain as explain_one
 
     limit = None if capacity is None else capacity_bytes(capacity)
     # Python itself refuses to read numbers of thousands of digits.
     moment = int(at) if at is not None and re.fullmatch(r"-?[0-9]{1,18}", at) else at
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=20), console=Console(stderr=True), transient=True
-    )
+    progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=errors, transient=True)
     with progress:
         task = progress.add_task("reading the snapshot", total=None)
         recording = read(snapshot)
@@ -92,18 +88,18 @@ def explain(
     general = [note for note in found[0].notes if all(note in explanation.notes for explanation in found)]
     for explanation in found:
         _print(explanation, top, snapshot)
-        _print_notes(note for note in explanation.notes if note not in general)
-    _print_notes(general)
+        print_notes(note for note in explanation.notes if note not in general)
+    print_notes(general)
     if others:
-        _print_notes([f"memory did not run out on device {', '.join(map(str, others))}: left out"])
+        print_notes([f"memory did not run out on device {', '.join(map(str, others))}: left out"])
     for path in pictures:
-        _console.print(f"picture: {path}", soft_wrap=True)
-    _console.print(f"to look at it block by block: drop {snapshot.name} on {VIEWER}", soft_wrap=True)
+        console.print(f"picture: {path}", soft_wrap=True)
+    console.print(f"to look at it block by block: drop {snapshot.name} on {VIEWER}", soft_wrap=True)
 
 
 def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tuple[list[int], list[int]]:
     """Return the devices to explain, and those left out since memory did not run out there, which is asked about."""
-    from .allocator.recording import OOM
+    from ..snapshots.model import OOM
 
     indices = [trace.index for trace in recording.devices]
     if device is not None:
@@ -119,7 +115,7 @@ def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tup
 
 def _draw(recording: Snapshot, devices: Sequence[int], plot: Path, name: str) -> list[Path]:
     """Draw each device that has events, each to a file of its own, and return the files."""
-    from .allocator.timeline import draw, timeline
+    from ..snapshots.timeline import draw, timeline
 
     drawn = [index for index in devices if len(recording.trace(index).events)]
     if not drawn:
@@ -139,7 +135,7 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
     e = explanation
     when = f", {e.seconds:.3g} s after the first" if e.seconds is not None else ""
     moment = f"after event {e.event:,} ({e.action})" if e.event >= 0 else "before the first event"
-    _console.print(f"device {e.device}, {moment}{when}", style="bold")
+    console.print(f"device {e.device}, {moment}{when}", style="bold")
     grid = Table.grid(padding=(0, 2))
     if e.request_bytes is not None:
         grid.add_row("asked for", size_text(e.request_bytes))
@@ -157,7 +153,7 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         grid.add_row("peak", f"{size_text(e.peak_bytes)} live {peak}")
     found = f"{len(e.steps.starts):,}, found by {e.steps.found_by}" if e.steps.starts else e.steps.found_by
     grid.add_row("steps", found)
-    _console.print(grid)
+    console.print(grid)
 
     stacks = e.by_stack if any(group.stack for group in e.by_stack) else ()
     for what, groups in (("by call stack", stacks), ("by size", e.by_size), ("by age", e.by_age)):
@@ -201,15 +197,10 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         _table(f"the same requests with {size_text(e.capacity)}", ("allocator", "", "reserved"), rows, len(rows))
         shift, unit = next((shift, unit) for shift, unit in _UNITS if e.capacity % (1 << shift) == 0)
         search = f"pyactcomp tune {shlex.quote(str(snapshot))} --capacity {e.capacity >> shift}{unit}"
-        _console.print(f"to search all settings: {search}", soft_wrap=True)
+        console.print(f"to search all settings: {search}", soft_wrap=True)
 
 
 _UNITS = ((30, "GiB"), (20, "MiB"), (0, ""))
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        _console.print(f"note: {note}", soft_wrap=True)
 
 
 def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int) -> None:
@@ -223,4 +214,4 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], t
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    _console.print(table)
+    console.print(table)

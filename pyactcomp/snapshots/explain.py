@@ -13,10 +13,10 @@ from .candidates import FAMILIES
 from .explanation import Crossing, Explanation, Fit, Group, Pin
 from .failed_request import with_failed_request
 from .lifetimes import Lifetimes, find_lifetimes
-from .recording import ACTIONS, OOM, DeviceTrace, Events, Frame, Segment, Snapshot
+from .model import ACTIONS, OOM, DeviceTrace, Events, Frame, Segment, Snapshot
+from .reader import read_snapshot
 from .replay import replay
 from .segments import blocks_inside, free_blocks, segments_after
-from .snapshot import read_snapshot
 from .steps import Steps, find_steps
 
 

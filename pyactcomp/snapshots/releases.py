@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
-from .recording import (
+from .model import (
     FREE_COMPLETED,
     FREE_REQUESTED,
     LARGE_SEGMENT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-from .recording import Frame, Snapshot
+from .model import Frame, Snapshot
 
 #: Lines of a stack that tell allocations apart: the layer, the model around it, and what called that.
 DEPTH = 3

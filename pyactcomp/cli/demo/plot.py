@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .demo import Result
+from .training import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from .lifetimes import Lifetimes
-from .recording import DeviceTrace
+from .model import DeviceTrace
 
 _FEWEST = 3
 # Of the intervals, this share must be within this factor of their median. On five recorded trainings, of random shapes,

@@ -1,0 +1,115 @@
+"""The command line: ``run``, ``build-*``, and the commands of the other modules here. Needs the ``cli`` extra."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from .._version import __version__
+from ..errors import PyactcompError
+from .demo.command import demo
+from .doctor import doctor
+from .explain import explain
+from .replay import replay
+from .shared import console, fail
+from .tune import tune
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compress the activations saved for backward.")
+
+
+class Program(BaseException):
+    """A program that is to run once the command line has been dealt with.
+
+    typer would catch the program's KeyboardInterrupt and EOFError and replace its excepthook; it lets this pass.
+    """
+
+    def __init__(self, target: str, arguments: Sequence[str], module: bool) -> None:
+        self.target, self.arguments, self.module = target, arguments, module
+
+    def execute(self) -> None:
+        """Run it as python does."""
+        from ..allocator.run import execute
+
+        sys.excepthook = sys.__excepthook__
+        execute(self.target, self.arguments, module=self.module)
+
+
+class GrowthChoice(str, Enum):
+    """How the allocator gets memory."""
+
+    vmm = "vmm"
+    malloc = "malloc"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pyactcomp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    # torch's profiler, which demo and doctor use, would otherwise log into their output.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(help="The script, or with -m the module's name.", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What it finds in sys.argv.", metavar="ARGS")] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module by its name, as python -m does.")] = False,
+    conf: Annotated[str | None, typer.Option(help="Settings, key:value,key:value as in PYACTCOMP_ALLOC_CONF.")] = None,
+    growth: Annotated[GrowthChoice | None, typer.Option(help="How the allocator gets memory.")] = None,
+    max_split_size: Annotated[str | None, typer.Option(help='As in "512MiB": larger blocks are not split.')] = None,
+) -> None:
+    """Run a Python program with the allocator enabled; what follows SCRIPT belongs to it."""
+    from ..allocator.run import prepare
+
+    if not module and not Path(target).exists():
+        raise typer.BadParameter(f"there is no {target}", param_hint="SCRIPT")
+    try:
+        prepare(conf, growth and growth.value, max_split_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except PyactcompError as error:
+        fail(error)
+    raise Program(target, arguments or [], module)
+
+
+@app.command()
+def build_allocator() -> None:
+    """Compile the allocator's subclass of torch's for the installed torch."""
+    from ..allocator.build import build_torch_allocator
+
+    try:
+        path = build_torch_allocator()
+    except PyactcompError as error:
+        fail(error)
+    console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+
+
+@app.command()
+def build_observer() -> None:
+    """Compile the observer, which tells what operator saves a tensor, for the installed torch."""
+    from .. import extensions
+
+    try:
+        path = extensions.build("_observer")
+    except PyactcompError as error:
+        fail(error)
+    console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+
+
+for command in (demo, doctor, replay, tune, explain):
+    app.command()(command)

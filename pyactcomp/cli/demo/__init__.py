@@ -1,0 +1,1 @@
+"""The demo: a small transformer trained plain, compressed and checkpointed."""

@@ -1,0 +1,65 @@
+"""The command ``doctor``: prints the findings of ``examine``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import humanize
+import typer
+from rich import box
+from rich.table import Table
+
+from .examine import examine
+from .shared import console
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Say what works on this machine, what does not, and what to do; exit with 1 if something is wrong."""
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps(findings, indent=2))
+    else:
+        _print_findings(findings)
+    if findings["problems"]:
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: dict[str, Any]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name, version in findings["versions"].items():
+        grid.add_row(name, version or "none")
+    for device in findings["devices"]:
+        memory = device["memory_bytes"]
+        grid.add_row(
+            device["device"], device["name"] + (f", {humanize.naturalsize(memory, binary=True)}" if memory else "")
+        )
+    console.print(grid)
+
+    table = Table(box=box.SIMPLE)
+    for heading in ("implementation", "on", "state"):
+        table.add_column(heading)
+    for name, entry in findings["implementations"].items():
+        if entry["unavailable_reason"]:
+            state = f"not available: {entry['unavailable_reason']}"
+        else:
+            state = entry["self_test"] or "works: same bytes as the reference"
+        table.add_row(name, entry["device"], state)
+    console.print(table)
+
+    console.print(_allocator_lines(findings["allocator"]), soft_wrap=True)
+    console.print(f"observer: {findings['observer'] or 'works'}", soft_wrap=True)
+    private = findings["torch_private"]
+    sound = sum(wrong is None for wrong in private.values())
+    console.print(f"private torch names that behave as expected: {sound} of {len(private)}")
+    for problem in findings["problems"]:
+        console.print(f"problem: {problem}", style="red", soft_wrap=True)
+    if not findings["problems"]:
+        console.print("everything that should work here works")
+
+
+def _allocator_lines(entry: dict[str, str | None]) -> str:
+    if entry["unavailable_reason"]:
+        return f"allocator: not available: {entry['unavailable_reason']}"
+    missing = entry["torch_subclass"]
+    return f"allocator: attached through torch's plain interface: {missing}" if missing else "allocator: works"

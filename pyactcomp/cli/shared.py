@@ -1,0 +1,92 @@
+"""Arguments, texts and errors that several commands have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import humanize
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..snapshots.model import Snapshot
+
+# Paths and reasons are printed as they are: their square brackets are no markup.
+console = Console(markup=False, highlight=False)
+errors = Console(markup=False, highlight=False, stderr=True)
+
+SnapshotFile = Annotated[Path, typer.Argument(help="File of torch.cuda.memory._dump_snapshot.", metavar="SNAPSHOT")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def fail(message: object) -> NoReturn:
+    """Print an error and end the command with exit code 1."""
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def read(path: Path) -> Snapshot:
+    """Return the snapshot of a file, or end the command where the file is none."""
+    from ..snapshots import read_snapshot
+
+    try:
+        return read_snapshot(path)
+    except OSError as error:
+        fail(f"{path}: {error.strerror or error}")
+    except ValueError as error:
+        fail(error)
+
+
+def capacity_bytes(text: str) -> int:
+    """Return the value of ``--capacity`` in bytes, or refuse it as an argument."""
+    from .._core import SimulatedDevice
+
+    try:
+        size = SimulatedDevice(text).capacity
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--capacity") from error
+    if size < 2 << 20:
+        raise typer.BadParameter(f"at least 2 MiB, got {text}", param_hint="--capacity")
+    return size
+
+
+def size_text(size: int) -> str:
+    """Return bytes in words."""
+    return humanize.naturalsize(size, binary=True, format="%.2f")
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a number and its noun, whose plural ends in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration in seconds or milliseconds."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print a line for each note."""
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def numbers_table(texts: Sequence[str], *numbers: str) -> Table:
+    """Return a table without rows, whose cells fold rather than lose characters."""
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, overflow="fold", justify="right")
+    return table
+
+
+def progress_bar() -> Progress:
+    """Return a bar on stderr that vanishes at its end."""
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=errors, transient=True)
