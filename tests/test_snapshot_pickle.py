@@ -364,3 +364,22 @@ def test_reading_is_fast_and_takes_memory_in_proportion_to_the_file(tmp_path: Pa
     # A frame that is named takes 2 to 5 bytes of the file, and 8 in memory; the columns take 41 bytes an event, thrice
     # while they become arrays.
     assert used < 4 * path.stat().st_size + 3 * 41 * len(events) + (16 << 20)
+
+
+def test_json_takes_memory_in_proportion_to_the_file(tmp_path: Path) -> None:
+    count = 1 << 21
+    texts = {
+        "events": json.dumps(many_events(30_000, 10)),
+        "lists": '{"segments": [' + "[]," * count + "[]]}",
+        "objects": '{"segments": [' + "{}," * count + "{}]}",
+        "numbers": '{"segments": [' + "9," * count + "9]}",
+        "strings": '{"segments": [' + ",".join(f'"{index}"' for index in range(count // 2)) + "]}",
+    }
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.write_text(text)
+        used, [end] = measure(path)
+        assert end == "read" if name == "events" else "more" in end or "no 'device_traces'" in end, name
+        # Of each character Python keeps a copy, or 8 bytes where a value of two has a place in a list; a string of 9
+        # is an object of 56, and a frame's, with its dict, are 5 times as large as their text.
+        assert used < 14 * path.stat().st_size + (16 << 20), (name, used / path.stat().st_size)

@@ -80,14 +80,14 @@ class ToPython {
   std::unordered_map<std::size_t, py::object> made_, strings_;
 };
 
-std::unique_ptr<PlainData> read(void (*reader)(alloc::Input&, PlainData&), int descriptor, std::uint64_t size) {
+std::unique_ptr<PlainData> read(int descriptor, std::uint64_t size) {
   const py::gil_scoped_release no_gil;
   alloc::Input input(descriptor, [] {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   });
   auto data = std::make_unique<PlainData>(size);
-  reader(input, *data);
+  alloc::read_pickle(input, *data);
   return data;
 }
 
@@ -182,12 +182,7 @@ std::vector<alloc::Address> check_overlaps(const py::object& events,
 
 void bind_recording(py::module_& module) {
   py::class_<PlainData>(module, "PlainData", "The dicts, lists, numbers and strings of a file; nothing in it is run.")
-      .def_static(
-          "from_pickle", [](int descriptor, std::uint64_t size) { return read(alloc::read_pickle, descriptor, size); },
-          py::arg("descriptor"), py::arg("size"))
-      .def_static(
-          "from_json", [](int descriptor, std::uint64_t size) { return read(alloc::read_json, descriptor, size); },
-          py::arg("descriptor"), py::arg("size"))
+      .def_static("from_pickle", &read, py::arg("descriptor"), py::arg("size"))
       .def("value", [](const PlainData& data) { return ToPython(data)(data.root); })
       .def(
           "get",

@@ -106,11 +106,6 @@ class Input {
     return buffer_.data() + at_ - count;
   }
   std::uint8_t byte() { return *take(1); }
-  /// -1 at the end.
-  int peek() {
-    if (at_ == end_) refill(1);
-    return at_ == end_ ? -1 : buffer_[at_];
-  }
   std::uint64_t position() const { return start_ + at_; }
 
  private:
@@ -127,8 +122,7 @@ class Input {
 
 constexpr std::size_t kLongestString = std::size_t{1} << 24;
 
-/// Both throw std::invalid_argument, which names the byte, where the file is cut off or holds anything else.
+/// Throws std::invalid_argument, which names the byte, where the file is cut off or holds anything else.
 void read_pickle(Input& input, PlainData& data);
-void read_json(Input& input, PlainData& data);
 
 }  // namespace pac::alloc
