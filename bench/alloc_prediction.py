@@ -31,7 +31,7 @@ def workload_of(name: str) -> str:
 
 def predict(recording: Path, method: str, real: Row) -> Row:
     """Replay a recorded run under another allocator and return what it would take beside what a real run took."""
-    from pyactcomp.allocator import read_snapshot, replay
+    from pyactcomp.snapshots import read_snapshot, replay
 
     snapshot = read_snapshot(recording)
     begin = time.perf_counter()

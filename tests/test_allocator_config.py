@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyactcomp import allocator
 from pyactcomp._core import AllocatorConfig
+from pyactcomp.snapshots.candidates import FAMILIES
 
+ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 INTERVALS = [1 << i for i in range(16)]  # in MiB: from 1 MiB to 32 GiB
 
@@ -227,3 +234,65 @@ def test_text_of_a_segment_size_parses_to_it(large: int) -> None:
 def test_text_of_the_defaults_is_empty() -> None:
     assert str(AllocatorConfig()) == ""
     assert str(AllocatorConfig.parse("growth:malloc,max_split_size:64MiB")) == "growth:malloc,max_split_size_mb:64"
+
+
+SETTINGS = AllocatorConfig.settings()
+SIZES = {name for name, row in SETTINGS.items() if f"{name}_mb" in row["keys"]}
+
+
+def test_every_setting_is_a_key_a_keyword_and_a_property() -> None:
+    assert len(SETTINGS) > 1
+    plain = AllocatorConfig()
+    for name, row in SETTINGS.items():
+        assert row["keys"][0] == name
+        assert getattr(plain, name) == row["default"]
+        assert AllocatorConfig(**{name: row["default"]}) == plain == plain.replace(**{name: row["default"]})
+        assert set(row["families"]) <= set(FAMILIES)
+        assert "pyactcomp" in row["families"]
+
+
+def test_every_setting_is_a_keyword_of_enable_and_typed() -> None:
+    assert set(inspect.signature(allocator.enable).parameters) == set(SETTINGS)
+    stub = ast.parse((ROOT / "pyactcomp" / "_core.pyi").read_text())
+    [config] = [node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "AllocatorConfig"]
+    functions = [node for node in config.body if isinstance(node, ast.FunctionDef)]
+    [init] = [node for node in functions if node.name == "__init__"]
+    assert [argument.arg for argument in init.args.args[1:]] == list(SETTINGS)
+    properties = [
+        node.name for node in functions if [ast.unparse(each) for each in node.decorator_list] == ["property"]
+    ]
+    assert properties == list(SETTINGS)
+
+
+def test_settings_are_documented_as_the_table_has_them() -> None:
+    expected = ["| setting | default | must be | meaning |", "|---|---|---|---|"]
+    for name, row in SETTINGS.items():
+        usual = row["default"]
+        text = f"{usual / MIB:.0f} MiB" if name in SIZES and usual else "none" if usual is None else f"{usual}"
+        expected.append(f"| `{name}` | {0 if isinstance(usual, dict) else text} | {row['range']} | {row['meaning']} |")
+    page = (ROOT / "docs" / "allocator.md").read_text()
+    assert "\n".join(expected) in page, "docs/allocator.md has another table of settings than config.hpp"
+
+
+def test_settings_are_taken_by_position_in_the_order_of_the_table() -> None:
+    assert AllocatorConfig("malloc", "64MiB") == AllocatorConfig(growth="malloc", max_split_size="64MiB")
+    for wrong in (lambda: AllocatorConfig("malloc", growth="malloc"), lambda: AllocatorConfig(*range(20))):
+        with pytest.raises(TypeError, match="AllocatorConfig"):
+            wrong()
+
+
+def test_an_unknown_keyword_is_named_with_all_accepted_ones() -> None:
+    with pytest.raises(TypeError, match=r"AllocatorConfig takes growth, .*initial_pool_size, got .*'max_split'"):
+        AllocatorConfig(max_split=1)  # type: ignore[call-arg]
+
+
+def test_replace_keeps_the_other_settings_and_the_checks() -> None:
+    base = AllocatorConfig(growth="malloc", max_split_size="64MiB", roundup_power2_divisions=4)
+    assert base.replace(memory_fraction=0.5) == AllocatorConfig(
+        growth="malloc", max_split_size="64MiB", roundup_power2_divisions=4, memory_fraction=0.5
+    )
+    assert base.replace(max_split_size=None).max_split_size is None
+    with pytest.raises(ValueError, match=r"max_split_size must be at least large_segment_size, 128.00 MiB"):
+        base.replace(large_segment_size="128MiB")
+    with pytest.raises(TypeError, match="memory_fraction must be a number"):
+        base.replace(memory_fraction=None)

@@ -54,10 +54,6 @@ bool read_number(std::string_view text, Number& out) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-bool is_power_of_two(std::uint64_t value) { return value != 0 && (value & (value - 1)) == 0; }
-
-using Divisions = decltype(Config::roundup_power2_divisions);
-
 std::uint32_t parse_division(std::string_view text) {
   std::uint32_t divisions = 0;
   if (!read_number(text, divisions) || (divisions != 0 && !is_power_of_two(divisions))) {
@@ -108,68 +104,47 @@ Divisions parse_divisions(std::string_view value) {
   return divisions;
 }
 
-using Apply = void (*)(Config&, std::string_view key, std::string_view value);
-
-template <Bytes Config::* Field>
-void set_bytes(Config& config, std::string_view key, std::string_view value) {
-  try {
-    config.*Field = parse_bytes(value);
-  } catch (const std::invalid_argument& error) {
-    reject(key, ": ", error.what());
-  }
-}
-
-template <Bytes Config::* Field>
-void set_mebibytes(Config& config, std::string_view key, std::string_view value) {
-  Bytes mebibytes = 0;
-  if (!read_number(value, mebibytes) || mebibytes > kUnlimited / kMiB) {
-    reject(key, " takes a whole number of MiB, got '", value, "'");
-  }
-  config.*Field = mebibytes * kMiB;
-}
-
-template <double Config::* Field>
-void set_fraction(Config& config, std::string_view key, std::string_view value) {
-  if (!read_number(value, config.*Field)) reject(key, " takes a number from 0 to 1, got '", value, "'");
-}
-
-void set_growth(Config& config, std::string_view key, std::string_view value) {
-  if (value != "vmm" && value != "malloc") reject(key, " is 'vmm' or 'malloc', got '", value, "'");
-  config.growth = value == "vmm" ? Growth::kVmm : Growth::kMalloc;
-}
-
-void set_expandable_segments(Config& config, std::string_view key, std::string_view value) {
-  if (value != "True" && value != "False") reject(key, " is 'True' or 'False', got '", value, "'");
-  config.growth = value == "True" ? Growth::kVmm : Growth::kMalloc;
-}
-
-void set_divisions(Config& config, std::string_view, std::string_view value) {
-  config.roundup_power2_divisions = parse_divisions(value);
-}
-
-struct Key {
-  std::string_view name;
-  std::string_view setting;  ///< keys of one setting exclude each other
-  Apply apply;
+template <class... Cases>
+struct Overloaded : Cases... {
+  using Cases::operator()...;
 };
+template <class... Cases>
+Overloaded(Cases...) -> Overloaded<Cases...>;
 
-constexpr Key kKeys[] = {
-    {"growth", "growth", set_growth},
-    {"expandable_segments", "growth", set_expandable_segments},
-    {"max_split_size", "max_split_size", set_bytes<&Config::max_split_size>},
-    {"max_split_size_mb", "max_split_size", set_mebibytes<&Config::max_split_size>},
-    {"max_non_split_rounding", "max_non_split_rounding", set_bytes<&Config::max_non_split_rounding>},
-    {"max_non_split_rounding_mb", "max_non_split_rounding", set_mebibytes<&Config::max_non_split_rounding>},
-    {"large_segment_size", "large_segment_size", set_bytes<&Config::large_segment_size>},
-    {"large_segment_size_mb", "large_segment_size", set_mebibytes<&Config::large_segment_size>},
-    {"roundup_power2_divisions", "roundup_power2_divisions", set_divisions},
-    {"garbage_collection_threshold", "garbage_collection_threshold",
-     set_fraction<&Config::garbage_collection_threshold>},
-    {"memory_fraction", "memory_fraction", set_fraction<&Config::memory_fraction>},
-    {"per_process_memory_fraction", "memory_fraction", set_fraction<&Config::memory_fraction>},
-    {"initial_pool_size", "initial_pool_size", set_bytes<&Config::initial_pool_size>},
-    {"initial_pool_size_mb", "initial_pool_size", set_mebibytes<&Config::initial_pool_size>},
-};
+/// Sets a setting to the text of one of its keys.
+void set(Config& config, const Setting& setting, std::string_view key, std::string_view value) {
+  std::visit(Overloaded{[&](Growth Config::* field) {
+                          const bool by_alias = key == setting.alias;
+                          const std::string_view vmm = by_alias ? "True" : "vmm",
+                                                 malloc = by_alias ? "False" : "malloc";
+                          if (value != vmm && value != malloc) {
+                            reject(key, " is '", vmm, "' or '", malloc, "', got '", value, "'");
+                          }
+                          config.*field = value == vmm ? Growth::kVmm : Growth::kMalloc;
+                        },
+                        [&](Bytes Config::* field) {
+                          if (key == setting.name) {
+                            try {
+                              config.*field = parse_bytes(value);
+                            } catch (const std::invalid_argument& error) {
+                              reject(key, ": ", error.what());
+                            }
+                            return;
+                          }
+                          Bytes mebibytes = 0;
+                          if (!read_number(value, mebibytes) || mebibytes > kUnlimited / kMiB) {
+                            reject(key, " takes a whole number of MiB, got '", value, "'");
+                          }
+                          config.*field = mebibytes * kMiB;
+                        },
+                        [&](double Config::* field) {
+                          if (!read_number(value, config.*field)) {
+                            reject(key, " takes a number from 0 to 1, got '", value, "'");
+                          }
+                        },
+                        [&](Divisions Config::* field) { config.*field = parse_divisions(value); }},
+             setting.field);
+}
 
 /// PyTorch's keys that mean nothing here, and what to do with each.
 constexpr struct {
@@ -186,28 +161,34 @@ constexpr struct {
 };
 constexpr std::string_view kHostPrefix = "pinned_";
 
-const Key& find_key(std::string_view name) {
-  for (const Key& key : kKeys) {
-    if (key.name == name) return key;
+const Setting& find_setting(std::string_view key) {
+  std::string accepted;
+  for (const Setting& setting : kSettings) {
+    for (const std::string& each : setting.keys()) {
+      if (each == key) return setting;
+      accepted.append(accepted.empty() ? "" : ", ").append(each);
+    }
   }
   for (const auto& foreign : kForeignKeys) {
-    if (foreign.name == name) reject("PyTorch's setting '", name, "' has no use in this allocator: ", foreign.advice);
+    if (foreign.name == key) reject("PyTorch's setting '", key, "' has no use in this allocator: ", foreign.advice);
   }
-  if (name.substr(0, kHostPrefix.size()) == kHostPrefix) {
-    reject("PyTorch's setting '", name,
+  if (key.substr(0, kHostPrefix.size()) == kHostPrefix) {
+    reject("PyTorch's setting '", key,
            "' is about host memory, which this allocator leaves to PyTorch: put it in PYTORCH_ALLOC_CONF");
   }
-  std::string accepted;
-  for (const Key& key : kKeys) accepted.append(accepted.empty() ? "" : ", ").append(key.name);
-  reject("unknown setting '", name, "'; accepted are ", accepted);
+  reject("unknown setting '", key, "'; accepted are ", accepted);
 }
 
-std::string shortest(double value) {
+std::string text_of(Growth growth) { return growth == Growth::kVmm ? "vmm" : "malloc"; }
+
+std::string text_of(Bytes size) { return size % kMiB == 0 ? format_bytes(size) : std::to_string(size) + " bytes"; }
+
+std::string text_of(double value) {
   char buffer[32];
   return {buffer, std::to_chars(buffer, buffer + sizeof buffer, value).ptr};
 }
 
-std::string divisions_text(const Divisions& divisions) {
+std::string text_of(const Divisions& divisions) {
   if (std::all_of(divisions.begin(), divisions.end(), [&](std::uint32_t d) { return d == divisions[0]; })) {
     return std::to_string(divisions[0]);
   }
@@ -218,87 +199,76 @@ std::string divisions_text(const Divisions& divisions) {
   return text + "]";
 }
 
+std::string text_of(const Config& config, const Setting& setting) {
+  return std::visit([&](auto field) { return text_of(config.*field); }, setting.field);
+}
+
 }  // namespace
 
+std::vector<std::string> Setting::keys() const {
+  std::vector<std::string> keys{std::string(name)};
+  if (std::holds_alternative<Bytes Config::*>(field)) keys.push_back(keys[0] + "_mb");
+  if (!alias.empty()) keys.emplace_back(alias);
+  return keys;
+}
+
 bool operator==(const Config& a, const Config& b) {
-  return a.growth == b.growth && a.max_split_size == b.max_split_size &&
-         a.max_non_split_rounding == b.max_non_split_rounding && a.large_segment_size == b.large_segment_size &&
-         a.roundup_power2_divisions == b.roundup_power2_divisions &&
-         a.garbage_collection_threshold == b.garbage_collection_threshold && a.memory_fraction == b.memory_fraction &&
-         a.initial_pool_size == b.initial_pool_size;
+  return std::all_of(std::begin(kSettings), std::end(kSettings), [&](const Setting& setting) {
+    return std::visit([&](auto field) { return a.*field == b.*field; }, setting.field);
+  });
 }
 
 Config parse_config(std::string_view text, Config base) {
   if (trim(text).empty()) return base;
-  std::vector<const Key*> seen;
+  std::vector<std::pair<const Setting*, std::string_view>> seen;
   for (const std::string_view entry : split_at_commas(text)) {
     const std::size_t colon = entry.find(':');
     if (colon == std::string_view::npos) {
       reject("expected key:value,key:value, got '", entry, "' in '", text, "'");
     }
-    const std::string_view name = trim(entry.substr(0, colon));
-    const Key& key = find_key(name);
-    for (const Key* earlier : seen) {
-      if (earlier->setting != key.setting) continue;
-      if (earlier == &key) reject("'", name, "' is given twice in '", text, "'");
-      reject("'", earlier->name, "' and '", name, "' are the same setting, and '", text, "' gives both");
+    const std::string_view key = trim(entry.substr(0, colon));
+    const Setting& setting = find_setting(key);
+    for (const auto& [other, earlier] : seen) {
+      if (other != &setting) continue;
+      if (earlier == key) reject("'", key, "' is given twice in '", text, "'");
+      reject("'", earlier, "' and '", key, "' are the same setting, and '", text, "' gives both");
     }
-    seen.push_back(&key);
-    key.apply(base, name, trim(entry.substr(colon + 1)));
+    seen.emplace_back(&setting, key);
+    set(base, setting, key, trim(entry.substr(colon + 1)));
   }
   validate(base);
   return base;
 }
 
 void validate(const Config& config) {
-  // PyTorch's bounds, and the granularity of handles.
-  if (config.large_segment_size <= 10_MiB || config.large_segment_size % 2_MiB != 0) {
-    reject("large_segment_size must be a multiple of 2 MiB above 10 MiB, got ", config.large_segment_size, " bytes");
-  }
-  if (config.max_split_size < config.large_segment_size) {
-    reject("max_split_size must be at least large_segment_size, ", format_bytes(config.large_segment_size), ", got ",
-           format_bytes(config.max_split_size));
-  }
-  if (config.max_non_split_rounding < 20_MiB) {
-    reject("max_non_split_rounding must be at least 20 MiB, got ", format_bytes(config.max_non_split_rounding));
-  }
-  for (const std::uint32_t divisions : config.roundup_power2_divisions) {
-    if (divisions != 0 && !is_power_of_two(divisions)) {
-      reject("roundup_power2_divisions must be powers of two, or 0 for no rounding, got ", divisions);
+  for (const Setting& setting : kSettings) {
+    if (setting.in_range(config)) continue;
+    std::string range(setting.range);
+    for (const Setting& other : kSettings) {
+      if (range.find(other.name) != std::string::npos) range += ", " + text_of(config, other);
     }
-  }
-  const double threshold = config.garbage_collection_threshold;
-  if (!(threshold >= 0 && threshold < 1)) {
-    reject("garbage_collection_threshold must be above 0 and below 1, or 0 for never, got ", threshold);
-  }
-  if (!(config.memory_fraction >= 0 && config.memory_fraction <= 1)) {
-    reject("memory_fraction must be from 0 to 1, got ", config.memory_fraction);
+    reject(setting.name, " must be ", range, ", got ", text_of(config, setting));
   }
 }
 
 std::string to_string(const Config& config) {
   const Config defaults;
   std::string text;
-  const auto add = [&](std::string_view key, const std::string& value) {
-    text.append(text.empty() ? "" : ",").append(key).append(":").append(value);
+  const auto add = [&](const Setting& setting, std::string_view suffix, const std::string& value) {
+    text.append(text.empty() ? "" : ",").append(setting.name).append(suffix).append(":").append(value);
   };
-  const auto add_bytes = [&](std::string_view key, Bytes value, Bytes usual) {
-    if (value == usual) return;
-    const bool whole = value % kMiB == 0;
-    add(std::string(key) + (whole ? "_mb" : ""), std::to_string(whole ? value / kMiB : value));
-  };
-  if (config.growth != defaults.growth) add("growth", config.growth == Growth::kVmm ? "vmm" : "malloc");
-  add_bytes("max_split_size", config.max_split_size, defaults.max_split_size);
-  add_bytes("max_non_split_rounding", config.max_non_split_rounding, defaults.max_non_split_rounding);
-  add_bytes("large_segment_size", config.large_segment_size, defaults.large_segment_size);
-  if (config.roundup_power2_divisions != defaults.roundup_power2_divisions) {
-    add("roundup_power2_divisions", divisions_text(config.roundup_power2_divisions));
+  for (const Setting& setting : kSettings) {
+    std::visit(Overloaded{[&](Bytes Config::* field) {
+                            const Bytes size = config.*field;
+                            if (size == defaults.*field) return;
+                            const bool whole = size % kMiB == 0;
+                            add(setting, whole ? "_mb" : "", std::to_string(whole ? size / kMiB : size));
+                          },
+                          [&](auto field) {
+                            if (config.*field != defaults.*field) add(setting, "", text_of(config.*field));
+                          }},
+               setting.field);
   }
-  if (config.garbage_collection_threshold != defaults.garbage_collection_threshold) {
-    add("garbage_collection_threshold", shortest(config.garbage_collection_threshold));
-  }
-  if (config.memory_fraction != defaults.memory_fraction) add("memory_fraction", shortest(config.memory_fraction));
-  add_bytes("initial_pool_size", config.initial_pool_size, defaults.initial_pool_size);
   return text;
 }
 

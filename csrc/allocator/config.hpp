@@ -1,11 +1,17 @@
-// Settings, and the one parser of every place that takes them.
+// Settings: one table of them, and the one parser of every place that takes them.
+//
+// A new setting is a field of Config, a row of kSettings and the code that obeys it, then a keyword of
+// pyactcomp.allocator.enable and a property in _core.pyi; parser, checks, texts and Python's properties follow the row.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
 #include <string>
 #include <string_view>
+#include <variant>
+#include <vector>
 
 #include "allocator/types.hpp"
 
@@ -19,25 +25,77 @@ enum class Growth : std::uint8_t {
 
 constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
 
+/// Divisions of the power-of-two interval a size is rounded up in, for intervals from 1 MiB to 32 GiB; 0 or 1: none.
+using Divisions = std::array<std::uint32_t, 16>;
+
 struct Config {
   Growth growth = Growth::kVmm;
-  /// Blocks at least this large are not split for smaller requests. At least large_segment_size; kUnlimited: every
-  /// block is split.
   Bytes max_split_size = kUnlimited;
-  /// How much larger than its request a block of at least max_split_size may be.
   Bytes max_non_split_rounding = 20_MiB;
-  /// Segment size of requests from 1 to 10 MiB under malloc growth; the least handle of the large pool under vmm.
   Bytes large_segment_size = 20_MiB;
-  /// Divisions of the power-of-two interval a size is rounded up in, for intervals from 1 MiB to 32 GiB; 0 or 1: none.
-  std::array<std::uint32_t, 16> roundup_power2_divisions{};
-  /// Share of the limit from which unused memory is given back by age; 0: never. Needs memory_fraction < 1.
+  Divisions roundup_power2_divisions{};
   double garbage_collection_threshold = 0.0;
-  /// Share of the device's memory that may be reserved.
   double memory_fraction = 1.0;
-  /// Reserved for the large pool at the first allocation of a device.
   Bytes initial_pool_size = 0;
 
   friend bool operator==(const Config& a, const Config& b);
+};
+
+constexpr bool is_power_of_two(std::uint64_t value) { return value != 0 && (value & (value - 1)) == 0; }
+
+struct Setting {
+  std::string_view name;   ///< key, keyword and property
+  std::string_view alias;  ///< PyTorch's key where it has another name; empty where it has not
+  std::variant<Growth Config::*, Bytes Config::*, double Config::*, Divisions Config::*> field;
+  std::string_view families;  ///< the allocators of a replay that have it, separated by spaces
+  std::string_view range;     ///< in words, after "must be"; a refusal adds the values of other settings that it names
+  bool (*in_range)(const Config& config);
+  std::string_view meaning;
+
+  /// Every key that the parser takes. A size in MiB has the suffix _mb, as PyTorch's have.
+  std::vector<std::string> keys() const;
+};
+
+inline constexpr std::string_view kEveryFamily = "native expandable pyactcomp";
+
+/// The table; its order is that of positional arguments and of texts.
+inline constexpr Setting kSettings[] = {
+    {"growth", "expandable_segments", &Config::growth, "pyactcomp", "'vmm' or 'malloc'",
+     [](const Config&) { return true; },
+     "`\"vmm\"`: memory is mapped into reserved addresses and can move. `\"malloc\"`: cudaMalloc, with PyTorch's "
+     "decisions to the byte; needed to share tensors between processes"},
+    {"max_split_size", "", &Config::max_split_size, "native pyactcomp", "at least large_segment_size",
+     [](const Config& config) { return config.max_split_size >= config.large_segment_size; },
+     "malloc: free blocks of at least this size are not split for smaller requests. vmm: requests of at least this "
+     "size have segments of their own, which no smaller request splits"},
+    {"max_non_split_rounding", "", &Config::max_non_split_rounding, "native pyactcomp", "at least 20 MiB",
+     [](const Config& config) { return config.max_non_split_rounding >= 20_MiB; },
+     "how much larger than its request a block of at least `max_split_size` may be"},
+    {"large_segment_size", "", &Config::large_segment_size, kEveryFamily, "a multiple of 2 MiB above 10 MiB",
+     [](const Config& config) { return config.large_segment_size > 10_MiB && config.large_segment_size % 2_MiB == 0; },
+     "malloc: segment size of requests from 1 to 10 MiB. vmm: the least size of a physical handle for requests above "
+     "1 MiB"},
+    {"roundup_power2_divisions", "", &Config::roundup_power2_divisions, kEveryFamily,
+     "powers of two, or 0 for no rounding",
+     [](const Config& config) {
+       const Divisions& divisions = config.roundup_power2_divisions;
+       return std::all_of(divisions.begin(), divisions.end(),
+                          [](std::uint32_t each) { return each == 0 || is_power_of_two(each); });
+     },
+     "sizes are rounded up to one of so many steps between powers of two; a dict gives the steps for sizes from a "
+     "number of MiB on, and its key `\">\"` stands for all larger sizes"},
+    {"garbage_collection_threshold", "", &Config::garbage_collection_threshold, "native pyactcomp",
+     "above 0 and below 1, or 0 for never",
+     [](const Config& config) {
+       return config.garbage_collection_threshold >= 0 && config.garbage_collection_threshold < 1;
+     },
+     "share of the memory limit from which unused memory is given back, oldest first; needs a `memory_fraction` below "
+     "1"},
+    {"memory_fraction", "per_process_memory_fraction", &Config::memory_fraction, kEveryFamily, "from 0 to 1",
+     [](const Config& config) { return config.memory_fraction >= 0 && config.memory_fraction <= 1; },
+     "share of the device's memory that may be reserved"},
+    {"initial_pool_size", "", &Config::initial_pool_size, "pyactcomp", "any size", [](const Config&) { return true; },
+     "reserved for the large pool at a device's first allocation"},
 };
 
 /// Parses PyTorch's syntax, "max_split_size_mb:512,growth:vmm", over the given settings; the keys are PyTorch's where

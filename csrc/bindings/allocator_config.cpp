@@ -13,53 +13,109 @@ namespace py = pybind11;
 namespace pac::bindings {
 namespace {
 
+using alloc::Bytes;
 using alloc::Config;
+using alloc::Divisions;
 using alloc::Growth;
+using alloc::kSettings;
+using alloc::Setting;
 
-const char* name(Growth growth) { return growth == Growth::kVmm ? "vmm" : "malloc"; }
-
-/// One number of divisions for every interval, or {lower bound in MiB: divisions}, where ">" means all that are larger.
-Config with_divisions(const Config& base, const py::object& divisions) {
-  const char* const count_name = "a number of divisions in roundup_power2_divisions";
-  if (!py::isinstance<py::dict>(divisions)) {
-    return alloc::parse_config("roundup_power2_divisions:" + std::to_string(to_number(count_name, divisions)), base);
+py::object to_python(Growth growth) { return py::str(growth == Growth::kVmm ? "vmm" : "malloc"); }
+py::object to_python(Bytes size) { return size == alloc::kUnlimited ? py::object(py::none()) : py::int_(size); }
+py::object to_python(double share) { return py::float_(share); }
+py::object to_python(const Divisions& divisions) {
+  py::dict result;
+  for (std::size_t interval = 0; interval < divisions.size(); ++interval) {
+    result[py::int_(1U << interval)] = divisions[interval];
   }
-  std::string list;
-  for (const auto& [interval, count] : py::reinterpret_borrow<py::dict>(divisions)) {
-    list += list.empty() ? "" : ",";
-    list += interval.equal(py::str(">"))
-                ? ">"
-                : std::to_string(to_number("an interval in roundup_power2_divisions", interval));
-    list += ":" + std::to_string(to_number(count_name, count));
-  }
-  return alloc::parse_config("roundup_power2_divisions:[" + list + "]", base);
+  return std::move(result);
 }
 
-Config make_config(const std::string& growth, const py::object& max_split_size,
-                   const py::object& max_non_split_rounding, const py::object& large_segment_size,
-                   const py::object& roundup_power2_divisions, const py::object& garbage_collection_threshold,
-                   const py::object& memory_fraction, const py::object& initial_pool_size) {
-  Config config;
-  if (growth == name(Growth::kMalloc)) {
-    config.growth = Growth::kMalloc;
-  } else if (growth != name(Growth::kVmm)) {
-    throw py::value_error("growth must be 'vmm' or 'malloc', got '" + growth + "'");
+py::object get(const Config& config, const Setting& setting) {
+  return std::visit([&](auto field) { return to_python(config.*field); }, setting.field);
+}
+
+void read(const char* name, py::handle value, Growth& growth) {
+  if (!py::isinstance<py::str>(value)) throw py::type_error(std::string(name) + " must be 'vmm' or 'malloc'");
+  const auto text = value.cast<std::string>();
+  if (text != "vmm" && text != "malloc") {
+    throw py::value_error(std::string(name) + " must be 'vmm' or 'malloc', got '" + text + "'");
   }
-  if (!max_split_size.is_none()) config.max_split_size = to_bytes("max_split_size", max_split_size);
-  config.max_non_split_rounding = to_bytes("max_non_split_rounding", max_non_split_rounding);
-  config.large_segment_size = to_bytes("large_segment_size", large_segment_size);
-  config.garbage_collection_threshold = to_share("garbage_collection_threshold", garbage_collection_threshold);
-  config.memory_fraction = to_share("memory_fraction", memory_fraction);
-  config.initial_pool_size = to_bytes("initial_pool_size", initial_pool_size);
-  if (!roundup_power2_divisions.is_none()) config = with_divisions(config, roundup_power2_divisions);
+  growth = text == "vmm" ? Growth::kVmm : Growth::kMalloc;
+}
+
+void read(const char* name, py::handle value, Bytes& size) { size = to_bytes(name, value); }
+void read(const char* name, py::handle value, double& share) { share = to_share(name, value); }
+
+/// One number of divisions for every interval, or {lower bound in MiB: divisions}, where ">" means all that are larger.
+void read(const char* name, py::handle value, Divisions& divisions) {
+  const std::string count_name = std::string("a number of divisions in ") + name;
+  const auto number = [](const std::string& of, py::handle each) {
+    return std::to_string(to_number(of.c_str(), each));
+  };
+  std::string text;
+  if (!py::isinstance<py::dict>(value)) {
+    text = number(count_name, value);
+  } else {
+    for (const auto& [interval, count] : py::reinterpret_borrow<py::dict>(value)) {
+      text += text.empty() ? "[" : ",";
+      text += interval.equal(py::str(">")) ? ">" : number(std::string("an interval in ") + name, interval);
+      text += ":" + number(count_name, count);
+    }
+    text = text.empty() ? "[]" : text + "]";
+  }
+  divisions = alloc::parse_config(std::string(name) + ":" + text).*(&Config::roundup_power2_divisions);
+}
+
+/// The settings with some of them replaced, by name.
+Config with_values(Config config, const py::dict& values) {
+  std::size_t known = 0;
+  for (const Setting& setting : kSettings) {
+    const std::string name(setting.name);
+    if (!values.contains(name)) continue;
+    ++known;
+    const py::object value = values[name.c_str()];
+    std::visit(
+        [&](auto field) {
+          const auto usual = Config().*field;
+          // None stands for a default that has no other spelling.
+          const bool unset =
+              value.is_none() && (std::is_same_v<decltype(usual), const Divisions> || to_python(usual).is_none());
+          unset ? void(config.*field = usual) : read(name.c_str(), value, config.*field);
+        },
+        setting.field);
+  }
+  if (known != values.size()) {
+    std::string names;
+    for (const Setting& setting : kSettings) names.append(names.empty() ? "" : ", ").append(setting.name);
+    throw py::type_error("AllocatorConfig takes " + names + ", got " + py::str(py::list(values)).cast<std::string>());
+  }
   alloc::validate(config);
   return config;
 }
 
-py::dict divisions(const Config& config) {
+Config make_config(const py::args& positional, const py::kwargs& keywords) {
+  py::dict values = keywords.attr("copy")();
+  if (positional.size() > std::size(kSettings)) throw py::type_error("AllocatorConfig takes fewer arguments");
+  for (std::size_t i = 0; i < positional.size(); ++i) {
+    const std::string name(kSettings[i].name);
+    if (values.contains(name)) throw py::type_error("AllocatorConfig got two values for " + name);
+    values[name.c_str()] = positional[i];
+  }
+  return with_values(Config(), values);
+}
+
+/// The table of settings, by name.
+py::dict settings() {
   py::dict result;
-  for (std::size_t interval = 0; interval < config.roundup_power2_divisions.size(); ++interval) {
-    result[py::int_(1U << interval)] = config.roundup_power2_divisions[interval];
+  for (const Setting& setting : kSettings) {
+    py::dict row;
+    row["keys"] = setting.keys();
+    row["families"] = py::str(setting.families).attr("split")();
+    row["default"] = get(Config(), setting);
+    row["range"] = setting.range;
+    row["meaning"] = setting.meaning;
+    result[py::str(setting.name)] = row;
   }
   return result;
 }
@@ -67,38 +123,26 @@ py::dict divisions(const Config& config) {
 }  // namespace
 
 void bind_config(py::module_& module) {
-  const Config defaults;
-  py::class_<Config>(module, "AllocatorConfig", "Settings of an allocator; sizes are bytes or texts like '512MiB'.")
-      .def(py::init(&make_config), py::arg("growth") = name(defaults.growth), py::arg("max_split_size") = py::none(),
-           py::arg("max_non_split_rounding") = defaults.max_non_split_rounding,
-           py::arg("large_segment_size") = defaults.large_segment_size,
-           py::arg("roundup_power2_divisions") = py::none(),
-           py::arg("garbage_collection_threshold") = defaults.garbage_collection_threshold,
-           py::arg("memory_fraction") = defaults.memory_fraction,
-           py::arg("initial_pool_size") = defaults.initial_pool_size)
+  py::class_<Config> type(module, "AllocatorConfig",
+                          "Settings of an allocator; sizes are bytes or texts like '512MiB'.");
+  type.def(py::init(&make_config))
+      .def_static("settings", &settings)
       .def_static(
           "parse",
           [](const std::string& text, const std::optional<Config>& base) {
             return alloc::parse_config(text, base.value_or(Config()));
           },
           py::arg("text"), py::arg("base") = py::none())
-      .def_property_readonly("growth", [](const Config& self) { return name(self.growth); })
-      .def_property_readonly("max_split_size",
-                             [](const Config& self) {
-                               return self.max_split_size == alloc::kUnlimited ? py::object(py::none())
-                                                                               : py::int_(self.max_split_size);
-                             })
-      .def_readonly("max_non_split_rounding", &Config::max_non_split_rounding)
-      .def_readonly("large_segment_size", &Config::large_segment_size)
-      .def_property_readonly("roundup_power2_divisions", &divisions)
-      .def_readonly("garbage_collection_threshold", &Config::garbage_collection_threshold)
-      .def_readonly("memory_fraction", &Config::memory_fraction)
-      .def_readonly("initial_pool_size", &Config::initial_pool_size)
+      .def("replace", [](const Config& self, const py::kwargs& values) { return with_values(self, values); })
       .def("__str__", &alloc::to_string)
       .def("__repr__", [](const Config& self) { return "AllocatorConfig.parse('" + alloc::to_string(self) + "')"; })
       .def("__eq__", [](const Config& self, const py::object& other) {
         return py::isinstance<Config>(other) && self == other.cast<const Config&>();
       });
+  for (const Setting& setting : kSettings) {
+    type.def_property_readonly(std::string(setting.name).c_str(),
+                               [&setting](const Config& self) { return get(self, setting); });
+  }
 }
 
 }  // namespace pac::bindings

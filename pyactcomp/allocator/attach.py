@@ -19,6 +19,8 @@ def enable(
     max_split_size: int | str | None = None,
     growth: Literal["vmm", "malloc"] | None = None,
     *,
+    max_non_split_rounding: int | str | None = None,
+    large_segment_size: int | str | None = None,
     roundup_power2_divisions: int | dict[int | str, int] | None = None,
     garbage_collection_threshold: float | None = None,
     memory_fraction: float | None = None,
@@ -26,9 +28,9 @@ def enable(
 ) -> None:
     """Let this process's CUDA tensors live in pyactcomp's allocator.
 
-    What is None is taken from ``PYACTCOMP_ALLOC_CONF`` in the environment (``"max_split_size_mb:512,growth:vmm"``,
-    PyTorch's syntax and keys), and is the default where that does not name it. torch's functions then speak of this
-    allocator: ``torch.cuda.memory_stats``, ``empty_cache``, ``_set_allocator_settings`` and the like.
+    A setting that is None comes from ``PYACTCOMP_ALLOC_CONF`` in the environment
+    (``"max_split_size_mb:512,growth:vmm"``, PyTorch's syntax and keys), or has its default. torch's functions then
+    speak of this allocator: ``torch.cuda.memory_stats``, ``empty_cache``, ``_set_allocator_settings`` and the like.
 
     Parameters
     ----------
@@ -38,6 +40,12 @@ def enable(
     growth : {"vmm", "malloc"}, optional
         ``"vmm"``, the default, maps physical pieces into reserved addresses, so that free pieces can be put together;
         ``"malloc"`` calls cudaMalloc and takes PyTorch's decisions.
+    max_non_split_rounding : int or str, optional
+        How much larger than its request a block of at least ``max_split_size`` may be, in bytes; at least, and by
+        default, 20 MiB.
+    large_segment_size : int or str, optional
+        A multiple of 2 MiB above 10 MiB, in bytes; 20 MiB by default. Under ``"malloc"`` the size of segments for
+        requests from 1 to 10 MiB, under ``"vmm"`` the least size of a physical piece for requests above 1 MiB.
     roundup_power2_divisions : int or dict, optional
         Sizes are rounded up to one of so many steps between two powers of two. A dict gives the steps of the sizes
         from a number of MiB on; its key ``">"`` stands for all that are larger.
@@ -84,6 +92,8 @@ def enable(
             settings.from_environment(),
             max_split_size=max_split_size,
             growth=growth,
+            max_non_split_rounding=max_non_split_rounding,
+            large_segment_size=large_segment_size,
             roundup_power2_divisions=roundup_power2_divisions,
             garbage_collection_threshold=garbage_collection_threshold,
             memory_fraction=memory_fraction,

@@ -8,17 +8,6 @@ from .._core import AllocatorConfig
 
 VARIABLE = "PYACTCOMP_ALLOC_CONF"
 
-_FIELDS = (
-    "growth",
-    "max_split_size",
-    "max_non_split_rounding",
-    "large_segment_size",
-    "roundup_power2_divisions",
-    "garbage_collection_threshold",
-    "memory_fraction",
-    "initial_pool_size",
-)
-
 
 def disabled() -> bool:
     """Return whether the environment switches pyactcomp off."""
@@ -34,6 +23,5 @@ def from_environment() -> AllocatorConfig:
 
 
 def override(base: AllocatorConfig, **values: object) -> AllocatorConfig:
-    """Return ``base`` with every value that is not None in its place."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return AllocatorConfig(**{name: getattr(base, name) for name in _FIELDS} | given)
+    """Return ``base`` with the values that are not None."""
+    return base.replace(**{name: value for name, value in values.items() if value is not None})

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from .._core import AllocatorConfig
 from .model import ALLOC, Settings, Snapshot
 from .replay import parse_configuration
 
@@ -30,37 +31,11 @@ AXES = {
     ),
 }
 
-# Sizes that are no whole MiB, which only this package's allocator takes, are given in bytes.
-_ORDER = (
-    "growth",
-    "max_split_size",
-    "max_split_size_mb",
-    "max_non_split_rounding",
-    "max_non_split_rounding_mb",
-    "large_segment_size_mb",
-    "roundup_power2_divisions",
-    "garbage_collection_threshold",
-    "per_process_memory_fraction",
-    "initial_pool_size",
-    "initial_pool_size_mb",
-)
-# Of these a snapshot has no field: they stand in the text that the allocator was given, or nowhere.
-_IN_TEXT_ONLY = {
-    "growth": "growth",
-    "max_non_split_rounding": "max_non_split_rounding",
-    "max_non_split_rounding_mb": "max_non_split_rounding_mb",
-    "large_segment_size_mb": "large_segment_size_mb",
-    "per_process_memory_fraction": "(?:per_process_)?memory_fraction",
-    "initial_pool_size": "initial_pool_size",
-    "initial_pool_size_mb": "initial_pool_size_mb",
-}
-_NOT_OF_EXPANDABLE = {
-    "max_split_size",
-    "max_split_size_mb",
-    "max_non_split_rounding",
-    "max_non_split_rounding_mb",
-    "garbage_collection_threshold",
-}
+_SETTINGS = AllocatorConfig.settings()
+_ORDER = tuple(key for row in _SETTINGS.values() for key in row["keys"])
+# A snapshot has fields of these; the other settings stand in the text that the allocator was given, or nowhere.
+_IN_SNAPSHOT = {"max_split_size", "roundup_power2_divisions", "garbage_collection_threshold"}
+_NOT_OF_EXPANDABLE = {key for row in _SETTINGS.values() if "expandable" not in row["families"] for key in row["keys"]}
 
 _MIB = 1 << 20
 # PyTorch wants max_split_size_mb above its segments of 20 MiB.
@@ -117,9 +92,10 @@ class Candidate:
 def recorded_candidate(settings: Settings) -> tuple[Candidate, tuple[str, ...]]:
     """Return the setting that a snapshot was recorded under, and notes where it cannot be replayed."""
     given = {}
-    for key, pattern in _IN_TEXT_ONLY.items():
-        if match := re.search(rf"(?:^|,)\s*{pattern}\s*:\s*([^,]+)", settings.conf):
-            given[key] = match[1].strip()
+    for key in (key for name, row in _SETTINGS.items() if name not in _IN_SNAPSHOT for key in row["keys"]):
+        # The family tells of expandable segments.
+        if key != "expandable_segments" and (match := re.search(rf"(?:^|,)\s*{key}\s*:\s*([^,]+)", settings.conf)):
+            given["per_process_memory_fraction" if key == "memory_fraction" else key] = match[1].strip()
     if settings.max_split_size is not None:
         whole, rest = divmod(settings.max_split_size, _MIB)
         given["max_split_size" if rest else "max_split_size_mb"] = str(settings.max_split_size if rest else whole)

@@ -129,13 +129,10 @@ def parse_configuration(text: str) -> tuple[AllocatorConfig, bool]:
     expandable = config.growth == "vmm"
     if name == "expandable" and not expandable:
         raise ValueError(f"'{text}' contradicts itself: without expandable segments it is native")
-    plain = AllocatorConfig()
-    absent = ["initial_pool_size"]
-    if expandable:
-        # Their blocks are always split, and given back page by page.
-        absent += ["max_split_size", "max_non_split_rounding", "garbage_collection_threshold"]
-    for setting in absent:
-        if getattr(config, setting) != getattr(plain, setting):
+    family = "expandable" if expandable else "native"
+    for setting, row in AllocatorConfig.settings().items():
+        # Growth is the family itself.
+        if setting != "growth" and family not in row["families"] and getattr(config, setting) != row["default"]:
             whose = "PyTorch's expandable segments have" if expandable else "PyTorch's allocator has"
             raise ValueError(f"{whose} no use for {setting}: leave it out of '{text}'")
     return config, expandable
