@@ -1,4 +1,4 @@
-// What a caching allocator of one device offers, as a table of virtual functions: the Python module, the pluggable
+// The interface of a caching allocator of one device, a table of virtual functions: the Python module, the pluggable
 // library and the torch subclass, which is built apart, all speak to the core through it.
 //
 // Every function may be called from any thread. Functions that take an address throw UnknownAddress where it is not
@@ -68,7 +68,7 @@ struct HistoryOptions {
   bool enabled = false;
   std::size_t max_entries = 0;     ///< the oldest entries are dropped beyond it
   bool record_trace = false;       ///< false: contexts of live blocks only
-  bool clear = false;              ///< forget what was recorded
+  bool clear = false;              ///< forget earlier entries
   std::uint32_t skip_actions = 0;  ///< bit 1 << Action: not recorded
 };
 

@@ -1,4 +1,4 @@
-// What memory is made of: segments, tiled by blocks, whose free ones stand in the set of their pool.
+// Memory as segments, tiled by blocks; a pool has the set of its free blocks.
 #pragma once
 
 #include <map>
@@ -125,7 +125,7 @@ struct PoolGroup {
   std::shared_ptr<SegmentSource> source;
 };
 
-/// What an allocation asks of the heap.
+/// An allocation's demands on the heap.
 struct Request {
   Bytes requested = 0;
   Bytes size = 0;  ///< rounded

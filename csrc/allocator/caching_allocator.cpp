@@ -296,7 +296,7 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
   }
   std::vector<PoolId> idle;
   heap_.for_each_group([&](PoolGroup& group) {
-    // One let go of since then: what its graphs were launched with was not waited for.
+    // A group let go of since then: the device was not waited for after its graphs' last launch.
     if (!group.is_releasable() || group.released > now) return;
     supply_for(group).release_unused(group);
     const auto mine = [&](const Segment& segment) { return &segment.pool->group == &group; };

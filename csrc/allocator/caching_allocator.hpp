@@ -62,9 +62,9 @@ class CachingAllocator final : public Allocator {
   int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
   void check_invariants() override;
 
-  /// Takes over a segment with its blocks as a recording found them: those not free are allocated. The device's next
-  /// segment must lie there. Throws OutOfMemory, and std::invalid_argument for what cannot be or overlaps; the
-  /// allocator is of no use then.
+  /// Takes over a segment with its blocks as a recording found them, and allocates its blocks in use. The device's next
+  /// segment must lie there. Throws OutOfMemory, and std::invalid_argument for a segment that cannot be or overlaps;
+  /// the allocator is of no use then.
   void adopt(const SegmentInfo& info);
 
  private:

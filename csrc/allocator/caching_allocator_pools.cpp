@@ -154,7 +154,7 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const SegmentInfo& then = checkpoint.segments[i];
     for (const BlockInfo& info : then.blocks) {
-      // What waited for another stream then is free now.
+      // A block that waited for another stream then is free now.
       if (info.state != BlockState::kAllocated) continue;
       const Request request{info.requested, info.size, then.stream, segments[i]->pool, &info.context};
       Block* block = heap_.carve(*segments[i], info.address, info.size);

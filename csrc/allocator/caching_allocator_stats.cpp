@@ -1,4 +1,4 @@
-// Looking at an allocator: counters, scopes, history, snapshots, and who is told what.
+// Observing an allocator: counters, scopes, history, snapshots, callbacks and observers.
 #include <algorithm>
 #include <utility>
 

@@ -74,8 +74,8 @@ std::size_t interval_of(std::string_view boundary) {
   return std::min(interval, Divisions().size() - 1);
 }
 
-/// As PyTorch does: the first interval's divisions hold below it too, '>' fills what follows the last one named, and an
-/// interval that nothing names is not divided.
+/// As PyTorch does: the first interval's divisions hold below it too, '>' fills the intervals after the last one named,
+/// and an interval that nothing names is not divided.
 Divisions parse_divisions(std::string_view value) {
   Divisions divisions{};
   if (value.empty() || value.front() != '[') {
@@ -146,7 +146,7 @@ void set(Config& config, const Setting& setting, std::string_view key, std::stri
              setting.field);
 }
 
-/// PyTorch's keys that mean nothing here, and what to do with each.
+/// PyTorch's keys that mean nothing here, and advice for each.
 constexpr struct {
   std::string_view name, advice;
 } kForeignKeys[] = {

@@ -75,7 +75,7 @@ Block* ExpandableSupply::grow(const Request& request, Effort, bool) {
   if (block->state == Block::State::kUnmapped) {
     block = map(block, std::min(block->size, request.size), *request.context);
   }
-  // What was mapped before a page was refused stays.
+  // Pages mapped before one was refused stay.
   while (block && block->size < request.size) {
     block = map(block->next, std::min(block->next->size, request.size - block->size), *request.context);
   }

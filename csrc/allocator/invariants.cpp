@@ -1,4 +1,4 @@
-// What must hold between any two calls; tests ask after every operation.
+// Invariants between any two calls; tests check them after every operation.
 #include <sstream>
 
 #include "allocator/heap.hpp"

@@ -50,7 +50,7 @@ struct StatArray {
 struct Stats {
   // Counts.
   StatArray allocation, segment, active, inactive_split;
-  // Bytes. Active is allocated plus what waits for other streams; requested is before rounding.
+  // Bytes. Active is allocated plus blocks that wait for other streams; requested is before rounding.
   StatArray allocated_bytes, reserved_bytes, active_bytes, inactive_split_bytes, requested_bytes;
   std::map<PoolId, Stat> reserved_bytes_by_private_pool;
   Stat oversize_allocations, oversize_segments;
@@ -64,10 +64,10 @@ struct Stats {
   double driver_seconds = 0.0;         ///< host time inside the device's memory calls
 };
 
-/// What happened between push_scope and pop_scope.
+/// Counts between push_scope and pop_scope.
 struct ScopeStats {
   std::int64_t allocated_bytes = 0;  ///< left over: allocated at the end less at the beginning
-  std::int64_t peak_bytes = 0;       ///< the most above what was allocated at the beginning
+  std::int64_t peak_bytes = 0;       ///< the most above the memory allocated at the beginning
   std::int64_t total_bytes = 0;      ///< every allocation's bytes
   std::int64_t allocations = 0;
   std::int64_t reserved_bytes = 0;  ///< reserved at the end less at the beginning

@@ -1,4 +1,4 @@
-// What the host knows about how far each stream has come: blocks that other streams still use, and fences.
+// How far each stream has come, as the host knows: blocks that other streams still use, and fences.
 #pragma once
 
 #include <algorithm>

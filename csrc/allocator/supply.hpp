@@ -53,11 +53,11 @@ class Supply {
 
  protected:
   bool within_limit(Bytes size) const;
-  /// What may be reserved before unused memory is given back by age; kUnlimited where that is not asked for.
+  /// The bytes reserved from which unused memory is given back by age; kUnlimited where no setting asks for that.
   Bytes garbage_threshold() const;
   /// The configured initial size at least, where the default large pool grows for the first time.
   Bytes at_least_initial(const Request& request, Bytes size);
-  /// Gives back all ranges of addresses and what is mapped there, used or not.
+  /// Gives back all ranges of addresses and the memory mapped there, used or not.
   void release_ranges();
 
   Heap& heap_;

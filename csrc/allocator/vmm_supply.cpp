@@ -1,6 +1,6 @@
 // Growth by virtual memory. A pool has, for each stream, a range of addresses that fills from the bottom; physical
 // memory comes in handles, and a whole handle that is free can be mapped again behind another free block when a request
-// fits nowhere. What cannot be used is then only what is free in handles that are also in use.
+// fits nowhere. Unusable memory is then only free space in handles that are also in use.
 //
 // A piece that moves is mapped at its new address at once and unmapped from the old one later, when its stream has
 // passed: kernels already launched may still touch the old address, and waiting for them would stall the host.

@@ -25,7 +25,7 @@ using alloc::Value;
 // Beyond what anybody annotates with, and far below what the C stack holds.
 constexpr int kDeepest = 100;
 
-/// What is held once is one object in Python too.
+/// A container held once is one object in Python too.
 class ToPython {
  public:
   explicit ToPython(const PlainData& data) : data_(data) {}

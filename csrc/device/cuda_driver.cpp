@@ -28,7 +28,7 @@ cudaError_t look_up(const char* name, unsigned version, void** address, cudaDriv
 }
 
 [[noreturn]] void no_driver(cudaError_t status) {
-  // The status was read: what the runtime still remembers must not surface in somebody else's check.
+  // The status was read: the runtime's memory of it must not surface in somebody else's check.
   static_cast<void>(cudaGetLastError());
   throw DeviceError(std::string("no CUDA driver to allocate with: ") + cudaGetErrorName(status) + ": " +
                     cudaGetErrorString(status));

@@ -55,7 +55,7 @@ const CudaDriver& cuda_driver();
 /// This process was forked from one that had initialised the driver here, and cannot use it.
 bool forked_after_cuda() noexcept;
 
-/// What is wrong then, and what to do.
+/// The fault then, and the remedy.
 extern const char kForkedAfterCuda[];
 
 }  // namespace pac::alloc

@@ -1,12 +1,11 @@
 // The port: the only door between the allocator core and a device.
 //
-// Contract of every function. It is called with the core's lock held, except wait() and
-// synchronize(); it never calls back into the
-// core. Sizes and addresses of virtual memory are multiples of granularity(). Running out of memory is a result
-// (nullopt); any other failure throws DeviceError and leaves the device as it was. Only release(), wait() and
+// Contract of every function. It is called with the core's lock held, except wait() and synchronize(); it never calls
+// back into the core. Sizes and addresses of virtual memory are multiples of granularity(). Running out of memory is a
+// result (nullopt); any other failure throws DeviceError and leaves the device as it was. Only release(), wait() and
 // synchronize() may wait for the device; no other function waits for work that a stream still has to do. The caller
-// guarantees that nothing still running reads or writes what it releases or unmaps, and that it unmaps, unreserves
-// and destroys exactly what it mapped, reserved and created.
+// guarantees that nothing still running reads or writes memory that it releases or unmaps, and that it unmaps,
+// unreserves and destroys exactly the ranges and handles that it mapped, reserved and created.
 #pragma once
 
 #include <optional>
@@ -29,7 +28,7 @@ class Device {
   Device& operator=(const Device&) = delete;
   virtual ~Device() = default;
 
-  /// What messages call it, "GPU 0".
+  /// Its name in messages, "GPU 0".
   virtual std::string name() const = 0;
   virtual Memory memory() = 0;
   /// Host time spent so far inside the functions below that handle memory; the simulated device's is an estimate.

@@ -2,7 +2,8 @@
 //
 // It is strict. It throws std::logic_error, naming the call, on whatever the real driver would reject or, worse, not
 // notice: sizes or addresses off the granularity, overlapping mappings, mapping part of a handle or a dead one,
-// destroying a mapped handle, unmapping or releasing what was never mapped or acquired. Such a call changes nothing.
+// destroying a mapped handle, unmapping or releasing memory that was never mapped or acquired. Such a call changes
+// nothing.
 #pragma once
 
 #include <atomic>
@@ -97,7 +98,7 @@ class SimulatedDevice final : public Device {
   Bytes reserved() const;
   /// Events recorded and not recycled.
   std::uint64_t live_events() const;
-  /// What lies at an address; std::logic_error where nothing does.
+  /// The physical memory at an address; std::logic_error where there is none.
   Piece physical(Address address) const;
   /// Now, as a point in the order of events: what a stream is given before now precedes its next event.
   Event now() const;

@@ -8,7 +8,7 @@
 
 namespace pac::alloc {
 
-/// What the events leave open at either end.
+/// The blocks that the events leave open at either end.
 struct OpenLifetimes {
   /// A block that was freed without having been allocated.
   struct Freed {
@@ -31,7 +31,7 @@ struct ExistingBlock {
   bool may_be_wrong;  ///< known from the segments at the end alone, which an event may contradict
 };
 
-/// Both throw std::invalid_argument, which names the event of the device, for what no allocator does.
+/// Both throw std::invalid_argument, which names the event of the device, for events that no allocator has.
 OpenLifetimes find_open_lifetimes(const EventColumns& events, std::size_t device);
 
 /// Returns the addresses of the existing blocks that an event contradicts.

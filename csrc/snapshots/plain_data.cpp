@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 
-// What any file may hold, however short. Of a snapshot each value takes two bytes or more, and each list or dict about
+// Limits of any file, however short. Of a snapshot each value takes two bytes or more, and each list or dict about
 // 19; without a limit a byte would make 56 of memory.
 constexpr std::uint64_t kOfAnyFile = 1 << 14;
 constexpr std::uint64_t kBytesPerValue = 2;

@@ -1,7 +1,7 @@
 // The plain data of a file: dicts, lists, tuples, numbers, strings, booleans and None, and nothing else.
 //
-// It is read without running or importing anything, without recursion, and in memory proportional to the file. What a
-// pickle holds once and names twice is held once here too.
+// It is read without running or importing anything, without recursion, and in memory proportional to the file. A value
+// that a pickle holds once and names twice is held once here too.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@
 
 namespace pac::alloc {
 
-/// What a file's content is refused with: it tells of the file, and of no line of this program.
+/// Refuses a file's content; the message tells of the file, and of no line of this program.
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream text;
@@ -84,7 +84,7 @@ class PlainData {
   std::uint64_t most_values_;
   std::uint64_t values_left_;
   std::uint64_t containers_left_;
-  std::vector<std::int64_t> integers_;  // those that do not fit in a Value
+  std::vector<std::int64_t> integers_;  // integers that do not fit in a Value
   std::vector<double> floats_;
   std::deque<std::string> strings_;
   std::unordered_map<std::string_view, std::uint64_t> numbers_;  // of the strings
@@ -94,7 +94,7 @@ class PlainData {
 /// A file from its beginning, in pieces.
 class Input {
  public:
-  /// `between`: called now and then; what it throws ends the reading.
+  /// `between`: called now and then; an exception of it ends the reading.
   Input(int descriptor, std::function<void()> between) : descriptor_(descriptor), between_(std::move(between)) {}
 
   /// The next `count` bytes, which stay where they are until the next call. std::invalid_argument where the file ends

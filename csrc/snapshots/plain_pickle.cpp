@@ -13,7 +13,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-/// What an opcode that no snapshot has would do; nullptr where there is no such opcode.
+/// The effect of an opcode that no snapshot has; nullptr where there is no such opcode.
 const char* refused(std::uint8_t opcode) {
   switch (opcode) {
     case 'c':
@@ -130,7 +130,7 @@ class PickleReader {
     push(memo_[index]);
   }
 
-  /// The value on top, of those above the last mark.
+  /// The top value above the last mark.
   Value top() {
     expect(stack_.size() > (marks_.empty() ? 0 : marks_.back()), "takes a value that is not there");
     return stack_.back();

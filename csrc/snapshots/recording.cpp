@@ -109,7 +109,7 @@ class Reader {
   std::uint64_t left_;  // entries that may still come
   Recording recording_;
   std::vector<Value> actions_;
-  std::vector<std::int32_t> frame_of_, stack_of_;  // by container: what is named twice is looked at once
+  std::vector<std::int32_t> frame_of_, stack_of_;  // by container: one that is named twice is read once
   std::unordered_map<RecordedFrame, std::int32_t, FrameHash> frames_;
   std::unordered_map<std::vector<std::int32_t>, std::int32_t, StackHash> stacks_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> pools_;
@@ -202,7 +202,7 @@ bool Reader::boolean(Value dict, const char* name, const Place& place) const {
   return true;
 }
 
-// ---- what events and blocks share ----
+// ---- fields of events and blocks ----
 
 void Reader::count(std::size_t entries) {
   expect(entries <= left_, "more events and blocks than a file of this size holds, unless one is named many times");
@@ -346,7 +346,7 @@ RecordedBlock Reader::block(Value value, const Place& place) {
   }
   block.address = checked(field(entry, "address", address_, place), "address", place);
   block.size = checked(field(entry, "size", size_, place), "size", place);
-  // A free block keeps what was requested of it last, however small it was split since.
+  // A free block keeps its last request, however small it was split since.
   block.requested = block.active ? integer(entry, "requested_size", requested_, place, block.size) : 0;
   expect(block.requested <= block.size, place, ": ", block.requested, " bytes were requested of a block of ",
          block.size);

@@ -60,8 +60,8 @@ struct Recording {
   std::vector<std::pair<std::int64_t, std::int64_t>> pools;  ///< pool 0 is (0, 0)
 };
 
-/// Throws std::invalid_argument, which names the place, for what is no snapshot. `actions`: the names known, in the
-/// order of their numbers; any other has the number after them.
+/// Throws std::invalid_argument, which names the place, for data that is no snapshot. `actions`: the names known, in
+/// the order of their numbers; any other has the number after them.
 Recording read_recording(const PlainData& data, const std::vector<std::string>& actions);
 
 }  // namespace pac::alloc

@@ -19,7 +19,7 @@ constexpr std::size_t kEventsAhead = 1024;
 // Far more than requests up to 1 MiB ever leave free; a file that claims more would take long to fill.
 constexpr Bytes kMostSmall = Bytes{4} << 30;
 
-constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of what cudaMalloc gives for a segment
+constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of cudaMalloc's segments
 
 Action action_of(std::uint8_t value) { return static_cast<Action>(value); }
 
@@ -64,7 +64,7 @@ Replay::Replay(const EventColumns& events, std::vector<PoolId> pools, std::vecto
 
 void Replay::place(const std::vector<SegmentInfo>& existing) {
   const auto is_adopted = [this](const SegmentInfo& each) { return places_segments_ && !each.expandable; };
-  // Those that have a place first, so that nothing else takes it.
+  // Segments that have a place first, so that nothing else takes it.
   for (const SegmentInfo& segment : existing) {
     if (!is_adopted(segment)) continue;
     device_->suggest(segment.address);
@@ -195,7 +195,7 @@ void Replay::request_free(std::size_t row) {
     live ? forget(events_.address[row], *live) : void(++counts_.unknown_frees);
     return;
   }
-  // What no other stream uses is free at once, and the next event says so.
+  // A block that no other stream uses is free at once, and the next event says so.
   const std::size_t next = row + 1;
   const bool at_once = next < events_.count && events_.address[next] == events_.address[row] &&
                        action_of(events_.action[next]) == Action::kFreeCompleted;
@@ -208,7 +208,7 @@ void Replay::complete_free(std::size_t row) {
 }
 
 void Replay::give_back(std::size_t row) {
-  // Only what no graph or MemPool holds any more is given back.
+  // Only memory that no graph or MemPool holds any more is given back.
   PAC_CHECK(events_.pool[row] < pools_.size(), "event ", row, " is of pool ", events_.pool[row], " of ", pools_.size());
   if (events_.pool[row] != 0) {
     use_pool(0);
@@ -259,7 +259,7 @@ void Replay::free_later(Live& live) {
 }
 
 void Replay::complete(Live& live) {
-  use_pool(0);  // so that the next allocation looks for what has completed
+  use_pool(0);  // so that the next allocation looks for completed events
   device_->complete(live.waits_for);
   spare_streams_.push_back(live.waits_for);
 }

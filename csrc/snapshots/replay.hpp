@@ -1,4 +1,4 @@
-// What an allocator with other settings would have done: a recording's allocations and frees, given to the core on a
+// A replay under other settings: a recording's allocations and frees, given to the core on a
 // simulated device.
 #pragma once
 
@@ -34,11 +34,11 @@ struct ReplayCounts {
 
 class Replay {
  public:
-  /// `pools`: the first is the default one. `existing`: what there was when the recording began, of these pools. Under
-  /// malloc growth segments are taken over where they lay, with their blocks by address; otherwise, and from expandable
-  /// ones, the blocks are allocated in the order given. `emptied`: the events, in order, after which the program had
-  /// emptied the cache. `points`: of the timeline, about. Throws std::invalid_argument
-  /// for what cannot have existed.
+  /// `pools`: the first is the default one. `existing`: the segments and blocks of these pools when the recording
+  /// began. Under malloc growth segments are taken over where they lay, with their blocks by address; otherwise, and
+  /// from expandable ones, the blocks are allocated in the order given. `emptied`: the events, in order, after which
+  /// the program had emptied the cache. `points`: of the timeline, about. Throws std::invalid_argument for segments and
+  /// blocks that cannot have existed.
   Replay(const EventColumns& events, std::vector<PoolId> pools, std::vector<std::uint64_t> emptied,
          const Config& config, Bytes capacity, const std::vector<SegmentInfo>& existing, std::size_t points);
 
@@ -62,13 +62,13 @@ class Replay {
     Address ours = 0;
     Stream waits_for = 0;  ///< once it was freed: the stream whose event completes it
   };
-  /// Whatever was the most so far; the core's own peaks are those of the current stretch.
+  /// The most so far; the core's own peaks are of the current stretch.
   struct Peaks {
     std::int64_t allocated = 0, active = 0, requested = 0, reserved = 0;
   };
 
   void place(const std::vector<SegmentInfo>& existing);
-  /// Takes what was mapped and free between blocks of a segment that expands, so that it is there once it is freed.
+  /// Takes mapped free memory between blocks of a segment that expands, so that it is there once it is freed.
   void fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers);
   Address take(const SegmentInfo& segment, const BlockInfo& block, std::vector<Address>& fillers);
   /// The private pool that the row of events up to this one gave back, alone: a MemPool that goes empties only its own.

@@ -1,4 +1,4 @@
-"""A caching allocator for torch's CUDA memory that says what it does, and its core on a simulated device.
+"""A caching allocator for torch's CUDA memory that can be inspected, and its core on a simulated device.
 
 Importing it touches no GPU; :func:`enable` puts it in the place of torch's own allocator.
 """

@@ -117,7 +117,7 @@ def is_enabled() -> bool:
 def library_path() -> str:
     """Return the path of the library with ``pyactcomp_malloc`` and ``pyactcomp_free``.
 
-    For ``torch.cuda.memory.CUDAPluggableAllocator`` where :func:`enable` is not what is wanted. As the source of a
+    For ``torch.cuda.memory.CUDAPluggableAllocator`` in place of :func:`enable`. As the source of a
     ``torch.cuda.MemPool`` take ``pyactcomp_pool_malloc`` and ``pyactcomp_pool_free``: torch caches above them and
     handles a failure itself.
 
@@ -143,7 +143,7 @@ _NO_RUNTIME = (
 
 
 def unavailable_reason() -> str | None:
-    """Return why the allocator cannot be enabled on this machine, and what to do, or None."""
+    """Return why the allocator cannot be enabled on this machine, and the remedy, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install one that is built with it"
     if not _core.HAS_RUNTIME:

@@ -1,4 +1,4 @@
-"""What the enabled allocator tells: statistics, counts of a part of a program, calls before memory runs out."""
+"""Observes the enabled allocator: statistics, counts of a part of a program, calls before memory runs out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def stats(device: Device = None) -> dict[str, Any]:
 
     Notes
     -----
-    With ``PYACTCOMP_DISABLE=1`` these are the statistics of torch's own allocator, without what it does not count.
+    With ``PYACTCOMP_DISABLE=1`` these are the statistics of torch's own allocator, without keys that it lacks.
 
     Examples
     --------
@@ -84,20 +84,20 @@ def stats(device: Device = None) -> dict[str, Any]:
 
 @dataclass
 class Scope:
-    """Counts what happens on a device inside a ``with`` block, whichever thread does it.
+    """Counts allocations on a device inside a ``with`` block, of every thread.
 
     Scopes nest, and one that is left counts for those around it too. With ``PYACTCOMP_DISABLE=1`` nothing is counted.
 
     Attributes
     ----------
     name : str
-        What it is called in its text form.
+        Its name in the text form.
     device : torch.device, int, str or None
         None is the device that is current on entering.
     allocated_bytes, reserved_bytes : int
         At the end less at the beginning.
     peak_bytes : int
-        The most that was allocated, above what was at the beginning.
+        The most that was allocated, above the memory at the beginning.
     total_bytes, allocations : int
         Of every allocation, whether freed since or not.
 

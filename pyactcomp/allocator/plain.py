@@ -1,4 +1,4 @@
-"""The plain route: torch's pluggable allocator, and what torch does not pass on to one.
+"""The plain route: torch's pluggable allocator, and the calls that torch does not pass on to one.
 
 ``CUDAPluggableAllocator`` raises where torch asks for statistics and snapshots. torch.cuda and torch.accelerator look
 their functions up in torch._C at each call, so replacing them there serves all callers, whatever they have imported.
@@ -24,7 +24,7 @@ MISSING = (
     "torch.backends.cudnn.benchmark = True",
     "CUDA tensors shared between processes",
 )
-"""What torch's C++ refuses to pass on, or what cannot be done from outside it."""
+"""Features that torch's C++ refuses to pass on, or that cannot be done from outside it."""
 
 
 def attach(library: str) -> None:
@@ -105,7 +105,7 @@ _refuse_history = _refuse("torch.cuda.memory._record_memory_history")
 
 
 def _record_history(enabled: object, *args: object, **kwargs: object) -> None:
-    # Switching off what was never on is what a profiler's cleanup does.
+    # A profiler's cleanup switches the recording off even if it was never on.
     if enabled:
         _refuse_history()
 

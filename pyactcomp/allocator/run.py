@@ -13,7 +13,7 @@ from .attach import activate
 
 
 def prepare(conf: str | None = None, growth: str | None = None, max_split_size: str | None = None) -> None:
-    """Enable the allocator with the settings of the environment, of ``conf`` over them, and of the rest over both.
+    """Enable the allocator with the settings of the environment, of ``conf`` over these, and of the rest over both.
 
     Raises
     ------
@@ -30,7 +30,7 @@ def prepare(conf: str | None = None, growth: str | None = None, max_split_size: 
 def execute(target: str, arguments: Sequence[str], *, module: bool) -> None:
     """Run a script, or a module by its name, as ``python`` runs it: as ``__main__``, with its own ``sys.argv``.
 
-    What it raises is raised here, its SystemExit too.
+    Its exceptions are raised here, SystemExit too.
     """
     sys.argv = [target, *arguments]
     if not getattr(sys.flags, "safe_path", False):

@@ -8,5 +8,5 @@ from .. import extensions
 
 
 def load() -> tuple[ModuleType | None, str | None]:
-    """Return the extension, or None and why it cannot be used and what to do."""
+    """Return the extension, or None, with the reason and the remedy."""
     return extensions.load("_torch_allocator")

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
+    """Run the command line, or name the package that it needs."""
     try:
         from . import commands
     except ModuleNotFoundError as error:

@@ -67,13 +67,13 @@ def _root(
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     target: Annotated[str, typer.Argument(help="The script, or with -m the module's name.", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What it finds in sys.argv.", metavar="ARGS")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", metavar="ARGS")] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module by its name, as python -m does.")] = False,
     conf: Annotated[str | None, typer.Option(help="Settings, key:value,key:value as in PYACTCOMP_ALLOC_CONF.")] = None,
     growth: Annotated[GrowthChoice | None, typer.Option(help="How the allocator gets memory.")] = None,
     max_split_size: Annotated[str | None, typer.Option(help='As in "512MiB": larger blocks are not split.')] = None,
 ) -> None:
-    """Run a Python program with the allocator enabled; what follows SCRIPT belongs to it."""
+    """Run a Python program with the allocator enabled; arguments after SCRIPT belong to it."""
     from ..allocator.run import prepare
 
     if not module and not Path(target).exists():
@@ -101,7 +101,7 @@ def build_allocator() -> None:
 
 @app.command()
 def build_observer() -> None:
-    """Compile the observer, which tells what operator saves a tensor, for the installed torch."""
+    """Compile the observer, which tells the operator that saves a tensor, for the installed torch."""
     from .. import extensions
 
     try:

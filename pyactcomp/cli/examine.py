@@ -1,4 +1,4 @@
-"""What works on this machine, what does not, and what to do about it."""
+"""Examines this machine: the parts of pyactcomp that work, the parts that do not, and the remedies."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _allocator() -> dict[str, str | None]:
 
 
 def _self_test(name: str, device: torch.device) -> str | None:
-    """Return None if the implementation's bytes are the reference's, otherwise what differs."""
+    """Return None if the implementation's bytes are the reference's, otherwise the difference."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_TEST_NUMEL, generator=generator)
     values[5], values[500] = float("inf"), float("nan")

@@ -1,4 +1,4 @@
-"""The command ``explain``: where the memory of a snapshot was. Needs the ``cli`` extra."""
+"""The command ``explain``: where the memory of a snapshot was."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def explain(
     device: Annotated[int | None, typer.Option(help="Index of the device; all of them if left out.")] = None,
     capacity: Annotated[
         str | None,
-        typer.Option(help='As in "24GiB", where a memory fraction was set: what the process could have had.'),
+        typer.Option(help='As in "24GiB", where a memory fraction was set: the memory that the process had.'),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
@@ -98,7 +98,7 @@ def explain(
 
 
 def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tuple[list[int], list[int]]:
-    """Return the devices to explain, and those left out since memory did not run out there, which is asked about."""
+    """Return the devices to explain, and those left out: if asked where memory ran out, all where it did not."""
     from ..snapshots.model import OOM
 
     indices = [trace.index for trace in recording.devices]

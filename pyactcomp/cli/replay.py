@@ -41,7 +41,7 @@ def replay(
     capacity: Annotated[str | None, typer.Option(help='The memory of each device, as in "24GiB".')] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what allocators with other settings would have done with a memory snapshot; needs no GPU."""
+    """Replay a memory snapshot under allocators with other settings; needs no GPU."""
     from ..snapshots.candidates import FAMILIES
     from ..snapshots.failed_request import with_failed_request
     from ..snapshots.replay import parse_configuration
@@ -104,7 +104,7 @@ def _row(path: Path, snapshot: Snapshot, trace: DeviceTrace, result: ReplayResul
         "oom_size": None,
         "oom_stack": [],
     }
-    # Index 0 also where what existed before does not fit: then no request of the events failed.
+    # Index 0 also where the blocks from before do not fit: then no request of the events failed.
     before = result.oom_at == 0 and trace.beginning.blocks
     if result.oom_at is not None and result.oom_at < len(trace.events) and not before:
         row["oom_size"] = trace.events.size[result.oom_at]

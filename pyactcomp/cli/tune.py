@@ -125,7 +125,7 @@ _FRACTION = "per_process_memory_fraction"
 
 
 def _advice(result: TuneResult) -> list[str]:
-    """Return what the best setting needs, and the lines that set it; none that set what is not known to work."""
+    """Return the needs of the best setting, and the lines that set it if it is known to work."""
     best, least = result.best, result.best.smallest_capacity
     recorded = best.config == result.recorded.config
     if result.fits:

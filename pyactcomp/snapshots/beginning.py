@@ -1,4 +1,4 @@
-"""What lived before a recording's first event, from its events and the segments at its end.
+"""Blocks and segments that lived before a recording's first event, from its events and the segments at its end.
 
 A block that is freed without having been allocated lived before; so did one that is there at the end and was not
 allocated. A segment that is there at the end lived before unless an event made it, and one that an event gave back did
@@ -30,7 +30,7 @@ from .model import (
 
 
 def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple[Beginning, list[str]]:
-    """Return what lived before the first event, and notes on what is unusual.
+    """Return the blocks and segments from before the first event, and notes on anything unusual.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def _survivors(end: Sequence[Segment], left: dict[int, int]) -> dict[int, LiveBl
 
 
 def _missing(left: dict[int, int], end: Sequence[Segment]) -> tuple[list[int], list[int]]:
-    """Return those of the blocks live at the end that no segment there holds, and those that one holds as free."""
+    """Return the blocks live at the end that no segment there holds, and the blocks that a segment holds as free."""
     starts = [segment.address for segment in end]
     active = {block.address for segment in end for block in segment.blocks if block.active}
     outside: list[int] = []

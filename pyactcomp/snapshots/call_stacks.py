@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from .model import Frame, Snapshot
 
-#: Lines of a stack that tell allocations apart: the layer, the model around it, and what called that.
+#: Lines of a stack that tell allocations apart: the layer, the model around it, and its caller.
 DEPTH = 3
 
 _LIBRARIES = re.compile(

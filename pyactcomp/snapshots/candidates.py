@@ -41,7 +41,7 @@ _MIB = 1 << 20
 # PyTorch wants max_split_size_mb above its segments of 20 MiB.
 _LEAST_SPLIT = 21
 _POWERS = tuple(1 << power for power in range(5, 16))
-# A grid of powers of two alone leaves out what works only between two of them.
+# A grid of powers of two alone misses values that work only between two of them.
 _OF_SIZES = 8
 # Either allocator collects garbage only below a limit that is less than the whole memory.
 _LIMITED = {"per_process_memory_fraction": "0.99"}
@@ -128,7 +128,7 @@ def distinct_sizes(snapshot: Snapshot) -> list[int]:
 
 
 def coarse_moves(axis: str, candidate: Candidate, retries: int, sizes: Sequence[int]) -> Iterator[Move]:
-    """Give an axis's values on a coarse grid, those left out that cannot matter to these sizes."""
+    """Give an axis's values on a coarse grid, without values that cannot matter to these sizes."""
     largest = sizes[-1] if sizes else 0
     yield {axis: None, **(dict.fromkeys(_LIMITED) if axis == "garbage_collection_threshold" else {})}
     if axis == "growth":

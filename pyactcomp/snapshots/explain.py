@@ -40,10 +40,10 @@ def explain(
     device : int, optional
         Index of the device; may be left out where the recording is of one alone.
     capacity : int or str, optional
-        What the allocator could have had at an out-of-memory event: bytes or a text like "24GiB". None: what it held
-        and what the device had free, which is too much where a memory fraction was set.
+        Memory for the allocator at an out-of-memory event: bytes or a text like "24GiB". None: the memory it held plus
+        the device's free memory, which is too much where a memory fraction was set.
     progress : callable, optional
-        Called with what is done next, in words.
+        Called with the next stage, in words.
 
     Raises
     ------

@@ -26,9 +26,9 @@ class Pin:
     address, size
         Of the segment.
     free_bytes
-        What the blocks keep from being given back.
+        Bytes that the blocks keep from being given back.
     live_bytes, blocks
-        What lives there.
+        The live bytes there.
     largest, label, stack, since
         The size of the largest of these blocks, its innermost line, its call stack, and the event that allocated it;
         -1: before the recording.
@@ -69,7 +69,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Fit:
-    """What an allocator would have done with the recording up to the out-of-memory event, and with what failed there.
+    """The outcome under an allocator of the recording up to the out-of-memory event, and of the request that failed.
 
     ``oom_at`` is the event it would have failed at, None where it has room for everything; sizes in bytes.
     """
@@ -105,9 +105,9 @@ class Explanation:
     external
         ``1 - largest_free / free_bytes``; 0 where nothing is free, None where the recording has no segments.
     request_bytes
-        What was asked for, at an out-of-memory event; None elsewhere.
+        The size requested at an out-of-memory event; None elsewhere.
     capacity
-        What the allocator could have had at an out-of-memory event: what it held and what the device had free.
+        Memory for the allocator at an out-of-memory event: the memory it held plus the device's free memory.
     by_stack, by_size, by_age
         All live blocks: most bytes first, small to large, and young to old.
     pins
@@ -115,13 +115,13 @@ class Explanation:
     pinned_bytes
         The free bytes of all of them.
     crossing
-        Blocks of earlier steps, most bytes first; what was allocated before the first step is not among them.
+        Blocks of earlier steps, most bytes first; blocks from before the first step are not among them.
     steps
         Where the steps begin.
     fits
-        What native, expandable and pyactcomp would have done at ``capacity``; empty unless memory ran out there.
+        The outcome of native, expandable and pyactcomp at ``capacity``; empty unless memory ran out there.
     notes
-        What is unusual or cannot be known.
+        Anything unusual or unknown.
     """
 
     device: int

@@ -1,4 +1,4 @@
-"""What a recording says of each allocation: from which event to which it lived, its size and its call stack."""
+"""Each allocation of a recording: its first and last event, its size and its call stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .model import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace, rounded
 class Lifetimes:
     """A device's allocations, those from before the recording first; every column has one entry an allocation.
 
-    An allocation lives from event ``begin`` to before event ``end``; what is freed only after the recording has the
+    An allocation lives from event ``begin`` to before event ``end``; a block freed only after the recording has the
     number of events there.
     """
 
@@ -59,7 +59,7 @@ def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
     Parameters
     ----------
     trace : DeviceTrace
-        As ``read_snapshot`` gives it: it holds no free of what never was.
+        As ``read_snapshot`` gives it: it holds no free of a block that never was.
     """
     events = trace.events
     count = len(events)

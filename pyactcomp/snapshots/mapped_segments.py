@@ -1,4 +1,4 @@
-"""Expandable segments as ranges: what mapping and unmapping of pages makes of them."""
+"""Expandable segments as ranges that grow, shrink, join and split as pages are mapped and unmapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain data of a snapshot: events as columns, segments with their blocks, and what lived before the events."""
+"""The plain data of a snapshot: events as columns, segments with their blocks, and blocks from before the events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-#: What an event's action is a number into; ``OTHER`` is any that is not known here.
+#: Names of the actions, which events have by number; ``OTHER`` stands for any other name.
 ACTIONS = (
     "alloc",
     "free_requested",
@@ -26,12 +26,12 @@ OTHER = len(ACTIONS)
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(7)
 OOM = ACTIONS.index("oom")
 
-#: How often an event of a segment adds its size to what is reserved.
+#: How often an event of a segment adds its size to the reserved memory.
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
-#: Bytes: what cudaMalloc gives requests up to 1 MiB, and nothing else.
+#: Bytes: the size of a segment for requests up to 1 MiB, and of no other.
 SMALL_SEGMENT = 2 << 20
-#: Bytes: what PyTorch takes at least for a larger request, and the size of such pages, unless it was set otherwise.
+#: Bytes: the least size of a segment for larger requests, and of their pages, unless it was set otherwise.
 LARGE_SEGMENT = 20 << 20
 
 
@@ -57,7 +57,7 @@ class Events:
         return len(self.action)
 
     def with_pools(self, segments: Sequence[Segment]) -> Events:
-        """Return the events with the pool of the segment, of those by address, that each lies in."""
+        """Return the events, each with the pool of the segment, of these by address, that it lies in."""
         starts = [segment.address for segment in segments]
         pool = array("i", self.pool)
         for index, address in enumerate(self.address):
@@ -112,7 +112,7 @@ class Beginning:
 
     blocks: tuple[LiveBlock, ...]
     segments: tuple[Segment, ...]
-    complete: bool  #: False: the segments at the end are missing, so that what no event touched cannot be known
+    complete: bool  #: False: the segments at the end are missing, so blocks that no event touched cannot be known
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the allocator was configured; what an older version does not say has its default."""
+    """How the allocator was configured; a setting that an older version does not name has its default."""
 
     conf: str = ""  #: as in ``PYTORCH_ALLOC_CONF``
     max_split_size: int | None = None  #: bytes; None: every block is split
@@ -166,12 +166,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """What one device's allocator recorded."""
+    """The recording of one device's allocator."""
 
     index: int
     events: Events
     segments: tuple[Segment, ...]  #: at the end, by address
-    beginning: Beginning  #: what lived before the first event
+    beginning: Beginning  #: blocks and segments from before the first event
     releases: Releases = field(default_factory=Releases)  #: when and why memory was given back
 
 
@@ -179,13 +179,13 @@ class DeviceTrace:
 class Snapshot:
     """A snapshot as plain data; stacks are numbers into ``stacks``, and these into ``frames``."""
 
-    devices: tuple[DeviceTrace, ...]  #: those with events or segments
+    devices: tuple[DeviceTrace, ...]  #: devices with events or segments
     frames: tuple[Frame, ...]
     stacks: tuple[tuple[int, ...], ...]  #: innermost frame first; stack 0 is empty
     pools: tuple[tuple[int, int], ...]  #: pool 0 is the default one, (0, 0)
     settings: Settings
     annotations: tuple[Mapping[str, Any], ...]
-    notes: tuple[str, ...]  #: what is unusual or cannot be known, for the reader of results
+    notes: tuple[str, ...]  #: anything unusual or unknown, for the reader of results
 
     def trace(self, device: int | None = None) -> DeviceTrace:
         """Return a device's trace; its index may be left out where one alone was recorded.

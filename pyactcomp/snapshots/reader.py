@@ -1,8 +1,8 @@
 """Reads a memory snapshot of PyTorch, from a file that may hold anything, into plain columns.
 
 ``torch.cuda.memory._dump_snapshot`` writes it as a pickle; memory_viz takes JSON too. Nothing in a file is run or
-imported. What cannot be true of one allocator (two live blocks at one address, a block freed twice) is refused with the
-place; what is only incomplete (events dropped, a recording that began late) is taken, and named in the notes.
+imported. A contradiction (two live blocks at one address, a block freed twice) is refused with its place; an incomplete
+recording (events dropped, a late begin) is taken, and the notes name the gap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .releases import find_releases
 __all__ = ["DeviceTrace", "Frame", "Settings", "Snapshot", "read_snapshot"]
 
 _OF_ANY_FILE = 1 << 14  # lists and objects, however short the file
-LIMIT = 1 << 62  # bytes; what older versions write for no limit is beyond it
+LIMIT = 1 << 62  # bytes; older versions write a larger number for no limit
 NO_EVENTS = Events(array("B"), array("q"), array("q"), array("q"), array("q"), array("i"), array("i"), has_pools=True)
 
 
@@ -46,7 +46,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     OSError
         If the file cannot be read.
     ValueError
-        If it is no snapshot, or contradicts itself; the message names the file, the place and what was expected.
+        If it is no snapshot, or contradicts itself; the message names the file, the place and the expected value.
 
     Examples
     --------
@@ -159,7 +159,7 @@ def _snapshot(data: PlainData) -> Snapshot:
 
 
 def _events(columns: dict[str, Any], device: int) -> tuple[Events, list[str]]:
-    """Return a device's events, and notes on what is unusual."""
+    """Return a device's events, and notes on anything unusual."""
     unknown, metadata, (backwards, first) = (columns.pop(key) for key in ("unknown", "with_metadata", "backwards"))
     notes = []
     if unknown:
@@ -232,12 +232,12 @@ def _settings(entry: Any) -> Settings:
 
 
 def _shown(text: str) -> str:
-    """Return a text without what a terminal would obey."""
+    """Return a text without characters that a terminal would obey."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def _told(value: object) -> str:
-    """Say what a value is, in few words whatever it is."""
+    """Describe any value in few words."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, (bool, int, float)):

@@ -3,7 +3,7 @@
 A replay repeats the first and decides the second for itself. The events look the same where ``empty_cache`` is followed
 by a request that fits nowhere: call stacks tell them apart, and so does what the device is known to have had, at
 another time or where memory ran out.
-What stays unclear is repeated, which is what the recorded allocator did in either case.
+A release that stays unclear is repeated: the recorded allocator did it in either case.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _reserved_before(events: Events, beginning: Beginning) -> dict[int, int]:
 def _limit(events: Events, reserved: Mapping[int, int]) -> float:
     """Return the most bytes that the device can have had: no more were free, and some request did not fit."""
     ran_out = (index for index, action in enumerate(events.action) if action == OOM)
-    # The address of such an event is what was free.
+    # The address of such an event is the number of free bytes.
     return min(
         (reserved[index] + min(events.address[index], _segment_for(events.size[index]) - 1) for index in ran_out),
         default=math.inf,
@@ -113,7 +113,7 @@ def _segment_for(size: int) -> int:
 
 
 def _empties(name: str) -> bool:
-    """Say whether a function is torch.cuda.empty_cache, or what that calls."""
+    """Say whether a function is torch.cuda.empty_cache, or called by it."""
     return name.rpartition(".")[2] == "empty_cache" or "emptyCache" in name
 
 

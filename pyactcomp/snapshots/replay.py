@@ -1,4 +1,4 @@
-"""What other allocator settings would have done with a recording: its events, given to an allocator without a GPU."""
+"""Replays a recording under other allocator settings: gives its events to an allocator without a GPU."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class TimelinePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What an allocator did with a recording; sizes in bytes.
+    """The outcome of a recording under an allocator; sizes in bytes.
 
     Attributes
     ----------
     config
         The configuration, as it was given.
     peak_allocated, peak_active, peak_requested, peak_reserved
-        The most of each. Active is allocated plus what was freed while other streams still used it.
+        The most of each. Active is allocated plus blocks freed while other streams still used them.
     utilization
         ``peak_active / peak_reserved``; 1 where nothing was reserved.
     driver_calls
@@ -100,12 +100,12 @@ def parse_configuration(text: str) -> tuple[AllocatorConfig, bool]:
     config
         The settings.
     expandable
-        Whether they are those of PyTorch's expandable segments.
+        Whether PyTorch's expandable segments are meant.
 
     Raises
     ------
     ValueError
-        For another name, for settings that cannot be parsed, and for those that the allocator named does not have.
+        For another name, and for settings that cannot be parsed or that the named allocator does not have.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def replay(
     points: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> ReplayResult:
-    """Return what an allocator with these settings would have done with a recording.
+    """Replay a recording under an allocator with these settings.
 
     Blocks are free for others when the recording says ``free_completed``, so it holds on to memory that other streams
     use for as long as the recorded program did. The replay ends where memory runs out.

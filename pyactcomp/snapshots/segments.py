@@ -34,13 +34,13 @@ def segments_after(trace: DeviceTrace, event: int) -> tuple[Segment, ...] | None
 
 
 def has_segments(trace: DeviceTrace) -> bool:
-    """Say whether a recording tells what was reserved."""
+    """Say whether a recording tells how much was reserved."""
     actions = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
     return bool(trace.segments) or any(action in trace.events.action for action in actions)
 
 
 def free_blocks(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]) -> list[int]:
-    """Return the sizes of the free blocks: what lies between live ones, and between them and a segment's ends."""
+    """Return the sizes of the free blocks: the gaps between live blocks and up to a segment's ends."""
     gaps = []
     for segment, inside in blocks_inside(segments, lifetimes, live):
         end = segment.address

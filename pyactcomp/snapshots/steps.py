@@ -37,7 +37,7 @@ class Steps:
     Attributes
     ----------
     starts
-        The event each step begins at, in order; empty where no steps were found. What comes before is setup.
+        The event each step begins at, in order; empty where no steps were found. Events before the first are setup.
     found_by
         How they were found, or why none were, in words.
     """
@@ -71,7 +71,7 @@ def find_steps(trace: DeviceTrace, lifetimes: Lifetimes, annotations: Sequence[M
             counts[begin] += 1
         if end < lifetimes.events:
             counts[end] -= 1
-    # What comes before the first is setup, or a step that began before the recording.
+    # Events before the first are setup, or a step that began before the recording.
     if starts := _regular(_valleys(list(accumulate(counts)))[1:]):
         return Steps(starts, "the number of live blocks, which rises and falls once a step")
     return Steps(

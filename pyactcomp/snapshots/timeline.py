@@ -54,7 +54,7 @@ class Timeline:
     seconds
         From the first event to each column's end; None where the recording has no times.
     by
-        What the groups are: "call stack" or, where none was recorded, "block size".
+        The kind of group: "call stack" or, where none was recorded, "block size".
     """
 
     device: int
@@ -70,7 +70,7 @@ class Timeline:
 
 
 def timeline(recording: Snapshot, *, device: int | None = None, columns: int = COLUMNS) -> Timeline:
-    """Return what a picture of a device's memory shows; no peak is lost to the number of columns.
+    """Return the curves of a picture of a device's memory; no peak is lost to the number of columns.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def reserved_after(trace: DeviceTrace) -> array[int] | None:
 
 
 def _names(recording: Snapshot, lifetimes: Lifetimes, peak: int) -> tuple[str, list[tuple[int, str]]]:
-    """Return what allocations are grouped by, and each one's group: a rank, and its name."""
+    """Return the kind of group, and each allocation's group: a rank, and its name."""
     folded = fold_stacks(recording)
     if not any(folded[lifetimes.stack[number]] for number in lifetimes.alive_after(peak)):
         return "block size", [size_class(size) for size in lifetimes.size]
@@ -139,7 +139,7 @@ def _names(recording: Snapshot, lifetimes: Lifetimes, peak: int) -> tuple[str, l
 
 
 def _labels(stacks: Sequence[tuple[Frame, ...]]) -> dict[tuple[Frame, ...], str]:
-    """Return short names: the innermost line, with those around it only where they tell two stacks apart."""
+    """Return short names: the innermost line, with outer lines only where they tell two stacks apart."""
     names: dict[tuple[Frame, ...], str] = {}
     sharing: dict[str, set[tuple[Frame, ...]]] = {}
     for stack in stacks:
@@ -156,7 +156,7 @@ def _largest(names: Sequence[tuple[int, str]], lifetimes: Lifetimes, peak: int) 
     for number in lifetimes.alive_after(peak):
         held[names[number]] += lifetimes.size[number]
     most = sorted(held, key=lambda name: -held[name])[:GROUPS]
-    # What has a rank lies by it, the highest at the bottom.
+    # Groups with a rank lie in its order, the highest at the bottom.
     most.sort(key=lambda name: -name[0])
     labels = tuple(label for _, label in most) + (("other",) if len(held) > GROUPS else ())
     place = {name: number for number, name in enumerate(most)}
@@ -256,7 +256,7 @@ def _unit(size: int) -> tuple[float, str]:
 
 
 def _mark(axes: Axes, data: Timeline, scale: float, unit: str, most: int) -> None:
-    """Mark the peak of what is alive, and where memory ran out."""
+    """Mark the peak of live memory, and the event where memory ran out."""
     event, held = data.peak
     left = event > 0.6 * data.ends[-1]
     axes.plot(event, held / scale, marker="o", color=_INK, markersize=5, clip_on=False, zorder=4)
@@ -272,7 +272,7 @@ def _mark(axes: Axes, data: Timeline, scale: float, unit: str, most: int) -> Non
     )
     for at, asked, alive in data.oom:
         axes.axvline(at, color=_OOM, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
-        # Where the request would have been: below what was reserved, it was not for want of memory.
+        # The height of the request: below the reserved memory, it did not fail for want of memory.
         axes.bar(
             at, asked / scale, 0.012 * data.ends[-1], alive / scale, align="edge", color=_OOM, linewidth=0, zorder=3
         )

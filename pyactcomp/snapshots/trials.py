@@ -1,4 +1,4 @@
-"""The plain data of a search for settings: its trials, how far it is, and what it found."""
+"""The plain data of a search for settings: its trials, its progress and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .replay import ReplayResult
 
 @dataclass(frozen=True)
 class Trial:
-    """What an allocator with one setting did with a recording.
+    """The outcome of a recording under one setting.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class TuneResult:
     stopped
         Why it ended: nothing improved any more, the time limit, or Ctrl-C.
     notes
-        What is unusual, or cannot be known.
+        Anything unusual or unknown.
     """
 
     capacity: int

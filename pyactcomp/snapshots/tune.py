@@ -1,4 +1,4 @@
-"""Searches allocator settings for a recording: each is tried by one replay, those of PyTorch's own allocator first."""
+"""Searches allocator settings for a recording: one replay for each, settings of PyTorch's own allocator first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tune(
     """Search the settings of PyTorch's allocator and of this package's for the least memory that a recording takes.
 
     First the setting of the recording, the defaults, and each setting by itself on a coarse grid; then every setting in
-    turn around the best of each allocator, until none improves it; then the smallest capacity of what was found.
+    turn around the best of each allocator, until none improves it; then the smallest capacity of each best setting.
     A percent of the memory counts as much as a percent of the recorded time spent in the driver. What is the same
     within 1 % is decided by fewer retries, then by PyTorch's own allocator, then by fewer settings. What is found is
     best for these events: a program whose sizes are drawn at random asks for others in its next run. The request that
@@ -116,7 +116,7 @@ def tune(
 
 
 class _Search:
-    """The trials so far, and what is tried next."""
+    """The trials so far, and the next ones."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Search:
             notes,
         )
 
-    # ---- what is tried ----
+    # ---- the trials ----
 
     def consider(self, candidate: Candidate | None) -> None:
         """Try a setting, once."""
@@ -261,7 +261,7 @@ class _Search:
         return min((candidate for candidate in self.trials if candidate.family == family), key=self.rank)
 
     def simplest(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Return the simplest of those as good as the best; None of none."""
+        """Return the simplest of the trials as good as the best; None of none."""
         listed = list(candidates)
         if not listed:
             return None

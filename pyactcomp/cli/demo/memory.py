@@ -1,7 +1,7 @@
-"""What a training step keeps for backward, and its peak: one definition on every device.
+"""The memory that a training step keeps for backward, and its peak: one definition on every device.
 
-``saved_bytes`` is what the allocator has handed out and not got back when forward returns, above what it had
-at the step's beginning; ``peak_bytes`` is the highest such figure during the step. On a GPU the caching
+``saved_bytes`` counts bytes allocated when forward returns, above those at the step's beginning; ``peak_bytes`` is the
+highest such count during the step. On a GPU the caching
 allocator counts; on the CPU the profiler reports every allocation and release. Temporary buffers inside an
 operator count in both.
 """
@@ -23,7 +23,7 @@ _FORWARD = "pyactcomp demo: forward"
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes above what was allocated when the step began."""
+    """Bytes above the memory allocated when the step began."""
 
     saved_bytes: int
     peak_bytes: int

@@ -35,7 +35,7 @@ class Block(nn.Module):
 class ByteTransformer(nn.Module):
     """A language model over bytes that returns its own loss.
 
-    The loss is part of the module, so that whatever treats the module treats what the loss saves as well.
+    The loss is part of the module, so compressing the module also compresses the tensors that the loss saves.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The demo: one small transformer trained three ways on the same text, and what each way costs.
+"""The demo: one small transformer trained three ways on the same text, and the cost of each way.
 
 ``vanilla`` is plain PyTorch, ``int8`` the same model after :func:`pyactcomp.compress`, ``checkpoint`` the same
 with ``torch.utils.checkpoint`` around every block. All three start from the same weights and see the same
@@ -26,7 +26,7 @@ from .model import ByteTransformer
 
 METHODS = ("vanilla", "int8", "checkpoint")
 
-# The first step allocates the optimizer's state and the second settles what is left; the third is typical.
+# The first step allocates the optimizer's state and the second still differs; the third is typical.
 _MEMORY_STEP = 2
 _FIRST_TIMED_STEP = 3
 MINIMUM_STEPS = 8
@@ -40,7 +40,7 @@ _MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and how long; ``batch=None`` fills half of the GPU's free memory."""
+    """Size and length of the training; ``batch=None`` fills half of the GPU's free memory."""
 
     device: torch.device
     width: int
@@ -118,7 +118,7 @@ def default_config(device: torch.device, *, steps: int | None = None, seed: int 
 
 @dataclass
 class _Run:
-    """One method's model and what was recorded of it."""
+    """One method's model and its measurements."""
 
     model: ByteTransformer
     optimizer: torch.optim.Optimizer
@@ -274,7 +274,7 @@ def _row(method: str, one: _Run) -> Row:
 
 
 def summary(result: Result) -> str:
-    """Return in one sentence what the rows show."""
+    """Return one sentence that sums up the rows."""
     rows = {row.method: row for row in result.rows}
     vanilla, int8, checkpoint = rows["vanilla"], rows["int8"], rows["checkpoint"]
     return (
