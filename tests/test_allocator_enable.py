@@ -125,6 +125,24 @@ def test_arguments_stand_over_the_environment_and_that_over_the_defaults(
     ]
 
 
+def test_every_keyword_sets_its_setting(machine: SimpleNamespace) -> None:
+    machine.subclass = (machine.module, None)
+    given = {
+        "growth": "malloc",
+        "max_split_size": 64 * MIB,
+        "max_non_split_rounding": 48 * MIB,
+        "large_segment_size": 32 * MIB,
+        "roundup_power2_divisions": {1 << interval: 4 for interval in range(16)},
+        "garbage_collection_threshold": 0.75,
+        "memory_fraction": 0.5,
+        "initial_pool_size": 128 * MIB,
+    }
+    assert set(given) == set(AllocatorConfig.settings())
+    allocator.enable(**given)  # type: ignore[arg-type]
+    [config] = machine.configured
+    assert {name: getattr(config, name) for name in given} == given
+
+
 def test_enable_installs_the_subclass_where_there_is_one(machine: SimpleNamespace) -> None:
     machine.subclass = (machine.module, None)
     machine.cuda_initialized = True
