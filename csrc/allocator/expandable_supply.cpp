@@ -17,7 +17,6 @@ class ExpandableSupply final : public Supply {
   using Supply::Supply;
 
   Block* grow(const Request& request, Effort effort, bool capturing) override;
-  bool release_oversize(const Request&) override { return false; }
   void release_unused(PoolGroup& group) override;
   void release_everything() override { release_ranges(); }
 

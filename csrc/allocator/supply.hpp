@@ -41,8 +41,8 @@ class Supply {
   /// A free block in the request's pool that find_fit would give it; nullptr where the device or the limit refuses.
   /// `capturing`: a stream is being captured, so no event may be recorded.
   virtual Block* grow(const Request& request, Effort effort, bool capturing) = 0;
-  /// Gives back cached blocks that are kept whole, so that `request` may have their memory. False: none would do.
-  virtual bool release_oversize(const Request& request) = 0;
+  /// Gives back cached blocks that are kept whole, so that the request may have their memory. False: none would do.
+  virtual bool release_oversize(const Request&) { return false; }
   /// Gives back all free memory of a group; under vmm growth the part that its streams have passed.
   virtual void release_unused(PoolGroup& group) = 0;
   /// Gives everything back, used or not, for the end of the allocator's life.

@@ -47,7 +47,6 @@ class VmmSupply final : public Supply {
     return size >= heap_.config.max_split_size ? group.oversize : Supply::pool_of(group, size);
   }
   Block* grow(const Request& request, Effort effort, bool capturing) override;
-  bool release_oversize(const Request&) override { return false; }
   void release_unused(PoolGroup& group) override;
   void release_everything() override;
 
