@@ -280,6 +280,10 @@ class Storing(NamedTuple):
         like = torch.empty_strided(layout.shape, layout.stride, dtype=carrier, device="meta")
         return cls(layout, dtype, carrier, form, kernel, nbytes, like)
 
+    def laid_out(self, layout: Layout) -> Storing:
+        """Return how to store tensors of another layout, with as many elements, in the same form."""
+        return Storing.of(layout, self.dtype, self.carrier, self.form, self.kernel, self.nbytes)
+
 
 class Region(Shared):
     """A packed piece of memory: the elements of one dense tensor in storage order.
@@ -300,7 +304,9 @@ class Region(Shared):
         self.store(source, storing, seed)
 
     def store(self, source: Tensor, storing: Storing, seed: int) -> None:
-        """Store ``source``, the tensor that is stored, in a form."""
+        """Store ``source``, the tensor that is stored, in a form and any shape; it keeps the layout of the first."""
+        if storing.layout != self.layout:
+            storing = storing.laid_out(self.layout)
         buffer = observer().buffer(source, storing.nbytes)
         carrier, kernel = storing.carrier, storing.kernel
         kernel.encode(source if carrier is self.dtype else source.detach().to(carrier), buffer, seed)

@@ -85,6 +85,22 @@ def test_a_freed_tensor_at_the_same_address_is_not_mistaken_for_it() -> None:
     assert reused, "the allocator never reused the address, so this test proved nothing"
 
 
+def test_what_is_stored_anew_in_another_shape_keeps_the_shape_of_the_first() -> None:
+    leaf, w = torch.randn(256, 64, requires_grad=True), torch.randn(64, 32, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        x = leaf * 1
+        # Codes of a matrix, then 16 bits of the same memory in three dimensions.
+        return (x @ w).sum() + F.softplus(x.view(16, 16, 64)).sum()
+
+    exact = torch.autograd.grad(loss(), (leaf, w))
+    with pyactcomp.compressed(min_bytes=0):
+        value = loss()
+    # Of sixteen bits half a unit of the last of eleven, ten times over.
+    for got, expected in zip(torch.autograd.grad(value, (leaf, w)), exact, strict=True):
+        assert (got - expected).norm() <= 10 * 2**-11 * expected.norm()
+
+
 def test_a_tensor_changed_between_two_saves_is_stored_again() -> None:
     x = torch.randn(64, 64)
     w = torch.randn(64, 64, requires_grad=True)
