@@ -28,7 +28,7 @@ py::object to_python(const Divisions& divisions) {
   for (std::size_t interval = 0; interval < divisions.size(); ++interval) {
     result[py::int_(1U << interval)] = divisions[interval];
   }
-  return std::move(result);
+  return result;
 }
 
 py::object get(const Config& config, const Setting& setting) {
