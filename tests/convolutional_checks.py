@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import reference
-from pyactcomp.functional._batch_norm import batch_norm
+from pyactcomp.functional.convolutional import batch_norm
 from pyactcomp.redo import Recipe
 
 ROWS = (0, 2, 3)

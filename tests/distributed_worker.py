@@ -143,7 +143,7 @@ def tensor_parallel(rank: int, backend: str) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-    from pyactcomp.fusions import transformers_modules
+    from pyactcomp.fusions.families.transformers import modules as transformers_modules
 
     given: list[str] = []
     own = transformers_modules.add_layer_norm

@@ -21,13 +21,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pyactcomp
 from pyactcomp import codec, functional, redo
 from pyactcomp.codec import Packed, dequantize
-from pyactcomp.functional import _fused_activations, _fused_norms, _fused_rope, _launch
-from pyactcomp.functional._dropout import dropout
-from pyactcomp.functional._new_gelu import new_gelu
-from pyactcomp.functional._relu import relu
-from pyactcomp.functional._rope import rope
-from pyactcomp.functional._saving import Saving
-from pyactcomp.functional._silu_mul import silu_mul
+from pyactcomp.functional import launch as shared_launch
+from pyactcomp.functional.activations import launch as activation_launch
+from pyactcomp.functional.activations import new_gelu, silu_mul
+from pyactcomp.functional.attention import launch as rope_launch
+from pyactcomp.functional.attention import rope
+from pyactcomp.functional.masks import dropout, relu
+from pyactcomp.functional.masks import launch as mask_launch
+from pyactcomp.functional.norms import launch as norm_launch
+from pyactcomp.functional.saving import Saving
 from pyactcomp.kernels import triton as kernels
 from pyactcomp.seeds import second_of
 
@@ -300,10 +302,10 @@ def test_codes_that_are_thrown_away_are_not_written(
     buffers: list[Tensor] = []
 
     def poisoned(like: Tensor, how: Saving) -> Tensor:
-        buffers.append(_launch.buffer(like, how).fill_(poison))
+        buffers.append(shared_launch.buffer(like, how).fill_(poison))
         return buffers[-1]
 
-    for module in (_fused_activations, _fused_norms):
+    for module in (activation_launch, norm_launch):
         monkeypatch.setattr(module, "buffer", poisoned)
     out = checkpointed(function, x)
     unwritten = len(buffers)
@@ -344,7 +346,7 @@ def test_new_gelu_repeats_the_chain(dtype: torch.dtype, wide: bool) -> None:
     grad = on_device(normal(NUMEL, seed=1), expected.dtype)
     (theirs,) = torch.autograd.grad(expected, x, grad)
     with torch.no_grad():
-        out, kept, backward, compute = _fused_activations.new_gelu(x, wide)
+        out, kept, backward, compute = activation_launch.new_gelu(x, wide)
         ours = backward(kept, grad)
     assert (out.dtype, ours.dtype) == (expected.dtype, dtype)
     # The interpreter's tanh differs by a few ulp of 1, which may turn the rounding of what follows it, ten times.
@@ -415,7 +417,7 @@ def test_backward_of_dropout_reads_bits(dtype: torch.dtype, turn: bool) -> None:
     grad = grad.t().contiguous().t() if turn else grad
     scale = 1 / 0.9
     bits = codec.quantize(mask).buffer
-    ours = _fused_activations.dropout_backward(bits, grad, scale)
+    ours = mask_launch.dropout_backward(bits, grad, scale)
     # Rounded once, from float32; scale is rounded to it.
     theirs = (mask.float() * grad.float() * torch.tensor(scale)).to(dtype)
     assert ours.stride() == mask.stride()
@@ -451,7 +453,7 @@ def test_rope_is_eager(
 ) -> None:
     leaves, split, cos, sin = rope_case(heads, dim, *types, unsqueeze, batch)
     views = [split(leaves[0], heads), split(leaves[1], 1)]
-    assert _fused_rope.serves(*(views[0].movedim(unsqueeze, 2),) * 2, cos, sin)
+    assert rope_launch.serves(*(views[0].movedim(unsqueeze, 2),) * 2, cos, sin)
     ours = rope(*views, cos, sin, unsqueeze, impl="triton")
     wide = [t.unsqueeze(unsqueeze) for t in (cos, sin)]
     theirs = [x * wide[0] + turned(x) * wide[1] for x in views]

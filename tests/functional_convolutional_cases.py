@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import reference
-from pyactcomp.functional import _fused_convolutional as fused
-from pyactcomp.functional._batch_norm import batch_norm
-from pyactcomp.functional._max_pool import max_pool2d
-from pyactcomp.functional._saving import saving
+from pyactcomp.functional.convolutional import batch_norm, max_pool2d
+from pyactcomp.functional.convolutional import launch as fused
+from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")

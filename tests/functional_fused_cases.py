@@ -12,7 +12,7 @@ from native_cases import DTYPES
 from torch import Tensor
 
 from pyactcomp import functional
-from pyactcomp.functional._saving import saving
+from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from head_checks import check, inputs, relative_errors
 
-from pyactcomp.functional._linear_cross_entropy import BLOCK, linear_cross_entropy
+from pyactcomp.functional.head.linear_cross_entropy import BLOCK, linear_cross_entropy
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")

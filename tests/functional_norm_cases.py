@@ -19,12 +19,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
-from pyactcomp.functional import _fused_norms, _noise
-from pyactcomp.functional._add_rms_norm import add_rms_norm
-from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
-from pyactcomp.functional._noise import QUIET, Noise, draw
-from pyactcomp.functional._rms_norm import rms_norm
-from pyactcomp.functional._saving import saving
+from pyactcomp.functional.masks import noise
+from pyactcomp.functional.masks.noise import QUIET, Noise, draw
+from pyactcomp.functional.norms import add_layer_norm, add_rms_norm, launch, layer_norm, rms_norm
+from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
@@ -57,7 +55,7 @@ def test_codes_are_those_of_the_reference(bits: int, group_size: int, length: in
         assert_codes_saved(saved, packed, bits, group_size, None)
         assert sum(s.numel() for s in saved if s.dtype is torch.float32) == statistics
     form = x, residual, (length,), torch.float32, saving(bits, group_size, None, SEED, "triton")
-    assert _fused_norms.serves(*form) == served
+    assert launch.serves(*form) == served
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -346,7 +344,7 @@ def test_norm_with_a_noise_is_that_of_what_torch_keeps(
     shape: tuple[int, ...], dtype: torch.dtype, noise: Noise
 ) -> None:
     c = case(*shape, dtype=dtype, residual=torch.float32, device=DEVICE)
-    norm = _fused_norms.norm_of(shape[-1:], True, EPSILON, saving(8, 64, None, SEED, "triton"))
+    norm = launch.norm_of(shape[-1:], True, EPSILON, saving(8, 64, None, SEED, "triton"))
     kept = kept_by_torch(c.x.numel(), noise).view(shape).to(DEVICE)
     dropped = (c.x.float() * kept * noise.scales[0]).to(dtype)
 
@@ -373,7 +371,7 @@ def test_norm_with_a_noise_is_that_of_what_torch_keeps(
 
 @pytest.mark.parametrize("p", [2.0**-33, 1e-9, 2.0**-25, 0.1, 1 / 3, 0.5, 0.999, 1 - 2.0**-25, 1 - 2.0**-33])
 def test_threshold_is_where_torchs_comparison_turns(p: float) -> None:
-    below, scales = _noise._threshold(p)
+    below, scales = noise._threshold(p)
     kept = np.float32(1.0 - p)
     numbers = np.arange(max(below - 300, 0), min(below + 300, 2**32), dtype=np.uint64)
     uniform = numbers.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -508,8 +506,8 @@ def test_norm_sums_over_more_tiles_than_programs(length: int, centred: bool) -> 
 def test_automatic_choice_is_the_kernels_on_the_gpu() -> None:
     x = normal(64, 256).to(DEVICE, torch.bfloat16)
     auto: codec.Impl = "auto"
-    assert _fused_norms.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, auto))
-    assert not _fused_norms.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, "cuda"))
+    assert launch.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, auto))
+    assert not launch.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, "cuda"))
 
 
 @pytest.mark.gpu

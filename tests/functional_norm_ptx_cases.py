@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from triton_ptx_cases import GROUP, RCP, assert_exact, assert_no_spills, multiply_adds, ptx
 
-from pyactcomp.functional import _norm_kernels
+from pyactcomp.functional.norms import kernels as norm_kernels
 from pyactcomp.kernels import triton as kernels
 
 # Types of x and of the output (of the gradient and of that of x, in backward), elements of a row, groups of its tile,
@@ -42,7 +42,7 @@ def test_forward_is_exact_in_what_it_packs(
     flags = {"HAS_BIAS": centred, "HAS_RESIDUAL": form == "sum", "INDEXED": form == "rows", "STOCHASTIC": False}
     flags["QUADS"] = quads(x) if form == "sum" else 0
     text = ptx(
-        _norm_kernels.norm_forward_kernel,
+        norm_kernels.norm_forward_kernel,
         f"*{x} *{residual} *fp32 *fp32 *i32 *{out} *u8 *fp32 i64 fp32 u32 u32 {NOISE}",
         warps,
         kernels.REGISTERS if flags["QUADS"] == 2 else None,
@@ -74,7 +74,7 @@ def test_backward_is_exact(
     needs = {f"NEEDS_{name}": True for name in ("INPUT", "WEIGHT", "BIAS")}
     flags = {"CENTRED": form not in ("rms_norm", "beside"), "TWICE": form == "sum", "INDEXED": form == "rows", **needs}
     text = ptx(
-        _norm_kernels.norm_backward_kernel,
+        norm_kernels.norm_backward_kernel,
         f"*u8 *fp32 *fp32 *{grad} *{x} *i32 *{x} *bf16 *fp32 *fp32 i64 {NOISE}",
         warps,
         **constants(length, groups, rows, ADDED=form == "beside", QUADS=quads(x) if form == "sum" else 0, **flags),
@@ -87,17 +87,17 @@ def test_backward_is_exact(
 def test_redo_is_exact(out: str, length: int, groups: int, rows: int, tmp_path: Path) -> None:
     flags = {"CENTRED": True, "HAS_BIAS": True}
     form = constants(length, groups, rows, **flags)
-    text = ptx(_norm_kernels.norm_redo_kernel, f"*u8 *fp32 *fp32 *fp32 *{out} i64", 4, **form)
+    text = ptx(norm_kernels.norm_redo_kernel, f"*u8 *fp32 *fp32 *fp32 *{out} i64", 4, **form)
     assert_exact(text, 0)
     assert_no_spills(text, tmp_path)
 
 
 def test_kernels_that_keep_a_copy_do_not_spill(tmp_path: Path) -> None:
     # A Llama's rows, bfloat16 throughout.
-    form = constants(2048, 32, 1, CENTRED=False, BITS=int(_norm_kernels.COPY.value))
+    form = constants(2048, 32, 1, CENTRED=False, BITS=int(norm_kernels.COPY.value))
     for residual in (False, True):
         forward = ptx(
-            _norm_kernels.norm_forward_kernel,
+            norm_kernels.norm_forward_kernel,
             f"*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i64 fp32 u32 u32 {NOISE}",
             4,
             **form,
@@ -116,7 +116,7 @@ def test_kernels_that_keep_a_copy_do_not_spill(tmp_path: Path) -> None:
     }
     types = f"*bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i64 {NOISE}"
     for added in (False, True):
-        backward = ptx(_norm_kernels.norm_backward_kernel, types, 8, **form, **flags, ADDED=added)
+        backward = ptx(norm_kernels.norm_backward_kernel, types, 8, **form, **flags, ADDED=added)
         assert_no_spills(backward, tmp_path)
-    redo = ptx(_norm_kernels.norm_redo_kernel, "*bf16 *fp32 *bf16 *bf16 *bf16 i64", 4, **form, HAS_BIAS=False)
+    redo = ptx(norm_kernels.norm_redo_kernel, "*bf16 *fp32 *bf16 *bf16 *bf16 i64", 4, **form, HAS_BIAS=False)
     assert_no_spills(redo, tmp_path)

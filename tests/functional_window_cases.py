@@ -13,11 +13,8 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of, restored
 
 from pyactcomp import codec
-from pyactcomp.functional import _fused_windows
-from pyactcomp.functional._residual_add import residual_add
-from pyactcomp.functional._saving import saving
-from pyactcomp.functional._take_rows import take_rows
-from pyactcomp.functional._window_attention import window_attention
+from pyactcomp.functional.saving import saving
+from pyactcomp.functional.windows import launch, residual_add, take_rows, window_attention
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
@@ -41,7 +38,7 @@ def test_attention_is_within_its_bounds(
 ) -> None:
     qkv, bias, mask = placed(*inputs(4, tokens, heads, head, dtype, masked))
     (grad,) = placed(normal(4, tokens, heads * head, seed=3).to(dtype))
-    assert _fused_windows.attention_serves(qkv, heads, saving(bits, group_size, None, SEED, "triton"))
+    assert launch.attention_serves(qkv, heads, saving(bits, group_size, None, SEED, "triton"))
     check_window_attention(qkv, bias, mask, grad, bits, group_size, "triton")
 
 
@@ -67,8 +64,8 @@ def test_attention_from_codes_and_from_what_they_restore_are_the_same_to_the_bit
 def test_attention_keeps_its_input_itself(bits: int | None) -> None:
     # Three heads: of codes, groups would have to divide their common width.
     qkv, bias, _ = placed(*inputs(3, 49, 3, 32, torch.bfloat16, False))
-    assert _fused_windows.attention_serves(qkv, 3, saving(None, 64, None, 0, "triton"))
-    assert not _fused_windows.attention_serves(qkv, 3, saving(8, 64, None, 0, "triton"))
+    assert launch.attention_serves(qkv, 3, saving(None, 64, None, 0, "triton"))
+    assert not launch.attention_serves(qkv, 3, saving(8, 64, None, 0, "triton"))
     leaf = qkv.requires_grad_()
     saved = saved_by(lambda: window_attention(leaf, 3, bias, bits=bits, impl="triton"))
     assert [t.data_ptr() for t in saved] == [leaf.data_ptr(), bias.data_ptr()]
@@ -150,5 +147,5 @@ def test_take_rows_is_bitwise_a_cast_of_the_rows(dtypes: tuple[torch.dtype, torc
 def test_attention_sums_the_bias_over_more_windows_than_programs() -> None:
     qkv, bias, mask = placed(*inputs(600, 49, 4, 32, torch.bfloat16, True))
     (grad,) = placed(normal(600, 49, 128, seed=3).bfloat16())
-    assert len(qkv) > _fused_windows._programs(DEVICE) // 4
+    assert len(qkv) > launch._programs(DEVICE) // 4
     check_window_attention(qkv, bias, mask, grad, 8, 64, "triton")

@@ -11,8 +11,8 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pyactcomp.functional._head_kernels import cross_entropy_kernel as kernel
-from pyactcomp.functional._linear_cross_entropy import BLOCK, WARPS
+from pyactcomp.functional.head.kernels import cross_entropy_kernel as kernel
+from pyactcomp.functional.head.linear_cross_entropy import BLOCK, WARPS
 
 
 def ptx(vocabulary: int, dtype: str, gradient: bool) -> str:

@@ -10,8 +10,7 @@ from functional_checks import EPS, SEED, assert_within, error_of, normal
 from torch import Tensor
 
 from pyactcomp import redo, reference
-from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
-from pyactcomp.functional._rms_norm import rms_norm
+from pyactcomp.functional.norms import add_layer_norm, layer_norm, rms_norm
 
 EPSILON = 1e-5
 

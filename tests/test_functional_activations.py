@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec, dequantize, functional, quantize, redo
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional._dropout import dropout
-from pyactcomp.functional._new_gelu import _chain, new_gelu
-from pyactcomp.functional._relu import relu
-from pyactcomp.functional._rope import rope
-from pyactcomp.functional._silu_mul import silu_mul
+from pyactcomp.functional.activations import silu_mul
+from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
+from pyactcomp.functional.attention import rope
+from pyactcomp.functional.masks import dropout, relu
 from pyactcomp.torch_private import top_saved_tensor_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional._linear_cross_entropy import _Loss, linear_cross_entropy
+from pyactcomp.functional.head.linear_cross_entropy import _Loss, linear_cross_entropy
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])

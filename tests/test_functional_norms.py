@@ -14,9 +14,7 @@ from torch.nn import functional as F
 
 from pyactcomp import redo
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional._add_rms_norm import add_rms_norm
-from pyactcomp.functional._layer_norm import add_layer_norm, layer_norm
-from pyactcomp.functional._rms_norm import rms_norm
+from pyactcomp.functional.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]

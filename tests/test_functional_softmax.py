@@ -10,7 +10,7 @@ from functional_checks import EPS, SEED, assert_codes_saved, assert_within, erro
 from torch import Tensor
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional._softmax import softmax
+from pyactcomp.functional.attention import softmax
 
 MASK = torch.where(normal(2, 9, 9, seed=8) > 0, -100.0, 0.0)
 

@@ -13,9 +13,7 @@ from window_checks import attention, check_window_attention, inputs, recipe_of
 
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import softmax
-from pyactcomp.functional._residual_add import residual_add
-from pyactcomp.functional._take_rows import take_rows
-from pyactcomp.functional._window_attention import window_attention
+from pyactcomp.functional.windows import residual_add, take_rows, window_attention
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])

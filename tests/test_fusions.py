@@ -16,7 +16,8 @@ from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression
 import pyactcomp
 from pyactcomp import PyactcompError, policy
 from pyactcomp.config import Config
-from pyactcomp.fusions import fuse, fused_modules, left_alone, torch_modules, unfuse
+from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
+from pyactcomp.fusions.families import torch_modules
 from pyactcomp.fusions.formulas import children_fed, definition, formula
 from pyactcomp.fusions.fusion import Fused, Fusion, form_of
 
@@ -441,13 +442,13 @@ def test_class_with_a_patched_forward_is_left_alone(monkeypatch: pytest.MonkeyPa
 def test_error_midway_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer()
     before = classes(model), [set(module.__dict__) for module in model.modules()]
-    forms = torch_modules.table()
+    forms = torch_modules.by_class(())
 
     class Larger(Fused):
         __slots__ = ("extra",)
 
     broken = Fusion(form_of(Larger, nn.GELU))
-    monkeypatch.setattr(torch_modules, "table", lambda: forms | {nn.GELU: broken})
+    monkeypatch.setattr(torch_modules, "by_class", lambda classes: forms | {nn.GELU: broken})
     with pytest.raises(TypeError, match="layout differs"):
         fuse(model, CONFIG)
     assert (classes(model), [set(module.__dict__) for module in model.modules()]) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ from works_with_text import transformers
 
 import pyactcomp
 from pyactcomp.config import Config
-from pyactcomp.functional import _linear_cross_entropy
-from pyactcomp.fusions import heads
+from pyactcomp.functional.head import linear_cross_entropy
+from pyactcomp.fusions import head as heads
 from pyactcomp.fusions.base import ATTRIBUTE, Fusing
 from pyactcomp.fusions.fusion import original_of
 
@@ -103,7 +104,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
     def record(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(x.shape)
-        return _linear_cross_entropy.linear_cross_entropy(x, *args, **kwargs)
+        return linear_cross_entropy(x, *args, **kwargs)
 
     monkeypatch.setattr(heads, "linear_cross_entropy", record)
     return seen
@@ -132,8 +133,9 @@ def test_output_has_no_logits_and_the_rest_of_the_outputs(name: str) -> None:
 
 def test_logits_of_all_rows_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     # A chunk of 128 rows is the least by itself, and more than the rows of the batch.
-    monkeypatch.setattr(_linear_cross_entropy, "ROWS", 8)
-    monkeypatch.setattr(_linear_cross_entropy, "CHUNK_BYTES", 8 * 256 * 4)
+    defined_in = sys.modules[linear_cross_entropy.__module__]
+    monkeypatch.setattr(defined_in, "ROWS", 8)
+    monkeypatch.setattr(defined_in, "CHUNK_BYTES", 8 * 256 * 4)
     for name in ("LlamaForCausalLM", "BertForMaskedLM"):
         model = build(name, max_position_embeddings=ROWS)
         other = fused(model)

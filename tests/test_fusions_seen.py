@@ -15,7 +15,8 @@ from works_with_text import BATCH, LENGTH, built, llama, step, text, transformer
 
 import pyactcomp
 from pyactcomp.config import Config
-from pyactcomp.fusions import fuse, transformers_modules
+from pyactcomp.fusions import fuse
+from pyactcomp.fusions.families.transformers import modules as transformers_modules
 
 INT8 = Config(min_bytes=0)
 WIDTH = 64

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from pyactcomp.config import Config
 from pyactcomp.format import packed_nbytes
-from pyactcomp.fusions import fuse, fused_modules, swin, unfuse
+from pyactcomp.fusions import fuse, fused_modules, unfuse
 from pyactcomp.fusions.base import ATTRIBUTE, Fusing
+from pyactcomp.fusions.families import swin
 
 pytest.importorskip("timm", reason="the fused blocks are timm's; pip install timm")
 from timm.models.swin_transformer import SwinTransformer
@@ -33,8 +34,8 @@ def fused(original: torch.nn.Module, **options: Any) -> torch.nn.Module:
     result = copy.deepcopy(original)
     state = Fusing(Config(min_bytes=0, **options))
     for module in result.modules():
-        if type(module) in swin.table():
-            module.__class__ = swin.table()[type(module)].fused
+        if type(module) in swin.by_class(()):
+            module.__class__ = swin.by_class(())[type(module)].fused
             module.__dict__[ATTRIBUTE] = state
     return result
 

@@ -18,7 +18,9 @@ from works_with_text import BATCH, LENGTH, VOCABULARY, built, gpt2, llama, step,
 
 import pyactcomp
 from pyactcomp.config import Config
-from pyactcomp.fusions import attention, fuse, fused_modules, left_alone, transformers_modules, unfuse
+from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
+from pyactcomp.fusions.families.transformers import attention
+from pyactcomp.fusions.families.transformers import modules as transformers_modules
 from pyactcomp.fusions.untouched import untouched
 
 INT8 = Config(min_bytes=0)
@@ -102,9 +104,9 @@ def test_lossless_step_is_the_exact_one_to_the_bit(
 def test_a_norm_of_the_same_name_behind_the_attention_keeps_codes() -> None:
     block = built(llama).model.layers[0]
     norm = block.post_attention_layernorm
-    assert list(transformers_modules.norms_before_gated_mlps(block)) == [norm]
+    assert list(transformers_modules._norms_before_gated_mlps(block)) == [norm]
     block.post_feedforward_layernorm = copy.deepcopy(norm)
-    assert transformers_modules.norms_before_gated_mlps(block) == {}
+    assert transformers_modules._norms_before_gated_mlps(block) == {}
 
 
 def test_block_adds_and_normalises_as_its_modules_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pyactcomp.functional import (
-    _activation_kernels,
-    _batch_norm_kernels,
-    _max_pool_kernels,
-    _norm_kernels,
-    _rope_kernels,
-    _silu_mul_kernels,
-    _window_kernels,
-)
+from pyactcomp.functional.activations import gelu_kernels, silu_mul_kernels
+from pyactcomp.functional.attention import kernels as rope_kernels
+from pyactcomp.functional.convolutional import batch_norm_kernels, max_pool_kernels
+from pyactcomp.functional.masks import kernels as mask_kernels
+from pyactcomp.functional.norms import kernels as norm_kernels
+from pyactcomp.functional.windows import kernels as window_kernels
 from pyactcomp.kernels import triton as kernels
 from pyactcomp.kernels import triton_kernels
 
@@ -35,35 +32,35 @@ CODEC_KERNELS = [
     triton_kernels.widen_kernel,
 ]
 FUSED_KERNELS = [
-    _activation_kernels.gelu_forward_kernel,
-    _activation_kernels.gelu_backward_kernel,
-    _activation_kernels.gelu_redo_kernel,
-    _activation_kernels.new_gelu_kernel,
-    _activation_kernels.new_gelu_backward_kernel,
-    _activation_kernels.relu_kernel,
-    _activation_kernels.masked_kernel,
-    _silu_mul_kernels.silu_mul_forward_kernel,
-    _silu_mul_kernels.silu_mul_backward_kernel,
-    _silu_mul_kernels.silu_mul_redo_kernel,
-    _silu_mul_kernels.silu_mul_exact_kernel,
-    _silu_mul_kernels.silu_mul_exact_backward_kernel,
-    _rope_kernels.rope_kernel,
-    _norm_kernels.norm_forward_kernel,
-    _norm_kernels.norm_backward_kernel,
-    _norm_kernels.norm_redo_kernel,
-    _batch_norm_kernels.batch_norm_statistics_kernel,
-    _batch_norm_kernels.batch_norm_finish_kernel,
-    _batch_norm_kernels.batch_norm_apply_kernel,
-    _batch_norm_kernels.batch_norm_redo_kernel,
-    _batch_norm_kernels.batch_norm_sums_kernel,
-    _batch_norm_kernels.batch_norm_backward_kernel,
-    _max_pool_kernels.max_pool_forward_kernel,
-    _max_pool_kernels.max_pool_backward_kernel,
-    _window_kernels.window_attention_forward_kernel,
-    _window_kernels.window_attention_backward_kernel,
-    _window_kernels.window_attention_again_kernel,
-    _window_kernels.residual_add_forward_kernel,
-    _window_kernels.residual_add_backward_kernel,
+    gelu_kernels.gelu_forward_kernel,
+    gelu_kernels.gelu_backward_kernel,
+    gelu_kernels.gelu_redo_kernel,
+    gelu_kernels.new_gelu_kernel,
+    gelu_kernels.new_gelu_backward_kernel,
+    mask_kernels.relu_kernel,
+    mask_kernels.masked_kernel,
+    silu_mul_kernels.silu_mul_forward_kernel,
+    silu_mul_kernels.silu_mul_backward_kernel,
+    silu_mul_kernels.silu_mul_redo_kernel,
+    silu_mul_kernels.silu_mul_exact_kernel,
+    silu_mul_kernels.silu_mul_exact_backward_kernel,
+    rope_kernels.rope_kernel,
+    norm_kernels.norm_forward_kernel,
+    norm_kernels.norm_backward_kernel,
+    norm_kernels.norm_redo_kernel,
+    batch_norm_kernels.batch_norm_statistics_kernel,
+    batch_norm_kernels.batch_norm_finish_kernel,
+    batch_norm_kernels.batch_norm_apply_kernel,
+    batch_norm_kernels.batch_norm_redo_kernel,
+    batch_norm_kernels.batch_norm_sums_kernel,
+    batch_norm_kernels.batch_norm_backward_kernel,
+    max_pool_kernels.max_pool_forward_kernel,
+    max_pool_kernels.max_pool_backward_kernel,
+    window_kernels.window_attention_forward_kernel,
+    window_kernels.window_attention_backward_kernel,
+    window_kernels.window_attention_again_kernel,
+    window_kernels.residual_add_forward_kernel,
+    window_kernels.residual_add_backward_kernel,
 ]
 GROUP = 64
 PER_THREAD = kernels.TILE // (32 * kernels.WARPS)
@@ -171,9 +168,9 @@ def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool) -> None:
     constants = {"TANH": tanh, "BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "COMPILED": True}
     # In whole and partial tiles: one of the cube; or five of the polynomial.
     polynomial = 2 * (1 if tanh else 5) * PER_THREAD
-    forward = ptx(_activation_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
+    forward = ptx(gelu_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
     assert_exact(forward, polynomial + multiply_adds(PER_THREAD, 8), flushing=(RCP, EX2))
-    backward = ptx(_activation_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
+    backward = ptx(gelu_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
     # Two more of the slope and the derivative; or one of the derivative.
     assert_exact(backward, polynomial + 2 * (2 if tanh else 1) * PER_THREAD, flushing=(RCP, EX2))
 

@@ -9,39 +9,38 @@ codes, and a float that such a function saves stays as it is. ``bits=None`` keep
 
 from __future__ import annotations
 
-from ._add_rms_norm import add_rms_norm
-from ._batch_norm import batch_norm
-from ._dropout import dropout
-from ._gelu import gelu
-from ._layer_norm import add_layer_norm, layer_norm
-from ._linear import linear
-from ._linear_cross_entropy import linear_cross_entropy
-from ._max_pool import max_pool2d
-from ._new_gelu import new_gelu
-from ._relu import relu
-from ._residual_add import residual_add
-from ._rms_norm import rms_norm
-from ._rope import rope
-from ._silu_mul import silu_mul
-from ._softmax import softmax
-from ._window_attention import window_attention
+from importlib.util import find_spec
+
+from .activations import gelu, new_gelu, silu_mul
+from .attention import rope, softmax
+from .head import linear_cross_entropy
+from .linear import linear
+from .masks import dropout, relu
+from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
-    "batch_norm",
     "dropout",
     "gelu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
-    "max_pool2d",
     "new_gelu",
     "relu",
-    "residual_add",
     "rms_norm",
     "rope",
     "silu_mul",
     "softmax",
-    "window_attention",
 ]
+
+# The rooms of one family of models each, which can be removed from the tree.
+if find_spec(f"{__name__}.convolutional") is not None:
+    from .convolutional import batch_norm, max_pool2d
+
+    __all__ += ["batch_norm", "max_pool2d"]
+
+if find_spec(f"{__name__}.windows") is not None:
+    from .windows import residual_add, window_attention
+
+    __all__ += ["residual_add", "window_attention"]

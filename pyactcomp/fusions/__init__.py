@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from ..config import Config
 from ..seeds import Seeds
-from . import convolutional, heads, swin, torch_modules, transformers_modules
+from . import families, head
 from .base import ATTRIBUTE, Fusing, LeftAlone
 from .fusion import Fused, Fusion, is_form, original_of
 from .untouched import untouched
@@ -49,7 +49,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
             plan[module] = fusion.fused
         else:
             alone.append(LeftAlone(name, type(module).__name__, reason))
-    if config.fuse_head and not any(issubclass(form, heads.Head) for form in plan.values()):
+    if config.fuse_head and not any(issubclass(form, head.Head) for form in plan.values()):
         headless = _headless(model)
         raise ValueError(
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
@@ -95,14 +95,14 @@ def left_alone(model: Module) -> list[LeftAlone]:
 
 def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[tuple[str, Module, Fusion]]:
     """Yield the modules whose class, or one that theirs is derived from, has a fused form that is wanted."""
-    by_class = _by_class(model) if config.fuse else {}
+    by_class = families.by_class({type(module) for module in model.modules()}) if config.fuse else {}
     by_place = _by_place(model) if config.fuse else {}
     for name, module in model.named_modules():
         if module in exempt:
             continue
-        head = heads.fused_head_class(module) if config.fuse_head else None
-        if head is not None:
-            yield name, module, Fusion(head)
+        headed = head.fused_head_class(module) if config.fuse_head else None
+        if headed is not None:
+            yield name, module, Fusion(headed)
             continue
         known = next((by_class[cls] for cls in type(module).__mro__ if cls in by_class), None)
         fusion = by_place.get(module, known)
@@ -127,16 +127,7 @@ def _headless(model: Module) -> LeftAlone:
     """Return the module whose loss was to be taken in chunks, and why it cannot be."""
     named = ((name, module) for name, module in model.named_modules() if hasattr(module, "get_output_embeddings"))
     name, module = next(named, ("", model))
-    return LeftAlone(name, type(module).__name__, heads.unsupported_head(module) or "it is skipped or was changed")
-
-
-def _by_class(model: Module) -> dict[type[Module], Fusion]:
-    return {
-        **torch_modules.table(),
-        **transformers_modules.table({type(module) for module in model.modules()}),
-        **convolutional.table(),
-        **swin.table(),
-    }
+    return LeftAlone(name, type(module).__name__, head.unsupported_head(module) or "it is skipped or was changed")
 
 
 def _by_place(model: Module) -> dict[Module, Fusion]:
@@ -145,16 +136,8 @@ def _by_place(model: Module) -> dict[Module, Fusion]:
     return {
         module: fusion
         for parent in model.modules()
-        for module, fusion in _of_children(parent).items()
+        for module, fusion in families.by_place(parent).items()
         if calls[module] == 1
-    }
-
-
-def _of_children(parent: Module) -> dict[Module, Fusion]:
-    return {
-        **torch_modules.norms_before_linears(parent),
-        **transformers_modules.norms_before_gated_mlps(parent),
-        **convolutional.stem(parent),
     }
 
 

@@ -1,0 +1,104 @@
+"""``gelu``, which stores its input in codes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import redo
+from ...codec import Impl, Rounding
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+
+Approximate = Literal["none", "tanh"]
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
+        begin(ctx, None if how.bits is None else x)
+        ctx.approximate = approximate
+        if how.fuses(x):
+            from . import launch
+
+            out, kept, ctx.fused_backward, compute = launch.gelu(x, approximate, how)
+            ctx.save_for_backward(kept)
+            redo.offer(ctx, out, compute)
+            return out
+        ctx.fused_backward = None
+        kept, restore = how.keep(x)
+        ctx.restore = restore
+        ctx.save_for_backward(kept)
+        out = F.gelu(x, approximate=approximate)
+        source = kept.detach()
+        redo.offer(ctx, out, lambda dtype: F.gelu(restore(source), approximate=approximate).to(dtype), source)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        if ctx.fused_backward is not None:
+            return ctx.fused_backward(kept, grad), None, None
+        grad_x = torch.ops.aten.gelu_backward(grad, ctx.restore(kept), approximate=ctx.approximate)
+        return grad_x, None, None
+
+
+def gelu(
+    x: Tensor,
+    approximate: Approximate = "none",
+    *,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply the Gaussian error linear unit and keep ``x`` for backward in codes.
+
+    Parameters
+    ----------
+    x : Tensor, any shape, floating point
+    approximate : {"none", "tanh"}
+        As in :func:`torch.nn.functional.gelu`.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`.
+
+    Returns
+    -------
+    Tensor, the shape and dtype of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` is no floating-point tensor.
+    ValueError
+        If an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    The derivative changes by at most 2 / sqrt(2 pi) (0.8) times a change of its argument, so that an error of at
+    most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) makes one of at most 0.8 ``e |grad|``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x = torch.randn(1000, requires_grad=True)
+    >>> functional.gelu(x).sum().backward()
+    >>> exact = torch.autograd.grad(torch.nn.functional.gelu(x).sum(), x)[0]
+    >>> bool((x.grad - exact).abs().max() < 0.02)
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("x", x)
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    if not recorded(x):
+        return F.gelu(x, approximate=approximate)
+    return cast(Tensor, _Gelu.apply(x, approximate, how))  # type: ignore[no-untyped-call]

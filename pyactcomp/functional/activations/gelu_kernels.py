@@ -1,0 +1,269 @@
+"""Triton kernels of GELU and of HF's chain of operators for it.
+
+The kernels of GELU write the codes of the input in the pass that computes the output, and read them in backward.
+The functions are Triton's language, not Python.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from ...kernels.triton_ops import (
+    element_index,
+    encode_any_tile,
+    encode_tile,
+    load_tile,
+    power_of_two,
+    reciprocal,
+    store_codes,
+    store_raw,
+    to_raw,
+)
+from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, restore, rounded
+
+# gelu(x) by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): nothing cancels.
+_TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+# erfc(z) = (a1 t + ... + a5 t**5) exp(-z**2), t = 1 / (1 + p z), z >= 0, within 1.5e-7: Abramowitz and Stegun,
+# 7.1.26. With z = |x| / sqrt(2) the exponential is the one of the derivative too. The a are halved here.
+_P = tl.constexpr(0.3275911 * 0.7071067811865476)
+_A1 = tl.constexpr(0.254829592 / 2)
+_A2 = tl.constexpr(-0.284496736 / 2)
+_A3 = tl.constexpr(1.421413741 / 2)
+_A4 = tl.constexpr(-1.453152027 / 2)
+_A5 = tl.constexpr(1.061405429 / 2)
+_INV_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
+# libdevice flushes subnormal numbers when Triton compiles it. tanh(x) rounds to x from far above them.
+_TANH_IS_IDENTITY = tl.constexpr(2.0**-40)
+
+
+@triton.jit
+def _normal(x, COMPILED: tl.constexpr):
+    """Return the normal distribution's Phi(x) and exp(-x**2 / 2)."""
+    t = reciprocal(tl.fma(tl.abs(x), _P, 1.0), COMPILED)
+    exponential = power_of_two(x * x * (-0.5 * _LOG2_E), COMPILED)
+    polynomial = tl.fma(tl.fma(tl.fma(tl.fma(t, _A5, _A4), t, _A3), t, _A2), t, _A1)
+    tail = polynomial * t * exponential
+    return tl.where(x < 0, tail, 1.0 - tail), exponential
+
+
+@triton.jit
+def _sigmoid_two_u(x, COMPILED: tl.constexpr):
+    A: tl.constexpr = -_TWO_SQRT_TWO_OVER_PI * _LOG2_E
+    return reciprocal(1.0 + power_of_two(x * tl.fma(x * x, A * _CUBIC, A), COMPILED), COMPILED)
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
+    if TANH:
+        y = x * _sigmoid_two_u(x, COMPILED)
+    else:
+        phi, _ = _normal(x, COMPILED)
+        y = x * phi
+    return y
+
+
+@triton.jit
+def _gelu_derivative(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
+    if TANH:
+        s = _sigmoid_two_u(x, COMPILED)
+        slope = tl.fma(x * x, 3.0 * _CUBIC * _TWO_SQRT_TWO_OVER_PI, _TWO_SQRT_TWO_OVER_PI)
+        d = tl.fma(x * s * (1.0 - s), slope, s)
+    else:
+        phi, exponential = _normal(x, COMPILED)
+        d = tl.fma(x * exponential, _INV_SQRT_TWO_PI, phi)
+    return d
+
+
+@triton.jit(do_not_specialize=["numel", "key0", "key1"])
+def gelu_forward_kernel(
+    x,
+    out,
+    packed,
+    numel: tl.int64,
+    key0: tl.uint32,
+    key1: tl.uint32,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute gelu of [numel] elements and pack them, unless BITS are 0; last tile first, as ``encode_kernel``."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    index, high = element_index(start, key1, GROUP, GROUPS)
+    key = key0.to(tl.uint32)
+    if numel - start >= TILE:
+        values = load_tile(x + start, TILE, GROUP, GROUPS, False)
+        if BITS != 0:
+            codes, parameters = encode_tile(values, index, high, key, BITS, STOCHASTIC, False, COMPILED)
+            store_codes(packed, codes, parameters, start, TILE, numel, BITS, RUN, False)
+        store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), TILE, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        values = load_tile(x + start, left, GROUP, GROUPS, True)
+        if BITS != 0:
+            codes, parameters = encode_any_tile(values, index, high, key, BITS, STOCHASTIC, False)
+            store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, True)
+        store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), left, True)
+
+
+@triton.jit
+def _gelu_backward(
+    packed,
+    grad,
+    out,
+    start,
+    left,
+    numel,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
+    store_raw(
+        out + start, to_raw(g * _gelu_derivative(x, TANH, COMPILED), out.dtype.element_ty, COMPILED), left, PARTIAL
+    )
+
+
+@triton.jit(do_not_specialize=["numel"])
+def gelu_backward_kernel(
+    packed,
+    grad,
+    out,
+    numel: tl.int64,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute the gradient of gelu from codes."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    if numel - start >= TILE:
+        _gelu_backward(packed, grad, out, start, TILE, numel, TANH, BITS, GROUP, GROUPS, COMPILED, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        _gelu_backward(packed, grad, out, start, left, numel, TANH, BITS, GROUP, GROUPS, COMPILED, True)
+
+
+@triton.jit
+def _gelu_redo(
+    packed,
+    out,
+    start,
+    left,
+    numel,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(x, TANH, COMPILED), out.dtype.element_ty, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def gelu_redo_kernel(
+    packed,
+    out,
+    numel: tl.int64,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute gelu from codes."""
+    TILE: tl.constexpr = GROUPS * GROUP
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    if numel - start >= TILE:
+        _gelu_redo(packed, out, start, TILE, numel, TANH, BITS, GROUP, GROUPS, COMPILED, False)
+    else:
+        left = (numel - start).to(tl.int32)
+        _gelu_redo(packed, out, start, left, numel, TANH, BITS, GROUP, GROUPS, COMPILED, True)
+
+
+@triton.jit
+def _chain(x, X: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr):
+    """Return the factors of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), and the tanh."""
+    cube = rounded(rounded(x * x, C, COMPILED) * x, C, COMPILED)
+    inner = rounded(x + rounded(cube * _CUBIC, C, COMPILED), C, COMPILED)
+    inner = rounded(inner * _SQRT_TWO_OVER_PI, C, COMPILED)
+    if COMPILED:
+        tanh = tl.where(tl.abs(inner) < _TANH_IS_IDENTITY, inner, libdevice.tanh(inner))
+    else:
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
+    tanh = rounded(tanh, C, COMPILED)
+    return rounded(0.5 * x, X, COMPILED), rounded(1.0 + tanh, C, COMPILED), tanh
+
+
+@triton.jit
+def _new_gelu(x, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+    values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
+    half, factor, _ = _chain(values, x.dtype.element_ty, C, COMPILED)
+    y = rounded(half * factor, C, COMPILED)
+    store_raw(out + start, to_raw(y, out.dtype.element_ty, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute HF's chain of operators with their roundings; WIDE as autocast, which makes them float32 after pow."""
+    C: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
+    if numel - start >= FLAT_TILE:
+        _new_gelu(x, out, start, FLAT_TILE, C, COMPILED, False)
+    else:
+        _new_gelu(x, out, start, (numel - start).to(tl.int32), C, COMPILED, True)
+
+
+@triton.jit
+def _new_gelu_backward(x, grad, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+    X: tl.constexpr = out.dtype.element_ty
+    values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
+    g = load_tile(grad + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
+    half, factor, tanh = _chain(values, X, C, COMPILED)
+    of_half = rounded(rounded(g * factor, C, COMPILED), X, COMPILED)
+    of_tanh = rounded(g * half, C, COMPILED)
+    if C == tl.float32:
+        # torch's CUDA kernel is compiled with contraction.
+        slope = tl.fma(-tanh, tanh, 1.0)
+    else:
+        slope = rounded(1.0 - rounded(tanh * tanh, C, COMPILED), C, COMPILED)
+    of_inner = rounded(rounded(of_tanh * slope, C, COMPILED) * _SQRT_TWO_OVER_PI, C, COMPILED)
+    of_cube = rounded(of_inner * _CUBIC, C, COMPILED)
+    cube_slope = rounded(3.0 * rounded(values * values, C, COMPILED), C, COMPILED)
+    through_cube = rounded(rounded(of_cube * cube_slope, C, COMPILED), X, COMPILED)
+    # In the order in which autograd's nodes run: the sum, the cube, the half.
+    total = rounded(rounded(of_inner, X, COMPILED) + through_cube, X, COMPILED)
+    total += rounded(0.5 * of_half, X, COMPILED)
+    store_raw(out + start, to_raw(total, X, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def new_gelu_backward_kernel(x, grad, out, numel: tl.int64, WIDE: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute the gradient of ``new_gelu_kernel`` as autograd does, operator by operator."""
+    C: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
+    if numel - start >= FLAT_TILE:
+        _new_gelu_backward(x, grad, out, start, FLAT_TILE, C, COMPILED, False)
+    else:
+        _new_gelu_backward(x, grad, out, start, (numel - start).to(tl.int32), C, COMPILED, True)

@@ -1,0 +1,197 @@
+"""Launches of the activation kernels: what a function computes, what it keeps, how it goes back and is redone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...kernels import triton as codec_kernels
+from ...layouts import elementwise_layout, layout_of
+from ...redo import Compute, is_reported
+from ...torch_private import dispatch_mode_active
+from ..elementwise import Elementwise, dense, elementwise
+from ..kernel_parts import FLAT_TILE
+from ..launch import buffer, keys, written_bits
+from ..saving import Saving
+from . import gelu_kernels, silu_mul_kernels
+
+if TYPE_CHECKING:
+    from .silu_mul import UpAgain
+
+# Without codes, 25 instructions an element with 16 a thread instead of 29 with 8: among matrix products, where clocks
+# are lower, 0.94 of the copy's rate instead of 0.89. Without a limit a thread takes 91 registers: 0.87.
+_EXACT_WARPS = 2
+_EXACT_REGISTERS = 80
+
+
+def _owns_memory(x: Tensor) -> bool:
+    return x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Gelu:
+    """gelu of dense operands of one layout; a bfloat16 element moves 5.06 bytes each way, 3.06 when it is redone."""
+
+    on: Elementwise
+    tanh: bool
+    how: Saving
+
+    def _form(self, tile: int, bits: int | None) -> tuple[bool, int | None, int, int]:
+        group_size = self.how.group_size
+        return self.tanh, bits, group_size, tile // group_size
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, packed = self.on.empty(x.dtype), buffer(x, self.how)
+        self.on.launch(
+            gelu_kernels,
+            "gelu_forward_kernel",
+            (*self._form(codec_kernels.TILE, written_bits(self.how.bits)), self.how.stochastic),
+            (x, out, packed),
+            keys(self.how),
+            tile=codec_kernels.TILE,
+            warps=codec_kernels.WARPS,
+            registers=codec_kernels.REGISTERS,
+        )
+        return out, packed
+
+    def backward(self, packed: Tensor, grad: Tensor) -> Tensor:
+        grad_x = self.on.empty(grad.dtype)
+        self.on.launch(
+            gelu_kernels,
+            "gelu_backward_kernel",
+            self._form(codec_kernels.TILE, self.how.bits),
+            (packed, self.on.arrange(grad), grad_x),
+            tile=codec_kernels.TILE,
+            warps=codec_kernels.WARPS,
+        )
+        return self.on.as_torch(grad_x, grad)
+
+    def redo(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        again = self.on.empty(dtype)
+        self.on.launch(
+            gelu_kernels,
+            "gelu_redo_kernel",
+            self._form(codec_kernels.DECODE_TILE, self.how.bits),
+            (packed, again),
+            tile=codec_kernels.DECODE_TILE,
+            warps=codec_kernels.DECODE_WARPS,
+        )
+        return again
+
+
+_gelu_of = functools.lru_cache(maxsize=256)(_Gelu)
+
+
+def gelu(
+    x: Tensor, approximate: str, how: Saving
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
+    """Return gelu of x, the packed x, the function from that and the output's gradient to that of x, and the redo."""
+    x = dense(x)
+    fused = _gelu_of(elementwise(x), approximate == "tanh", how)
+    out, packed = fused.forward(x)
+    return out, packed, fused.backward, functools.partial(_Gelu.redo, fused, packed)
+
+
+def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:
+    exact = "silu_mul_exact_kernel"
+    on.launch(silu_mul_kernels, exact, (), tensors, warps=_EXACT_WARPS, registers=_EXACT_REGISTERS)
+
+
+PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def silu_mul(
+    gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving
+) -> tuple[Tensor, tuple[Tensor, ...], PairBackward, Compute]:
+    """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the redo.
+
+    In place, an element is written where the only thread that reads it has read it, and its value depends on that. A
+    dispatch mode may hold what it has seen, as selective checkpointing does.
+
+    A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits, a
+    byte less, more and more where ``up_again`` makes ``up`` again; without codes 6, 10 and 6.
+    """
+    gate = dense(gate)
+    on = elementwise(gate)
+    up_layout = layout_of(up)
+    up = on.arrange(up)
+    dtype = gate.dtype
+    # In a report each tensor counts by memory of its own.
+    if inplace and _owns_memory(up) and not is_reported() and not dispatch_mode_active():
+        increment_version(up)
+        out = up.data
+    else:
+        out = on.empty(dtype)
+    exact = how.bits is None
+    keeps_up = up_again is None
+    # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
+    groups = (how.bits, how.group_size, FLAT_TILE.value // how.group_size)
+    form = () if exact else (*groups, keeps_up)
+    operands = (gate, up) if keeps_up else (gate,)
+    kept = operands if exact else tuple(buffer(x, how) for x in operands)
+    if written_bits(how.bits):
+        constants = (*groups, how.stochastic, keeps_up)
+        tensors = (gate, up, out, kept[0], kept[-1])
+        # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
+        registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
+        scalars = *keys(how), *keys(how.second())
+        on.launch(silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
+    else:
+        _silu_mul_exactly(on, gate, up, out)
+
+    def backward(kept_gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
+        given = on.arrange(grad)
+        up = up if up_again is None else on.arrange(up)
+        # Each over what it is computed from: that of gate from up.
+        over = inplace and not dispatch_mode_active()
+        grad_gate = up if over and up_again is not None else on.empty(dtype)
+        grad_up = given if over else on.empty(dtype)
+        tensors = (kept_gate, up, given, grad_gate, grad_up)
+        on.launch(silu_mul_kernels, kernel, form, tensors)
+        # Torch goes back to gate from grad * up.
+        of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
+        return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
+
+    again_from = tuple(t.detach() for t in kept)
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        again = on.empty(dtype)
+        sources = again_from if up_again is None else (*again_from, on.arrange(up_again.peek()))
+        if exact:
+            _silu_mul_exactly(on, *sources, again)
+        else:
+            on.launch(silu_mul_kernels, "silu_mul_redo_kernel", form, (*sources, again))
+        return again
+
+    return out, kept, backward, compute
+
+
+def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
+    """Return what :func:`gelu` does for the exact chain, of which x itself is kept.
+
+    A bfloat16 element moves 6 bytes forward and 8 backward with float32 results (``wide``), 4 and 6 otherwise; redone
+    in bfloat16, 4.
+    """
+    x = dense(x)
+    on = elementwise(x)
+    source = x.detach()
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        out = on.empty(dtype)
+        on.launch(gelu_kernels, "new_gelu_kernel", (wide,), (source, out))
+        return out
+
+    def backward(x: Tensor, grad: Tensor) -> Tensor:
+        grad_x = on.empty(x.dtype)
+        tensors = (x, on.arrange(grad), grad_x)
+        on.launch(gelu_kernels, "new_gelu_backward_kernel", (wide,), tensors)
+        return on.as_torch(grad_x, grad)
+
+    return compute(torch.float32 if wide else x.dtype), x, backward, compute

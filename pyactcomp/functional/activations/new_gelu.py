@@ -1,0 +1,130 @@
+"""``new_gelu``, gelu by tanh as the models of Hugging Face that derive from GPT-2 compute it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import redo
+from ...codec import Impl, Rounding
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from .gelu import gelu
+
+EXACT_ON_CUDA = True
+"""Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
+
+
+def _chain(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class _Autocast:
+    """The state of autocast on a device, to be entered again."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self.enabled = device, torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device)
+
+    def again(self) -> torch.autocast:
+        return torch.autocast(self._device, dtype=self._dtype, enabled=self.enabled)
+
+
+class _NewGelu(torch.autograd.Function):
+    """The chain of operators, of which only ``x`` is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Saving) -> Tensor:
+        begin(ctx)
+        state = _Autocast(x.device.type)
+        if how.runs_kernels(x) and EXACT_ON_CUDA:
+            from . import launch
+
+            # Autocast on CUDA computes pow in float32, and what follows then is float32 by promotion.
+            out, kept, ctx.fused_backward, compute = launch.new_gelu(x, x.is_cuda and state.enabled)
+            ctx.save_for_backward(kept)
+            redo.offer(ctx, out, compute, kept.detach())
+            return out
+        ctx.fused_backward, ctx.autocast = None, state
+        ctx.save_for_backward(x)
+        out = _chain(x)
+        source = x.detach()
+
+        def compute_eagerly(dtype: torch.dtype) -> Tensor:
+            with torch.no_grad(), state.again():
+                return _chain(source).to(dtype)
+
+        redo.offer(ctx, out, compute_eagerly, source)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        if ctx.fused_backward is not None:
+            return ctx.fused_backward(x, grad), None
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad(), ctx.autocast.again():
+            out = _chain(leaf)
+        return torch.autograd.grad(out, leaf, grad)[0], None
+
+
+def new_gelu(
+    x: Tensor,
+    *,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Return ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3)))`` and keep ``x`` for backward in codes.
+
+    The chain of seven operators, as ``transformers`` has it, keeps six tensors; under autocast on CUDA, where pow is
+    computed in float32, most of them and the result are float32.
+
+    Parameters
+    ----------
+    x : Tensor, any shape, floating point
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`. With ``bits=None`` only ``x`` is kept, and outputs and gradients are those of the chain of
+        torch's operators to the bit, under autocast too.
+
+    Returns
+    -------
+    Tensor, the shape of ``x``
+        In the dtype of ``x``; with ``bits=None``, or where no gradient is recorded, in that of the chain.
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` is no floating-point tensor.
+    ValueError
+        If an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    The formula is the approximation of Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), and the
+    bound that of :func:`gelu`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x = torch.randn(1000, requires_grad=True)
+    >>> out = functional.new_gelu(x)
+    >>> bool((out - torch.nn.functional.gelu(x, approximate="tanh")).abs().max() < 1e-6)
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("x", x)
+    if not recorded(x):
+        return _chain(x)
+    if bits is not None:
+        return gelu(x, "tanh", bits=bits, group_size=group_size, rounding=rounding, seed=seed, impl=impl)
+    return cast(Tensor, _NewGelu.apply(x, how))  # type: ignore[no-untyped-call]

@@ -1,0 +1,158 @@
+"""``silu_mul``, the product of a gated unit, which stores both operands in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import redo
+from ...codec import Impl, Rounding
+from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+
+EXACT_ON_CUDA = True
+"""Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
+
+
+class UpAgain:
+    """Makes ``up`` again in backward, once for the product that the next layer needs and for the gradients."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._up: Tensor | None = None
+
+    def peek(self) -> Tensor:
+        """Return it, and hold it for the gradients, which are computed next."""
+        if self._up is None:
+            self._up = self._compute().detach()
+        return self._up
+
+    def take(self) -> Tensor:
+        """Return it for the last time."""
+        up, self._up = self.peek(), None
+        return up
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving) -> Tensor:
+        exact = how.bits is None
+        # What may be written over is read by nobody else.
+        begin(ctx, None if exact else gate, None if inplace or (exact and up_again is None) else up)
+        ctx.up_again = up_again
+        fused = gate.dtype is up.dtype and how.runs_kernels(gate) and (how.bits is not None or EXACT_ON_CUDA)
+        if fused:
+            from . import launch
+
+            out, kept, ctx.fused_backward, compute = launch.silu_mul(gate, up, up_again, inplace, how)
+            ctx.save_for_backward(*kept)
+            redo.offer(ctx, out, compute, *(t.detach() for t in kept))
+            return out
+        ctx.fused_backward = None
+        kept_gate, restore_gate = how.keep(gate)
+        kept_up, restore_up = (None, None) if up_again is not None else how.second().keep(up)
+        ctx.restore_gate, ctx.restore_up = restore_gate, restore_up
+        ctx.save_for_backward(kept_gate, *(() if kept_up is None else (kept_up,)))
+        out = F.silu(gate) * up
+        source_gate = kept_gate.detach()
+        source_up = None if kept_up is None else kept_up.detach()
+
+        def compute_eagerly(dtype: torch.dtype) -> Tensor:
+            again = _up(source_up, restore_up) if up_again is None else up_again.peek()
+            return (F.silu(restore_gate(source_gate)) * again).to(dtype)
+
+        redo.offer(ctx, out, compute_eagerly, source_gate, *(() if source_up is None else (source_up,)))
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept_gate, *kept_up = ctx.saved_tensors
+        up = kept_up[0] if ctx.up_again is None else ctx.up_again.take()
+        if ctx.fused_backward is not None:
+            return (*ctx.fused_backward(kept_gate, up, grad), None, None, None)
+        gate = ctx.restore_gate(kept_gate)
+        if ctx.up_again is None:
+            up = ctx.restore_up(up)
+        grad_gate = torch.ops.aten.silu_backward((grad * up).to(gate.dtype), gate)
+        return grad_gate, (grad * F.silu(gate)).to(up.dtype), None, None, None
+
+
+def _up(kept: Tensor | None, restore: Restore | None) -> Tensor:
+    assert kept is not None
+    assert restore is not None
+    return restore(kept)
+
+
+def silu_mul(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    up_again: Callable[[], Tensor] | None = None,
+    inplace: bool = False,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Return ``silu(gate) * up``, the inside of SwiGLU, and keep both for backward in codes.
+
+    Parameters
+    ----------
+    gate, up : Tensor, of one shape, floating point
+    up_again : callable, optional
+        Computes ``up`` again, which then is not kept: where it is one matrix product of something that is stored.
+        Called once a backward. With ``bits=None`` it must give the same bits.
+    inplace : bool
+        Whether the fused kernels may write the product over ``up`` and gradients over that of the product and over what
+        ``up_again`` returned, which takes two tensors less at once. For an ``up`` that a matrix product made and a
+        product that goes to one matrix product: what else reads ``up``, or shares the product's gradient as the other
+        side of a sum does, would read what was written over it.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`. With ``bits=None`` outputs and gradients are those of torch's operators to the bit.
+
+    Returns
+    -------
+    Tensor, the shape of ``gate`` and the dtype of the product
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If ``gate`` or ``up`` is no floating-point tensor.
+    ValueError
+        If their shapes differ, an option has no such value, or ``inplace`` is asked for with ``bits=None``, which keeps
+        ``up`` itself.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve their device.
+
+    Notes
+    -----
+    silu(x) = x / (1 + exp(-x)) is at most ``|x|``; its derivative is at most 1.1 and its second derivative at most
+    1/2. With errors of at most ``e`` in ``gate`` and ``f`` in ``up`` (:func:`pyactcomp.reference.error_bound`) the
+    gradient of ``gate`` is off by at most ``|grad| (1.1 f + e (|up| + f) / 2)``, that of ``up`` by ``1.1 e |grad|``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> gate, up = torch.randn(2, 1000, requires_grad=True)
+    >>> out = functional.silu_mul(gate, up)
+    >>> torch.equal(out, torch.nn.functional.silu(gate) * up)
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("gate", gate)
+    check_float_tensor("up", up)
+    if gate.shape != up.shape:
+        raise ValueError(f"silu_mul expects gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+    if inplace and bits is None:
+        raise ValueError("inplace=True writes over up, which bits=None keeps; leave one of them out")
+    if not recorded(gate, up):
+        return F.silu(gate) * up
+    again = None if up_again is None else UpAgain(up_again)
+    return cast(Tensor, _SiluMul.apply(gate, up, again, inplace, how))  # type: ignore[no-untyped-call]

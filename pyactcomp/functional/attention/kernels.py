@@ -1,0 +1,84 @@
+"""The Triton kernel of rotary position embeddings.
+
+The functions are Triton's language, not Python.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton_ops import load_float, to_raw
+from ..kernel_parts import rounded
+
+
+@triton.jit
+def _store(pointer, values, mask, COMPILED: tl.constexpr):
+    raw = to_raw(values, pointer.dtype.element_ty, COMPILED)
+    tl.store(pointer.to(tl.pointer_type(raw.dtype), bitcast=True), raw, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["numel", "heads", "tokens", "x0", "x1", "x2", "out0", "out1", "out2", "table0", "table1"]
+)
+def rope_kernel(
+    x,
+    cos,
+    sin,
+    out,
+    numel: tl.int64,
+    heads: tl.int32,
+    tokens: tl.int32,
+    x0: tl.int64,
+    x1: tl.int64,
+    x2: tl.int64,
+    out0: tl.int64,
+    out1: tl.int64,
+    out2: tl.int64,
+    table0: tl.int64,
+    table1: tl.int64,
+    HALF: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Rotate x [batch, tokens, heads, 2 HALF], or its gradient back, with the roundings of torch's operators.
+
+    Strides are in units of eight elements, so that a thread's access is known to be aligned; ``table`` are those of
+    cos and sin [batch, tokens, 2 HALF].
+    """
+    X: tl.constexpr = out.dtype.element_ty if BACKWARD else x.dtype.element_ty
+    # What a product of x and cos is in, by promotion.
+    C: tl.constexpr = X if X == cos.dtype.element_ty else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)[None, :]
+    head = (row % heads).to(tl.int64)
+    position = row // heads
+    token = (position % tokens).to(tl.int64)
+    batch = (position // tokens).to(tl.int64)
+    mask = (row < (numel // (2 * HALF)).to(tl.int32))[:, None]
+    if LANES != HALF:
+        mask = mask & (lane < HALF)
+    source = x + ((batch * x0 + token * x1 + head * x2) * 8)[:, None] + lane
+    target = out + ((batch * out0 + token * out1 + head * out2) * 8)[:, None] + lane
+    table = ((batch * table0 + token * table1) * 8)[:, None] + lane
+
+    low = load_float(source, 0, mask)
+    high = load_float(source, HALF, mask)
+    cos_low = rounded(low * load_float(cos, table, mask), C, COMPILED)
+    cos_high = rounded(high * load_float(cos, table + HALF, mask), C, COMPILED)
+    sin_low = load_float(sin, table, mask)
+    sin_high = load_float(sin, table + HALF, mask)
+    if BACKWARD:
+        # Adding zero is what autograd does with the gradient of a slice: it makes -0 to 0.
+        turned_low = rounded(rounded(high * sin_high, C, COMPILED), X, COMPILED) + 0.0
+        turned_high = 0.0 - rounded(rounded(low * sin_low, C, COMPILED), X, COMPILED)
+        _store(target, rounded(cos_low, X, COMPILED) + turned_low, mask, COMPILED)
+        _store(target + HALF, rounded(cos_high, X, COMPILED) + turned_high, mask, COMPILED)
+    else:
+        turned_low = rounded(-high * sin_low, C, COMPILED)
+        turned_high = rounded(low * sin_high, C, COMPILED)
+        _store(target, rounded(cos_low + turned_low, C, COMPILED), mask, COMPILED)
+        _store(target + HALF, rounded(cos_high + turned_high, C, COMPILED), mask, COMPILED)

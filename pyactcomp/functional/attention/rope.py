@@ -1,0 +1,172 @@
+"""``rope``, rotary position embeddings of queries and keys, which stores neither."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...codec import Impl, Rounding
+from ...layouts import arranged, contiguous_layout, layout_of
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+
+
+def _turned(x: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((-high, low), -1)
+
+
+def _turned_back(x: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    # Zero as autograd adds it to the gradient of a slice, which makes -0 to 0.
+    return torch.cat((high, -low), -1).add_(0.0)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    return x * cos.unsqueeze(heads) + _turned(x) * sin.unsqueeze(heads)
+
+
+def _by_token(x: Tensor, heads: int) -> Tensor:
+    """Return the view [batch, tokens, heads, dim]."""
+    return x.transpose(1, 2) if heads == 1 else x
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype, how: Saving) -> Tensor:
+        begin(ctx)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads, ctx.how, ctx.dtype = heads, how, x.dtype
+        out = _fused(x, cos, sin, heads, torch.empty_like(x, dtype=dtype), how, backward=False)
+        if out is None:
+            out = _rotated(x, cos, sin, heads).to(dtype)
+        # Torch's gradients are contiguous, and the sums behind them are rounded in that order. Laid out as x is, often
+        # a view of a linear layer's output, that takes them as they are.
+        ctx.layout = layout_of(out) if how.bits is not None else contiguous_layout(x.shape)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grad = grad.to(_product(ctx.dtype, cos, sin)) if grad.dtype.itemsize > ctx.dtype.itemsize else grad
+        shape, stride, _ = ctx.layout
+        grad_x = torch.empty_strided(shape, stride, dtype=ctx.dtype, device=grad.device)
+        out = _fused(grad, cos, sin, ctx.heads, grad_x, ctx.how, backward=True)
+        if out is None:
+            grad = grad.to(_product(ctx.dtype, cos, sin))
+            straight, turned = ((grad * t.unsqueeze(ctx.heads)).to(ctx.dtype) for t in (cos, sin))
+            out = arranged(straight + _turned_back(turned), ctx.layout)
+        return out, None, None, None, None, None
+
+
+def _product(dtype: torch.dtype, cos: Tensor, sin: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(dtype, cos.dtype), sin.dtype)
+
+
+def _fused(
+    x: Tensor, cos: Tensor, sin: Tensor, heads: int, out: Tensor, how: Saving, *, backward: bool
+) -> Tensor | None:
+    """Write x rotated, or rotated back, to ``out`` and return it if the kernel serves them."""
+    if not how.runs_kernels(x):
+        return None
+    from . import launch
+
+    source, target = _by_token(x, heads), _by_token(out, heads)
+    if not launch.serves(source, target, cos, sin):
+        return None
+    launch.rotate(source, cos, sin, target, backward=backward)
+    return out
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions and keep nothing of them for backward.
+
+    Parameters
+    ----------
+    q, k : Tensor, [batch, heads, tokens, dim], floating point
+        In any layout; with ``unsqueeze_dim=2`` [batch, tokens, heads, dim].
+    cos, sin : Tensor, [batch or 1, tokens, dim], floating point
+        Element ``i`` of a head is multiplied by ``cos[..., i]`` and takes, times ``sin[..., i]``, the element half a
+        head away, negated in the first half.
+    unsqueeze_dim : {1, 2}
+        The dimension of the heads.
+    dtype : torch.dtype, optional
+        Of the results; by default that of the products. In float32, as where ``cos`` is float32, and cast to bfloat16
+        by autocast, they are the same as with ``dtype=torch.bfloat16``.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`, for calls in one form. Nothing is kept in codes. Gradients are laid out in memory as
+        ``q`` and ``k`` are, with ``bits=None`` as torch's; else all but ``impl`` give the same.
+
+    Returns
+    -------
+    tuple of two Tensor, the shapes and order of dimensions of ``q`` and ``k``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError. They and the gradients are those
+        of torch's separate operators to the bit.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor.
+    ValueError
+        If the shapes do not fit or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve their device.
+
+    Notes
+    -----
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv:2104.09864), in the layout of
+    halves that ``transformers`` uses.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> q, k = torch.randn(2, 1, 4, 10, 8, requires_grad=True)
+    >>> angles = torch.arange(10.0)[None, :, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat(2)
+    >>> turned, _ = functional.rope(q, k, angles.cos(), angles.sin())
+    >>> bool((turned.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-5)
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        check_float_tensor(name, t)
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim!r}")
+    for name, t in (("q", q), ("k", k)):
+        _check_shapes(name, t, cos, sin, unsqueeze_dim)
+    return tuple(_rope(x, cos, sin, unsqueeze_dim, dtype, how) for x in (q, k))  # type: ignore[return-value]
+
+
+def _check_shapes(name: str, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    expected = [x.shape[0], x.shape[3 - heads], x.shape[3]] if x.dim() == 4 else None
+    if (
+        expected is None
+        or expected[2] % 2
+        or any(t.dim() != 3 or list(t.shape) not in (expected, [1, *expected[1:]]) for t in (cos, sin))
+    ):
+        raise ValueError(
+            f"rope expects {name} of four dimensions, the last one even, and cos and sin [batch or 1, tokens, dim] to "
+            f"match; got {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)} with unsqueeze_dim={heads}"
+        )
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype | None, how: Saving) -> Tensor:
+    dtype = dtype or _product(x.dtype, cos, sin)
+    if not recorded(x) or recorded(cos, sin):
+        return _rotated(x, cos, sin, heads).to(dtype)
+    return cast(Tensor, _Rope.apply(x, cos, sin, heads, dtype, how))  # type: ignore[no-untyped-call]

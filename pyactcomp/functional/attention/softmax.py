@@ -1,0 +1,149 @@
+"""``softmax`` of scores with a bias and a mask, which stores its output in codes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...codec import Impl, Rounding
+from ...redo import offer
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _softmax(x: Tensor, dim: int, bias: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        scores = x.to(_wide(x.dtype))
+        if bias is not None:
+            scores = scores + bias
+        if mask is not None:
+            scores = (torch.unflatten(scores, 0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
+        return scores.softmax(dim).to(dtype)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, bias: Tensor | None, mask: Tensor | None, dtype: torch.dtype, how: Saving
+    ) -> Tensor:
+        ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        out = _softmax(x, dim, bias, mask, dtype)
+        # Where the sum is wider than the result, that is a cast of what softmax saves.
+        saved = how.bits is not None and (dtype is _wide(x.dtype) or (bias is None and mask is None))
+        begin(ctx, out if saved else None)
+        kept, restore = how.keep(out)
+        ctx.restore = restore
+        ctx.save_for_backward(kept)
+        if how.bits is not None:
+            # So that the product with the values, which saves it too, shares these codes.
+            offer(ctx, out, lambda dtype: restore(kept).to(dtype))
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        wide = _wide(ctx.dtype)
+        p = ctx.restore(kept).to(wide)
+        grad_scores = torch._softmax_backward_data(grad.to(wide), p, ctx.dim, wide)
+        grad_bias = None
+        if ctx.bias is not None and ctx.needs_input_grad[2]:
+            shape, dtype = ctx.bias
+            grad_bias = grad_scores.sum_to_size(shape).to(dtype)
+        return grad_scores.to(ctx.dtype), None, grad_bias, None, None, None
+
+
+def softmax(
+    x: Tensor,
+    dim: int = -1,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply softmax to ``x + bias + mask`` and keep the result for backward in codes.
+
+    Sum and softmax are computed in float32 (float64 for float64). The product with the values of an attention, which
+    saves the result too, shares the codes where the model is compressed.
+
+    Parameters
+    ----------
+    x : Tensor, any shape, floating point
+    dim : int
+        The dimension along which the result sums to 1.
+    bias : Tensor, optional
+        Broadcast to ``x``, such as [heads, tokens, tokens] for scores of [windows, heads, tokens, tokens].
+    mask : Tensor, [n, tokens, tokens], optional
+        For scores [windows, heads, tokens, tokens]: its i-th part is added to the windows i, n + i, 2 n + i, ... It
+        gets no gradient.
+    dtype : torch.dtype, optional
+        That of the output, by default float32 (float64 for float64) under autocast and that of ``x`` elsewhere.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`.
+
+    Returns
+    -------
+    Tensor, the shape of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If ``x``, ``bias`` or ``mask`` is no floating-point tensor, or ``dtype`` no floating-point dtype.
+    ValueError
+        If the shapes do not match or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    The gradient is p * (g - sum(g * p)). An error of at most ``e`` in the probabilities p
+    (:func:`pyactcomp.reference.error_bound`) makes one of at most ``e * |g - sum(g p)| + (p + e) * sum(|g| e)``. That
+    is small in an attention, where ``g`` is a product with the values. Where the logarithm of a probability is taken
+    or something is divided by it, ``g`` is as large as the probability is small: use ``bits=None`` there.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> functional.softmax(torch.zeros(1, 2), bias=torch.tensor([0.0, float("-inf")]))
+    tensor([[1., 0.]])
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    for name, tensor in (("x", x), ("bias", bias), ("mask", mask)):
+        if tensor is not None:
+            check_float_tensor(name, tensor)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"softmax expects dim to be one of the {x.dim()} dimensions of x, got {dim}")
+    if bias is not None and not _broadcasts(bias, x):
+        raise ValueError(f"softmax expects a bias that broadcasts to x of {(*x.shape,)}, got {(*bias.shape,)}")
+    if mask is not None and (
+        x.dim() != 4 or mask.dim() != 3 or mask.shape[1:] != x.shape[2:] or not len(mask) or len(x) % len(mask)
+    ):
+        raise ValueError(
+            f"softmax expects a mask of [n, rows, columns] for x of [windows, heads, rows, columns] with windows a "
+            f"multiple of n, got {(*mask.shape,)} for {(*x.shape,)}"
+        )
+    if dtype is None:
+        dtype = _wide(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    if not recorded(x, bias):
+        return _softmax(x, dim, bias, mask, dtype)
+    return cast(Tensor, _Softmax.apply(x, dim, bias, mask, dtype, how))  # type: ignore[no-untyped-call]
+
+
+def _broadcasts(bias: Tensor, x: Tensor) -> bool:
+    extents = zip(reversed(bias.shape), reversed(x.shape), strict=False)
+    return bias.dim() <= x.dim() and all(b in (1, n) for b, n in extents)

@@ -1,0 +1,281 @@
+"""``batch_norm`` with what follows it in a residual block: the addition and ReLU. It stores its input in codes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...codec import Impl, Rounding
+from ...layouts import arranged, layout_of, overlaps, suggested_layout
+from ...policy import PLAIN
+from ...redo import held, offer
+from ...torch_private import normalises_by_cudnn
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+
+# The smallest normal value of float16: what was positive comes back positive in every dtype.
+_SMALLEST = 2.0**-14
+
+
+def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if t is None else t.to(dtype)
+
+
+def _as_torch_takes_it(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Return ``x`` with the strides that torch's kernel sees: cuDNN's takes a copy in a memory format of torch's.
+
+    The output and the gradient have these strides too. torch's own kernels, of the GPU and of the CPU, take ``x`` as
+    it is.
+    """
+    if not x.is_cuda or type(x) not in PLAIN or torch.compiler.is_compiling() or weight is None or bias is None:
+        return x
+    layout = layout_of(x)
+    suggested = suggested_layout(layout)
+    if layout == suggested or not normalises_by_cudnn(x, weight, bias, eps):
+        return x
+    return arranged(x, suggested)
+
+
+def _normalise(
+    x: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised ``x``, mean and rstd, all in float32 (float64 for float64), and update ``running``."""
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    mean, var = (_to(t, wide) for t in running)
+    result = torch.native_batch_norm(x.to(wide), _to(weight, wide), _to(bias, wide), mean, var, True, momentum, eps)
+    for own, updated in zip(running, (mean, var), strict=True):
+        if own is not None and updated is not None and own is not updated:
+            own.copy_(updated)
+    return result
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        running: tuple[Tensor | None, Tensor | None],
+        momentum: float,
+        eps: float,
+        relu: bool,
+        how: Saving,
+    ) -> Tensor:
+        out = _forward(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
+        begin(ctx, None if how.bits is None else x, out if relu else None)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, mean, rstd, weight, kept_mask = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if ctx.fused is not None:
+            masks = needs[3] and ctx.relu
+            *grads, grad_residual = ctx.fused.backward(kept, mean, rstd, weight, kept_mask, grad, masks)
+            grads.append(grad_residual if masks else grad)
+        else:
+            if kept_mask is not None:
+                grad = torch.where(ctx.restore_mask(kept_mask), grad, 0.0)
+            x = ctx.restore(kept).to(mean.dtype)
+            # Codes are restored without gaps, and the strides of the input decide on those of its gradient.
+            x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
+            gamma = _to(weight, mean.dtype)
+            grads = list(
+                torch.ops.aten.native_batch_norm_backward(
+                    grad.to(mean.dtype), x, gamma, None, None, mean, rstd, True, ctx.eps, [True, True, True]
+                )
+            )
+            grads.append(grad)
+        wanted = (g.to(d) if need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True))
+        return *wanted, None, None, None, None, None
+
+
+def _forward(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+    relu: bool,
+    how: Saving,
+) -> Tensor:
+    ctx.fused, ctx.relu, ctx.eps = None, relu, eps
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
+    if how.fuses(x):
+        from . import launch
+
+        # The kernels write the running statistics where they lie.
+        if launch.batch_norm_serves(x, residual, how) and all(t is None or t.is_contiguous() for t in running):
+            return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
+    normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
+    out = normal.to(x.dtype)
+    if residual is not None:
+        out = out + residual
+    kept_mask, restore_mask = None, None
+    if relu:
+        out = torch.relu(out)
+        # NaN has a gradient, as torch's ReLU gives it one.
+        mask = ~(out <= 0)
+        kept_mask, restore_mask = (mask, _same) if how.bits is None else how.keep_mask(mask)
+    kept, restore = how.keep(x)
+    ctx.layout = layout_of(x)
+    ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
+    ctx.restore, ctx.restore_mask = restore, restore_mask
+    if residual is None and how.bits is not None:
+        gamma, beta = held(weight), held(bias)
+        channels = (1, -1) + (1,) * (x.dim() - 2)
+
+        def compute(dtype: torch.dtype) -> Tensor:
+            scale = rstd if gamma is None else rstd * gamma
+            y = (restore(kept).to(mean.dtype) - mean.view(channels)) * scale.view(channels)
+            if beta is not None:
+                y = y + beta.view(channels)
+            if kept_mask is not None and restore_mask is not None:
+                y = torch.where(restore_mask(kept_mask), y.clamp_min(_SMALLEST), 0.0)
+            return y.to(dtype)
+
+        offer(ctx, out, compute, *(t for t in (gamma, beta) if t is not None))
+    return out
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _forward_fused(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+    relu: bool,
+    how: Saving,
+) -> Tensor:
+    from . import launch
+
+    norm = launch.BatchNorm(x.shape, x.dtype, x.device, relu, how)
+    packed, mean, rstd = norm.statistics(x, running, momentum, eps)
+    out, signs, packed_out = norm.apply(x, residual, mean, rstd, weight, bias)
+    ctx.fused = norm
+    ctx.save_for_backward(packed, mean, rstd, weight, signs)
+    if packed_out is None:
+        gamma, beta = held(weight), held(bias)
+        operands = [t for t in (gamma, beta) if t is not None]
+        offer(ctx, out, lambda dtype: norm.redo(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
+    else:
+        codes = packed_out
+        offer(ctx, out, lambda dtype: norm.restore(codes, dtype))
+    return out
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    relu: bool = False,
+    residual: Tensor | None = None,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Normalise channels by the statistics of the batch, add ``residual``, apply ReLU; keep ``x`` in codes.
+
+    Computes ``relu(batch_norm(x) + residual)`` in training mode and keeps, beside the codes of ``x``, the mean and the
+    reciprocal deviation of each channel and one bit an element for ReLU. Where backward asks for the output, it is
+    computed again from these; with a residual, from codes of its own.
+
+    Parameters
+    ----------
+    x : Tensor, [N, C, ...], floating point
+    running_mean, running_var : Tensor, [C], or None
+        Updated in place: the new value is ``momentum`` times that of the batch (the unbiased variance) and
+        ``1 - momentum`` times the old one.
+    weight, bias : Tensor, [C], optional
+    momentum, eps : float
+    relu : bool
+    residual : Tensor, the shape and dtype of ``x``, optional
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`.
+
+    Returns
+    -------
+    Tensor, the shape and dtype of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor.
+    ValueError
+        If the shapes do not match, a channel has a single element, or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of ``e * rstd`` in the
+    normalised element, which is all that the gradients see of ``x``. The fused kernels serve channels-last [N, C, H, W]
+    with whole groups of channels and 8 bits; others take a few passes more. Partial means and variances are combined
+    after Chan, Golub and LeVeque (1983).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x, mean, var = torch.randn(8, 4, 5, 5).requires_grad_(), torch.zeros(4), torch.ones(4)
+    >>> y = functional.batch_norm(x, mean, var, relu=True)
+    >>> bool(torch.allclose(y, torch.nn.functional.batch_norm(x, None, None, training=True).relu()))
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("x", x)
+    if x.dim() < 2:
+        raise ValueError(f"batch_norm expects x of [N, C, ...], got {tuple(x.shape)}")
+    channels = x.shape[1:2]
+    if x.numel() == channels.numel():
+        raise ValueError(f"batch_norm expects more than one element a channel, got {tuple(x.shape)}")
+    named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
+    for name, t in named:
+        if t is not None:
+            check_float_tensor(name, t)
+            if t.shape != channels:
+                raise ValueError(f"batch_norm expects {name} of {tuple(channels)}, got {tuple(t.shape)}")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("batch_norm expects both of running_mean and running_var, or neither")
+    if residual is not None:
+        check_float_tensor("residual", residual)
+        if residual.shape != x.shape or residual.dtype is not x.dtype:
+            got = f"{tuple(residual.shape)} and {residual.dtype}"
+            raise ValueError(f"batch_norm expects a residual of {tuple(x.shape)} and {x.dtype}, got {got}")
+    running = (running_mean, running_var)
+    x = _as_torch_takes_it(x, weight, bias, eps)
+    if not recorded(x, weight, bias, residual):
+        out = _normalise(x, running, weight, bias, momentum, eps)[0].to(x.dtype)
+        out = out if residual is None else out + residual
+        return torch.relu(out) if relu else out
+    return cast(
+        Tensor,
+        _BatchNorm.apply(x, weight, bias, residual, running, momentum, eps, relu, how),  # type: ignore[no-untyped-call]
+    )

@@ -1,0 +1,452 @@
+"""Triton kernels of batch norm over channels-last tensors, seen as rows of channels.
+
+A tile is GROUPS groups of one element a channel: SPAN neighbouring groups of each of GROUPS // SPAN rows. A program
+walks down its SPAN groups of channels, taking every ``splits``-th tile, so that what belongs to a channel stays in its
+registers. One of SWEEPS sweeps over a tile is one 16-byte access of each thread; sums over the sweeps stay in a
+thread. Codes of 8 bits only, and groups that lie within a row.
+
+Bytes that move for an element of float32: forward 4 + 1.06 for the statistics, 4 + 4 + 1/8 for the output, with a
+residual 4 + 1.06 more; backward 4 + 1.06 + 1/8 for the sums, the same and 4 for the gradient, with a residual 4 more;
+the output again 1.06 + 1/8 + 4.
+
+The functions are Triton's language, not Python.
+
+Longer than 400 lines: six kernels of one operator, which share their tiles and the order of their codes.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton_ops import (
+    any_flagged,
+    decode_tile,
+    element_index,
+    encode_tile,
+    load_float,
+    restore_escapes,
+    to_raw,
+)
+
+
+@triton.jit
+def _place(width, GROUP: tl.constexpr, SPAN: tl.constexpr):
+    """Return the program's first group of channels, its first tile and the step from tile to tile."""
+    blocks = width // SPAN
+    return (tl.program_id(0) % blocks) * SPAN, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+
+
+@triton.jit
+def _tile(width, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr):
+    """Return the offsets of a tile's groups and of its elements, and its groups' rows: [GROUPS, 1 or GROUP]."""
+    group = tl.arange(0, GROUPS)[:, None]
+    row = group // SPAN
+    groups = row * width + group % SPAN
+    return groups, groups * GROUP + tl.arange(0, GROUP)[None, :], row
+
+
+@triton.jit
+def _channels(first, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr):
+    """Return the channels of GROUPS groups of a tile, [GROUPS, GROUP]."""
+    return (first + tl.arange(0, GROUPS)[:, None] % SPAN) * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _sweeps(x, SWEEPS: tl.constexpr):
+    return tl.reshape(x, [SWEEPS, x.shape[0] // SWEEPS, x.shape[1]])
+
+
+@triton.jit
+def _for_tile(lanes, SWEEPS: tl.constexpr):
+    """Return what a sweep has of each channel for a whole tile."""
+    LANES: tl.constexpr = lanes.shape[0]
+    GROUP: tl.constexpr = lanes.shape[1]
+    return tl.reshape(tl.broadcast_to(lanes[None, :, :], [SWEEPS, LANES, GROUP]), [SWEEPS * LANES, GROUP])
+
+
+@triton.jit
+def _fold(lanes, SPAN: tl.constexpr):
+    """Return the sums of what belongs to the same channel, [SPAN, GROUP]."""
+    return tl.sum(tl.reshape(lanes, [lanes.shape[0] // SPAN, SPAN, lanes.shape[1]]), 0)
+
+
+@triton.jit
+def _parameters_at(packed, numel):
+    """Return where the parameters begin: the codes, one byte each, fill whole groups."""
+    return (packed + numel).to(tl.pointer_type(tl.uint32), bitcast=True)
+
+
+@triton.jit
+def _store_codes(
+    packed, codes, parameters, start, groups, offsets, present, numel, GROUP: tl.constexpr, RUN: tl.constexpr
+):
+    # A thread's codes are those of its 16 bytes of the other tensor: no exchange through shared memory.
+    tl.store(tl.max_contiguous(packed + start + offsets, [1, RUN]), codes, mask=present)
+    tl.store(_parameters_at(packed, numel) + start // GROUP + groups, parameters, mask=present)
+
+
+@triton.jit
+def _restore(packed, start, groups, offsets, present, numel, GROUP: tl.constexpr, RUN: tl.constexpr):
+    codes = tl.load(tl.max_contiguous(packed + start + offsets, [1, RUN]), mask=present, other=0)
+    parameters = tl.load(_parameters_at(packed, numel) + start // GROUP + groups, mask=present, other=0)
+    x = decode_tile(codes, parameters)
+    if any_flagged(parameters):
+        x = restore_escapes(x, codes, parameters, float("-inf"), float("inf"), float("nan"), 8)
+    return x
+
+
+@triton.jit
+def store_rounded(out, x, start, offsets, present, COMPILED: tl.constexpr):
+    """Store float32 values, rounded to what ``out`` holds, where they are ``present``."""
+    raw = to_raw(x, out.dtype.element_ty, COMPILED)
+    tl.store(out.to(tl.pointer_type(raw.dtype), bitcast=True) + start + offsets, raw, mask=present)
+
+
+@triton.jit
+def _store_signs(signs, positive, word, SWEEPS: tl.constexpr, RUN: tl.constexpr):
+    LANES: tl.constexpr = positive.shape[0] // SWEEPS
+    RUNS: tl.constexpr = positive.shape[1] // RUN
+    bit = tl.arange(0, SWEEPS)[:, None, None, None] * RUN + tl.arange(0, RUN)[None, None, None, :]
+    bits = tl.reshape(positive.to(tl.int32), [SWEEPS, LANES, RUNS, RUN]) << bit
+    words = tl.sum(tl.sum(bits, 3), 0)
+    tl.store(signs + word + tl.arange(0, LANES)[:, None] * RUNS + tl.arange(0, RUNS)[None, :], words.to(tl.int16))
+
+
+@triton.jit
+def _load_signs(signs, word, GROUP: tl.constexpr, GROUPS: tl.constexpr, SWEEPS: tl.constexpr, RUN: tl.constexpr):
+    LANES: tl.constexpr = GROUPS // SWEEPS
+    RUNS: tl.constexpr = GROUP // RUN
+    words = tl.load(signs + word + tl.arange(0, LANES)[:, None] * RUNS + tl.arange(0, RUNS)[None, :])
+    bit = tl.arange(0, SWEEPS)[:, None, None, None] * RUN + tl.arange(0, RUN)[None, None, None, :]
+    bits = (words.to(tl.int32)[None, :, :, None] >> bit) & 1
+    return tl.reshape(bits, [GROUPS, GROUP]) != 0
+
+
+@triton.jit(do_not_specialize=["numel", "width", "key0", "key1"])
+def batch_norm_statistics_kernel(
+    x,
+    packed,
+    means,
+    spreads,
+    numel: tl.int64,
+    width: tl.int32,
+    key0: tl.uint32,
+    key1: tl.uint32,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    RUN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Pack rows of ``width`` groups, and leave each program's mean and sum of squares about it, [splits, channels].
+
+    The sums are of what is left of an element after the first one of its channel that the program meets: nothing
+    cancels, whatever the mean.
+    """
+    ROWS: tl.constexpr = GROUPS // SPAN
+    LANES: tl.constexpr = GROUPS // SWEEPS
+    first, split, splits = _place(width, GROUP, SPAN)
+    groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
+    rows = numel // (width * GROUP)
+    tile = ((rows + ROWS - 1) // ROWS).to(tl.int32) - 1 - split
+    begin = tile.to(tl.int64) * ROWS * width * GROUP
+    shift = load_float(x + begin, _channels(first, GROUP, LANES, SPAN))
+    total = tl.zeros([LANES, GROUP], tl.float32)
+    squares = tl.zeros([LANES, GROUP], tl.float32)
+    count = 0
+    while tile >= 0:
+        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
+        left = tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        present = row_of < left
+        values = load_float(x + start, offsets, present)
+        _, high = element_index(start, key1, GROUP, GROUPS)
+        index = start.to(tl.uint32) + offsets.to(tl.uint32)
+        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED)
+        _store_codes(packed, codes, parameters, start, groups, offsets, present, numel, GROUP, RUN)
+        centred = _sweeps(tl.where(present, values - _for_tile(shift, SWEEPS), 0.0), SWEEPS)
+        total += tl.sum(centred, 0)
+        squares += tl.sum(centred * centred, 0)
+        count += left
+        tile -= splits
+    number = count.to(tl.float32)
+    sums = _fold(total, SPAN)
+    spread = _fold(squares, SPAN) - sums * tl.div_rn(sums, number)
+    channel = _channels(first, GROUP, SPAN, SPAN)
+    at = split.to(tl.int64) * width * GROUP + channel
+    tl.store(means + at, load_float(x + begin, channel) + tl.div_rn(sums, number))
+    tl.store(spreads + at, tl.where(spread < 0.0, 0.0, spread))
+
+
+@triton.jit(do_not_specialize=["numel", "width", "splits", "momentum", "eps"])
+def batch_norm_finish_kernel(
+    means,
+    spreads,
+    running_mean,
+    running_var,
+    mean,
+    rstd,
+    numel: tl.int64,
+    width: tl.int32,
+    splits: tl.int32,
+    momentum: tl.float32,
+    eps: tl.float32,
+    RUNNING: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Combine what the programs of ``batch_norm_statistics_kernel`` left (Chan et al.), CHANNELS channels a program."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    rows = numel // (width * GROUP)
+    tiles = ((rows + ROWS - 1) // ROWS).to(tl.int32)
+    absent = (tiles.to(tl.int64) * ROWS - rows).to(tl.int32)
+    number = rows.to(tl.float32)
+    shift = tl.load(means + channel)
+    total = tl.zeros([CHANNELS], tl.float32)
+    squares = tl.zeros([CHANNELS], tl.float32)
+    begin = 0
+    while begin < splits:
+        split = begin + tl.arange(0, SPLITS)[:, None]
+        present = split < splits
+        # The program that takes the last tile first takes what is there of it.
+        count = ((tiles - 1 - split) // splits + 1) * ROWS - tl.where(split == 0, absent, 0)
+        count = count.to(tl.float32)
+        at = split.to(tl.int64) * width * GROUP + channel[None, :]
+        apart = tl.where(present, tl.load(means + at, mask=present, other=0.0) - shift[None, :], 0.0)
+        total += tl.sum(count * apart, 0)
+        squares += tl.sum(tl.load(spreads + at, mask=present, other=0.0) + count * apart * apart, 0)
+        begin += SPLITS
+    apart = tl.div_rn(total, number)
+    average = shift + apart
+    spread = squares - total * apart
+    variance = tl.div_rn(tl.where(spread < 0.0, 0.0, spread), number)
+    tl.store(mean + channel, average)
+    tl.store(rstd + channel, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)))
+    if RUNNING:
+        unbiased = variance * tl.div_rn(number, number - 1.0)
+        old_mean, old_var = load_float(running_mean, channel), load_float(running_var, channel)
+        kept = 1.0 - momentum
+        tl.store(running_mean + channel, (kept * old_mean + momentum * average).to(running_mean.dtype.element_ty))
+        tl.store(running_var + channel, (kept * old_var + momentum * unbiased).to(running_var.dtype.element_ty))
+
+
+@triton.jit
+def _scale(mean, rstd, weight, channel, HAS_WEIGHT: tl.constexpr):
+    scale = tl.load(rstd + channel)
+    if HAS_WEIGHT:
+        scale = scale * load_float(weight, channel)
+    return tl.load(mean + channel), scale
+
+
+@triton.jit(do_not_specialize=["numel", "width", "key0", "key1"])
+def batch_norm_apply_kernel(
+    x,
+    residual,
+    mean,
+    rstd,
+    weight,
+    bias,
+    out,
+    signs,
+    packed,
+    numel: tl.int64,
+    width: tl.int32,
+    key0: tl.uint32,
+    key1: tl.uint32,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    RUN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Normalise, add the residual, apply ReLU; keep the signs, and with a residual the codes of the output.
+
+    First tile first: ``batch_norm_statistics_kernel`` has just read it.
+    """
+    ROWS: tl.constexpr = GROUPS // SPAN
+    LANES: tl.constexpr = GROUPS // SWEEPS
+    first, tile, splits = _place(width, GROUP, SPAN)
+    groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
+    channel = _channels(first, GROUP, LANES, SPAN)
+    average, scale = _scale(mean, rstd, weight, channel, HAS_WEIGHT)
+    average, scale = _for_tile(average, SWEEPS), _for_tile(scale, SWEEPS)
+    if HAS_BIAS:
+        constant = _for_tile(load_float(bias, channel), SWEEPS)
+    rows = numel // (width * GROUP)
+    tiles = ((rows + ROWS - 1) // ROWS).to(tl.int32)
+    while tile < tiles:
+        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
+        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        y = (load_float(x + start, offsets, present) - average) * scale
+        if HAS_BIAS:
+            y = y + constant
+        if HAS_RESIDUAL:
+            y = y + load_float(residual + start, offsets, present)
+        if RELU:
+            # As eager, NaN stays and has a gradient.
+            y = tl.where(y <= 0.0, 0.0, y)
+            word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
+            _store_signs(signs, y != 0.0, word, SWEEPS, RUN)
+        if HAS_RESIDUAL:
+            _, high = element_index(start, key1, GROUP, GROUPS)
+            index = start.to(tl.uint32) + offsets.to(tl.uint32)
+            codes, parameters = encode_tile(y, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED)
+            _store_codes(packed, codes, parameters, start, groups, offsets, present, numel, GROUP, RUN)
+        store_rounded(out, y, start, offsets, present, COMPILED)
+        tile += splits
+
+
+@triton.jit(do_not_specialize=["numel", "width"])
+def batch_norm_redo_kernel(
+    packed,
+    mean,
+    rstd,
+    weight,
+    bias,
+    out,
+    signs,
+    numel: tl.int64,
+    width: tl.int32,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    RUN: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Write the output again from the codes of the input, positive where it was."""
+    ROWS: tl.constexpr = GROUPS // SPAN
+    LANES: tl.constexpr = GROUPS // SWEEPS
+    first, split, splits = _place(width, GROUP, SPAN)
+    groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
+    channel = _channels(first, GROUP, LANES, SPAN)
+    average, scale = _scale(mean, rstd, weight, channel, HAS_WEIGHT)
+    average, scale = _for_tile(average, SWEEPS), _for_tile(scale, SWEEPS)
+    if HAS_BIAS:
+        constant = _for_tile(load_float(bias, channel), SWEEPS)
+    rows = numel // (width * GROUP)
+    tile = ((rows + ROWS - 1) // ROWS).to(tl.int32) - 1 - split
+    while tile >= 0:
+        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
+        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        y = (_restore(packed, start, groups, offsets, present, numel, GROUP, RUN) - average) * scale
+        if HAS_BIAS:
+            y = y + constant
+        if RELU:
+            word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
+            positive = _load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN)
+            # The smallest value that is positive in every dtype.
+            y = tl.where(positive, tl.where(y < 6.103515625e-05, 6.103515625e-05, y), 0.0)
+        store_rounded(out, y, start, offsets, present, COMPILED)
+        tile -= splits
+
+
+@triton.jit(do_not_specialize=["numel", "width"])
+def batch_norm_sums_kernel(
+    packed,
+    grad,
+    signs,
+    mean,
+    sums,
+    products,
+    numel: tl.int64,
+    width: tl.int32,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    RUN: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Leave each program's sums of the gradient, and of it times the centred input, [splits, channels]."""
+    ROWS: tl.constexpr = GROUPS // SPAN
+    LANES: tl.constexpr = GROUPS // SWEEPS
+    first, split, splits = _place(width, GROUP, SPAN)
+    groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
+    average = _for_tile(tl.load(mean + _channels(first, GROUP, LANES, SPAN)), SWEEPS)
+    total = tl.zeros([LANES, GROUP], tl.float32)
+    along = tl.zeros([LANES, GROUP], tl.float32)
+    rows = numel // (width * GROUP)
+    tile = ((rows + ROWS - 1) // ROWS).to(tl.int32) - 1 - split
+    while tile >= 0:
+        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
+        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        g = load_float(grad + start, offsets, present)
+        x = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
+        if RELU:
+            word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
+            g = tl.where(_load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN), g, 0.0)
+        total += tl.sum(_sweeps(g, SWEEPS), 0)
+        along += tl.sum(_sweeps(g * (x - average), SWEEPS), 0)
+        tile -= splits
+    at = split.to(tl.int64) * width * GROUP + _channels(first, GROUP, SPAN, SPAN)
+    tl.store(sums + at, _fold(total, SPAN))
+    tl.store(products + at, _fold(along, SPAN))
+
+
+@triton.jit(do_not_specialize=["numel", "width"])
+def batch_norm_backward_kernel(
+    packed,
+    grad,
+    signs,
+    mean,
+    rstd,
+    weight,
+    sums,
+    products,
+    out,
+    grad_residual,
+    numel: tl.int64,
+    width: tl.int32,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    RUN: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Write the gradient of the input, given the sums over all rows, and that of the residual."""
+    ROWS: tl.constexpr = GROUPS // SPAN
+    LANES: tl.constexpr = GROUPS // SWEEPS
+    first, tile, splits = _place(width, GROUP, SPAN)
+    groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
+    channel = _channels(first, GROUP, LANES, SPAN)
+    rows = numel // (width * GROUP)
+    number = rows.to(tl.float32)
+    average, scale = _scale(mean, rstd, weight, channel, HAS_WEIGHT)
+    inverse = tl.load(rstd + channel)
+    slope = tl.div_rn(tl.load(products + channel), number) * inverse * inverse
+    level = _for_tile(tl.div_rn(tl.load(sums + channel), number), SWEEPS)
+    average, scale, slope = _for_tile(average, SWEEPS), _for_tile(scale, SWEEPS), _for_tile(slope, SWEEPS)
+    tiles = ((rows + ROWS - 1) // ROWS).to(tl.int32)
+    while tile < tiles:
+        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
+        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        g = load_float(grad + start, offsets, present)
+        x = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
+        if RELU:
+            word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
+            g = tl.where(_load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN), g, 0.0)
+        if HAS_RESIDUAL:
+            store_rounded(grad_residual, g, start, offsets, present, COMPILED)
+        store_rounded(out, (g - level - (x - average) * slope) * scale, start, offsets, present, COMPILED)
+        tile += splits

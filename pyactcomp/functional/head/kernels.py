@@ -1,0 +1,76 @@
+"""The Triton kernel of ``linear_cross_entropy``: a row of logits becomes its loss and, in place, its gradient.
+
+The functions are Triton's language, not Python.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton_ops import load_float, tile_offsets, to_raw
+
+# Below every finite logit, and finite: -inf - (-inf) would be NaN where a part of a row holds nothing.
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _load(row, columns, VOCABULARY: tl.constexpr, STRIDE: tl.constexpr):
+    # By the stride, a multiple of the 16 bytes of an access: a mask by the vocabulary would load element by element.
+    return tl.where(columns < VOCABULARY, load_float(row, columns, columns < STRIDE), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def cross_entropy_kernel(
+    logits,
+    labels,
+    losses,
+    scale,
+    ignore_index: tl.int64,
+    VOCABULARY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute the cross-entropy of a row of [rows, STRIDE] logits a program, the last one first.
+
+    With GRADIENT, (softmax - one-hot) * scale takes the place of the row, and zeros that of its padding. The row is
+    read twice, the second time from the cache and backwards, and written once.
+    """
+    DTYPE: tl.constexpr = logits.dtype.element_ty
+    BLOCKS: tl.constexpr = (STRIDE + BLOCK - 1) // BLOCK
+    # VECTOR consecutive elements are one thread's, so that the sums of the loop stay within threads.
+    offsets = tile_offsets(VECTOR, BLOCK // VECTOR)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = logits + program.to(tl.int64) * STRIDE
+    label = tl.load(labels + program)
+    counted = label != ignore_index
+    known = (label >= 0) & (label < VOCABULARY)
+    column = tl.where(known, label, 0).to(tl.int32)
+    # Before the first exchange among warps, after which another one may write here.
+    at_label = load_float(row, column)
+
+    largest = tl.full([BLOCK // VECTOR, 1], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK // VECTOR, 1], tl.float32)
+    for block in range(BLOCKS):
+        x = _load(row, block * BLOCK + offsets, VOCABULARY, STRIDE)
+        larger = tl.maximum(largest, tl.max(x, 1, keep_dims=True))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 1, keep_dims=True)
+        largest = larger
+    top = tl.max(largest)
+    total = tl.sum(total * tl.exp(largest - top))
+    loss = top + tl.log(total) - at_label
+    tl.store(losses + program, tl.where(counted, tl.where(known, loss, float("nan")), 0.0))
+
+    if GRADIENT:
+        factor = tl.where(counted, tl.where(known, tl.load(scale), float("nan")), 0.0)
+        share = factor / total
+        target = row.to(tl.pointer_type(to_raw(share, DTYPE, COMPILED).dtype), bitcast=True)
+        for block in range(BLOCKS):
+            columns = (BLOCKS - 1 - block) * BLOCK + offsets
+            gradient = tl.exp(_load(row, columns, VOCABULARY, STRIDE) - top) * share
+            gradient = tl.where(columns == column, gradient - factor, gradient)
+            tl.store(target + columns, to_raw(gradient, DTYPE, COMPILED), mask=columns < STRIDE)

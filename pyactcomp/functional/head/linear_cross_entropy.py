@@ -1,0 +1,326 @@
+"""``linear_cross_entropy``, a loss head that never holds the logits of all rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from ... import codec
+from ...codec import Impl
+from ...errors import check_choice
+from ...layouts import layout_of
+from ...torch_private import graph_is_retained
+from ..saving import begin, check_float_tensor, differentiable_once, recorded
+
+Reduction = Literal["mean", "sum"]
+
+# Logits of one chunk: 4096 rows of 32000 bfloat16. Fewer bytes make more, smaller products, each of which reads and
+# writes the whole sum for the weight; more bytes come on top of all that forward has stored. By estimate: at 256 MiB
+# that sum costs 0.5 ms where the head of a Llama of 1 B parameters takes 10 ms.
+CHUNK_BYTES = 2**28
+# Rows of a chunk are a multiple of a matrix product's tile.
+ROWS = 128
+# Products whose leading dimension is no multiple of 16 bytes run at a quarter of the rate on an H200; with this one
+# all three are aligned in every dtype, and a row of the tiles of a product is whole.
+COLUMNS = 64
+# Elements of a row that a program holds at a time, and its warps: two 16-byte accesses a thread of bfloat16. Two or
+# three programs fill a multiprocessor: the rows under way, 27 MB with 50257 columns, are still in the cache of an
+# H200 (50 MB) when they are read again; more and smaller programs would read them from memory. By estimate.
+BLOCK, WARPS = 8192, 16
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What is computed of each row."""
+
+    ignore_index: int
+    chunk: int | None
+    impl: Impl
+
+    def rows(self, count: int, row_bytes: int) -> int:
+        """Return the rows of a chunk: as few chunks as fit the bound, of about the same size."""
+        if self.chunk is not None:
+            return self.chunk
+        chunks = max(-(-count * row_bytes // CHUNK_BYTES), 1)
+        return max(-(-count // (chunks * ROWS)) * ROWS, 1)
+
+    def fuses(self, logits: Tensor) -> bool:
+        """Return whether the Triton kernel serves ``logits``; a named implementation never falls back."""
+        if self.impl == "triton":
+            codec.resolve(self.impl, logits.device)
+        elif self.impl != "auto" or not logits.is_cuda:
+            return False
+        return logits.dtype is not torch.float64 and codec.unavailable_reason("triton", logits.device) is None
+
+    def __call__(self, logits: Tensor, vocabulary: int, labels: Tensor, losses: Tensor, scale: Tensor | None) -> None:
+        """Write the losses of rows and, given a scale, the gradient times it in place of the padded logits."""
+        if self.fuses(logits):
+            self._launch(logits, vocabulary, labels, losses, scale)
+            return
+        counted, known = labels != self.ignore_index, (labels >= 0) & (labels < vocabulary)
+        column = labels.where(known, 0).unsqueeze(1)
+        result = torch.log_softmax(logits[:, :vocabulary].to(losses.dtype), 1)
+        nan = losses.new_full((), float("nan"))
+        losses.copy_(torch.where(known, -result.gather(1, column).squeeze(1), nan).where(counted, 0))
+        if scale is not None:
+            result.exp_().scatter_add_(1, column, result.new_full((), -1).expand_as(column))
+            result *= torch.where(known, scale, nan).where(counted, 0).unsqueeze(1)
+            logits[:, :vocabulary] = result
+            logits[:, vocabulary:] = 0
+
+    def _launch(self, logits: Tensor, vocabulary: int, labels: Tensor, losses: Tensor, scale: Tensor | None) -> None:
+        from ..launch import launcher
+        from . import kernels
+
+        stride = logits.stride(0)
+        block = min(BLOCK, 1 << (stride - 1).bit_length())
+        constants = (vocabulary, stride, 16 // logits.itemsize, block, scale is not None)
+        launch = launcher(kernels, "cross_entropy_kernel", constants, WARPS, logits.device)
+        launch(logits.shape[0], (logits, labels, losses, losses if scale is None else scale), (self.ignore_index,))
+
+
+def _padded(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a weight or a bias in ``dtype`` with zeros up to a multiple of COLUMNS rows."""
+    if parameter is None:
+        return None
+    count = parameter.shape[0]
+    missing = -count % COLUMNS
+    if not missing:
+        return parameter.to(dtype)
+    out = parameter.new_empty((count + missing, *parameter.shape[1:]), dtype=dtype)
+    out[:count] = parameter
+    out[count:] = 0
+    return out
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a.T @ b`` to ``total`` without rounding the product to the dtype of its factors."""
+    if a.dtype is total.dtype:
+        total.addmm_(a.t(), b)
+    elif a.is_cuda:
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+
+
+def _walk(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    loss_of: _Loss,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the losses of rows and the gradients of x, weight and bias, times scale, that are needed."""
+    count, vocabulary = x.shape[0], weight.shape[0]
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    matrix, offset = cast(Tensor, _padded(weight, dtype)), _padded(bias, dtype)
+    padded = matrix.shape[0]
+    rows = loss_of.rows(count, padded * dtype.itemsize)
+    losses = x.new_empty(count, dtype=exact)
+    logits = x.new_empty((min(rows, count), padded), dtype=dtype)
+    needs_x, needs_weight, needs_bias = needs
+    # As torch's: that of a matrix by columns is one, too.
+    form = torch.preserve_format if layout_of(x).dense else torch.contiguous_format
+    grad_x = torch.empty_like(x, dtype=dtype, memory_format=form) if needs_x else None
+    grad_weight = x.new_zeros((padded, x.shape[1]), dtype=exact) if needs_weight else None
+    grad_bias = x.new_zeros(padded, dtype=exact) if needs_bias else None
+    for start in range(0, count, rows):
+        part, end = x[start : start + rows].to(dtype), min(start + rows, count)
+        here = logits[: end - start]
+        if offset is None:
+            torch.mm(part, matrix.t(), out=here)
+        else:
+            torch.addmm(offset, part, matrix.t(), out=here)
+        loss_of(here, vocabulary, labels[start:end], losses[start:end], scale)
+        if grad_x is not None:
+            torch.mm(here, matrix, out=grad_x[start:end])
+        if grad_weight is not None:
+            _add_product(grad_weight, here, part)
+        if grad_bias is not None:
+            grad_bias += here.sum(0, dtype=exact)
+    return losses, grad_x, _first(grad_weight, vocabulary), _first(grad_bias, vocabulary)
+
+
+def _first(gradient: Tensor | None, count: int) -> Tensor | None:
+    return None if gradient is None else gradient[:count]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        divisor: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        loss_of: _Loss,
+    ) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
+        read = x if needs_weight else None, weight if needs_x else None
+        begin(ctx, labels, *(t for t in read if t is not None and t.dtype is dtype))
+        # Gradients are kept times a mantissa from 1/2 to 1 that backward completes by a power of two, so that they
+        # are rounded once, and neither underflow in float16 nor overflow.
+        mantissa = torch.frexp(scale).mantissa
+        losses, *gradients = _walk(x, weight, bias, labels, mantissa, dtype, loss_of, ctx.needs_input_grad[:3])
+        if gradients[1] is not None and weight.dtype is torch.bfloat16:
+            # Other 16-bit weights have fewer exponents than a sum over all rows may need.
+            gradients[1] = gradients[1].to(torch.bfloat16)
+        ctx.save_for_backward(scale / mantissa, *gradients)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return losses.sum() / divisor
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        power, *gradients = ctx.saved_tensors
+        # One element, not none: only dimensions make the product float32, rounded to the gradient's dtype at the end.
+        factor = (grad * power).view(1)
+        once = not graph_is_retained()
+        scaled = (
+            None if g is None else _scaled(g, factor, dtype, in_place=once)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None, None, None)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    if not in_place or gradient.dtype is not dtype:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    return torch.mul(gradient, factor, out=gradient)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    divisor: float | Tensor | None = None,
+    chunk: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Compute ``cross_entropy(linear(x, weight, bias).float(), labels)`` a chunk of rows at a time.
+
+    The forward already computes the gradients and keeps them instead of logits; backward only scales them. They are
+    the gradients of the unchunked functions with the sum for ``weight`` carried in float32.
+
+    Parameters
+    ----------
+    x : Tensor, [..., in], floating point
+    weight : Tensor, [vocabulary, in]
+    labels : Tensor, [...], int64
+        A class a row, or ``ignore_index`` for rows that do not count.
+    bias : Tensor, [vocabulary], optional
+    ignore_index : int
+    reduction : {"mean", "sum"}
+        Whether the sum over rows is divided by the number of those that count.
+    divisor : float or Tensor of one element, optional
+        What to divide a sum by.
+    chunk : int, optional
+        Rows at a time; by default as many as make logits of 256 MiB.
+    impl : {"auto", "triton", "cuda", "cpu", "reference"}
+        By default a Triton kernel on CUDA, which "triton" asks for by name; all others use torch's operators.
+
+    Returns
+    -------
+    Tensor, no dimensions
+        Of float32, or float64 where ``x`` is. Differentiable once: backward with ``create_graph=True`` raises
+        PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If ``x``, ``weight`` or ``bias`` is no floating-point tensor, or ``labels`` none of int64.
+    ValueError
+        If shapes, dtypes or devices do not match, or an option has no such value.
+    IndexError
+        If a label is no class, on the CPU. On other devices, where looking would make the host wait, the loss is NaN
+        then, and so is the gradient of its row.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    With n rows, a vocabulary of v and c bytes an element, forward needs beside its arguments the chunk, the
+    gradient of ``x`` (``n * in * c``) and the sum for ``weight`` (``v * in * 4``), and a copy of ``weight``
+    (``v * in * c``) where autocast casts it or v is no multiple of 64. The two gradients stay until backward, that of
+    a bfloat16 ``weight`` in bfloat16. Backward scales them in place, unless the graph is retained or autocast's
+    dtype is not that of ``x``, of which it makes another then.
+
+    Logits and their gradients are rounded to the dtype of the products, as unchunked; the gradients are scaled before
+    they are, by what leaves a power of two. The order of a chunked loss is that of Liger-Kernel (Hsu et al., 2024).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp.functional import linear_cross_entropy
+    >>> x, weight = torch.randn(32, 64), torch.randn(100, 64, requires_grad=True)
+    >>> labels = torch.randint(100, (32,))
+    >>> loss = linear_cross_entropy(x, weight, labels)
+    >>> bool(torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.T, labels)))
+    True
+    """
+    check_float_tensor("x", x)
+    check_float_tensor("weight", weight)
+    if not isinstance(labels, Tensor) or labels.dtype is not torch.int64:
+        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"labels must be a torch.Tensor of torch.int64, got {got}")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or labels.shape != x.shape[:-1]:
+        raise ValueError(
+            "linear_cross_entropy expects x of [..., in], weight of [vocabulary, in] and labels of [...], got "
+            f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
+        )
+    if bias is not None:
+        check_float_tensor("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"linear_cross_entropy expects a bias of {tuple(weight.shape[:1])}, got {(*bias.shape,)}")
+    if weight.device != x.device or labels.device != x.device:
+        raise ValueError(
+            f"x, weight and labels must be on one device, got {x.device}, {weight.device}, {labels.device}"
+        )
+    check_choice("reduction", reduction, ("mean", "sum"))
+    check_choice("impl", impl, codec.IMPLS)
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a number of rows, at least 1, or None, got {chunk!r}")
+    if divisor is not None and reduction != "sum":
+        raise ValueError(f"divisor is for reduction='sum', got it with {reduction!r}")
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    elif any(t is not None and t.dtype is not dtype for t in (weight, bias)):
+        raise ValueError(f"x, weight and bias must have one dtype without autocast, got {dtype} and {weight.dtype}")
+    labels = labels.reshape(-1).contiguous()
+    counted = labels != ignore_index
+    if labels.device.type == "cpu":
+        wrong = labels[counted & ((labels < 0) | (labels >= weight.shape[0]))]
+        if len(wrong):
+            raise IndexError(f"labels must be from 0 to {weight.shape[0] - 1} or {ignore_index}, got {int(wrong[0])}")
+
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    rows, loss_of = x.reshape(-1, x.shape[-1]), _Loss(ignore_index, chunk, impl)
+    if reduction == "mean":
+        by = counted.sum().to(exact)
+    elif isinstance(divisor, Tensor):
+        by = divisor.detach().to(x.device, exact).reshape(())
+    else:
+        by = torch.full((), 1.0 if divisor is None else divisor, dtype=exact, device=x.device)
+    # Without a row that counts the mean is NaN and the gradients are zeros, as torch's.
+    scale = 1 / (by.clamp(min=1) if reduction == "mean" else by)
+    with torch.autocast(x.device.type, enabled=False):
+        if recorded(x, weight, bias):
+            arguments = rows, weight, bias, labels, by, scale, dtype, loss_of
+            return cast(Tensor, _LinearCrossEntropy.apply(*arguments))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            losses, *_ = _walk(rows, weight, bias, labels, None, dtype, loss_of, (False, False, False))
+            return losses.sum() / by

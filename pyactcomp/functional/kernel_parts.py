@@ -1,0 +1,81 @@
+"""Parts that fused kernels share, as Triton functions on tiles of shape [groups, group_size].
+
+The functions are Triton's language, not Python.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, tile_offsets, to_raw
+
+# Tiles of kernels that know no groups.
+FLAT_TILE = tl.constexpr(1024)
+FLAT_GROUP = tl.constexpr(64)
+FLAT_GROUPS = tl.constexpr(1024 // 64)
+
+
+@triton.jit
+def restore(
+    packed,
+    start,
+    left,
+    numel,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Return the float32 values of the packed tile that begins at element ``start``; the rest as ``load_codes``."""
+    codes, parameters = load_codes(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    x = decode_tile(codes, parameters)
+    if any_flagged(parameters):
+        x = restore_escapes(x, codes, parameters, float("-inf"), float("inf"), float("nan"), BITS)
+    return x
+
+
+@triton.jit
+def dropout_factors(
+    start,
+    seed,
+    counter,
+    threads,
+    below,
+    gain,
+    QUADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Return, for the tile at element ``start``, ``gain`` where a :class:`.masks.noise.Noise` keeps an element, else 0.
+
+    ``start`` is a whole number of runs, and in a tile there are no more of them than threads.
+    """
+    # The interpreter takes no types from annotations.
+    threads, below = threads.to(tl.uint32), below.to(tl.uint32)
+    quad = tile_offsets(GROUP // 4, GROUPS)
+    first = (start // (4 * QUADS)).to(tl.uint32)
+    turn = first // threads
+    thread = first - turn * threads + (quad // QUADS).to(tl.uint32)
+    next_turn = thread >= threads
+    thread = tl.where(next_turn, thread - threads, thread)
+    call = counter.to(tl.int64) + (turn + next_turn.to(tl.uint32)).to(tl.int64) * QUADS + quad % QUADS
+    low, high = (call & 0xFFFFFFFF).to(tl.uint32), (call >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, thread, tl.zeros_like(thread))
+    even = tl.join((a < below).to(tl.int8), (c < below).to(tl.int8))
+    odd = tl.join((b < below).to(tl.int8), (d < below).to(tl.int8))
+    return tl.where(tl.reshape(tl.join(even, odd), [GROUPS, GROUP]) != 0, gain, 0.0)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+    """Return float32 values rounded half to even to DTYPE, as float32."""
+    if DTYPE == tl.float32:
+        y = x
+    elif DTYPE == tl.bfloat16:
+        y = (to_raw(x, DTYPE, COMPILED).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(DTYPE).to(tl.float32)
+    return y

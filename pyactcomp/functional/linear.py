@@ -1,0 +1,135 @@
+"""``linear``, which stores its input in codes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..codec import Impl, Rounding
+from .saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, how: Saving
+    ) -> Tensor:
+        def cast_to(t: Tensor | None) -> Tensor | None:
+            return t if t is None or dtype is None else t.to(dtype)
+
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        source = cast(Tensor, cast_to(x))
+        begin(ctx, x if needs_weight and source is x and how.bits is not None else None)
+        kept, ctx.restore = how.keep(source) if needs_weight else (None, None)
+        # The weight itself, not autocast's copy of it: casting again is cheaper than keeping two.
+        ctx.save_for_backward(kept, weight if needs_x else None)
+        ctx.by_column = x.dim() == 2 and x.stride() == (1, x.shape[0])
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(source, cast(Tensor, cast_to(weight)), cast_to(bias))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        count = ctx.shape[:-1].numel()
+        rows = grad.reshape(count, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        with torch.autocast(grad.device.type, enabled=False):
+            if weight is not None:
+                matrix = weight.to(grad.dtype)
+                # As torch: the gradient of a matrix by columns is one, too.
+                grad_x = (matrix.t() @ rows.t()).t() if ctx.by_column else (rows @ matrix).view(ctx.shape)
+                grad_x = grad_x.to(x_dtype)
+            if kept is not None:
+                grad_weight = (rows.t() @ ctx.restore(kept).reshape(count, ctx.shape[-1])).to(weight_dtype)
+            if ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply ``x @ weight.T + bias`` and keep ``x`` for backward in codes.
+
+    The output and the gradients of ``x`` and ``bias`` are those of :func:`torch.nn.functional.linear`; only the
+    gradient of ``weight`` sees the restored ``x``. Without a gradient to compute for ``weight``, ``x`` is not kept
+    at all. Under autocast the arguments are cast as there, and it is the cast ``x`` that is kept.
+
+    Parameters
+    ----------
+    x : Tensor, [..., in], floating point
+    weight : Tensor, [out, in]
+        Never quantised, nor kept twice.
+    bias : Tensor, [out], optional
+    bits : {8, 4, 2} or None
+        Width of a code; None keeps ``x`` as it is.
+    group_size : {64, 128, 256}
+        Elements that share a minimum and a step.
+    rounding : {"nearest", "stochastic"}, optional
+        By default nearest for 8 bits and stochastic for fewer.
+    seed : int, optional
+        64-bit seed of the stochastic rounding, of each call its own; by default the next of a sequence that is the same
+        from run to run.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All give the same codes. A named one never falls back.
+
+    Returns
+    -------
+    Tensor, [..., out]
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor.
+    ValueError
+        If the shapes do not match or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    With an error of at most ``e`` in each element of ``x`` (:func:`pyactcomp.reference.error_bound`), an element of
+    the gradient of ``weight`` is off by at most ``e`` times the sum of the magnitudes of ``grad`` in its row. After
+    the scheme of GACT (Liu et al., 2022).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x, weight = torch.randn(32, 64), torch.randn(16, 64, requires_grad=True)
+    >>> functional.linear(x, weight).sum().backward()
+    >>> bool(torch.allclose(weight.grad[0], x.sum(0), atol=0.5))
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("x", x)
+    check_float_tensor("weight", weight)
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear expects x of [..., in] and weight of [out, in], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_float_tensor("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"linear expects a bias of {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    if not recorded(x, weight, bias):
+        return F.linear(x, weight, bias)
+    dtype = None
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return cast(Tensor, _Linear.apply(x, weight, bias, dtype, how))  # type: ignore[no-untyped-call]

@@ -1,0 +1,114 @@
+"""``dropout``, which stores one bit an element."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...codec import Impl, Rounding
+from ...layouts import layout_of
+from ..saving import Saving, begin, check_float_tensor, recorded, saving
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, how: Saving) -> Tensor:
+        begin(ctx)
+        ctx.p, ctx.dtype, ctx.how, ctx.native = p, x.dtype, how, x.is_cuda
+        if ctx.native:
+            out, mask = torch.native_dropout(x, p, True)
+            ctx.layout = layout_of(mask)
+        else:
+            # Torch multiplies by scaled noise there: dropout of ones is that noise, drawn in the same way.
+            noise = F.dropout(torch.ones_like(x), p)
+            out, mask = x * noise, noise != 0
+        kept, ctx.restore = how.keep_mask(mask)
+        ctx.save_for_backward(kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        (bits,) = ctx.saved_tensors
+        scale = 1.0 / (1.0 - ctx.p)
+        if not ctx.native:
+            noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
+            return grad * torch.where(ctx.restore(bits), noise, 0), None, None
+        if torch.is_grad_enabled():
+            # With create_graph=True torch takes operators that have derivatives, and these round the scale.
+            return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
+        # Where the gradient lies otherwise torch knows how to lay out what becomes of it.
+        if ctx.how.runs_kernels(grad) and grad.stride() == ctx.layout.stride and _as_it_is(grad):
+            from . import launch
+
+            return launch.dropout_backward(bits, grad, scale), None, None
+        return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
+
+
+def _as_it_is(grad: Tensor) -> bool:
+    """Return whether torch's backward on CUDA lays its result out as ``grad`` is."""
+    return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
+
+
+def check_probability(p: float) -> None:
+    """Raise ValueError unless ``p`` is a probability."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"p must be from 0 to 1, got {p!r}")
+
+
+def dropout(
+    x: Tensor,
+    p: float = 0.5,
+    *,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and keep one bit an element.
+
+    Parameters
+    ----------
+    x : Tensor, any shape, floating point
+    p : float
+        From 0 to 1.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`, for calls in one form. What is kept is exact, and the same for all but ``impl``. The
+        elements are drawn by torch's generator, not from ``seed``.
+
+    Returns
+    -------
+    Tensor, the shape and dtype of ``x``
+        It and the gradients are those of :func:`torch.nn.functional.dropout` in training, from the same state of
+        torch's generator, to the bit.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` is no floating-point tensor.
+    ValueError
+        If ``p`` is not from 0 to 1 or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x = torch.ones(1000, requires_grad=True)
+    >>> out = functional.dropout(x, 0.25)
+    >>> out.sum().backward()
+    >>> torch.equal(x.grad, out)
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_float_tensor("x", x)
+    check_probability(p)
+    if not recorded(x) or p in (0, 1) or x.numel() == 0:
+        return F.dropout(x, p)
+    return cast(Tensor, _Dropout.apply(x, p, how))  # type: ignore[no-untyped-call]

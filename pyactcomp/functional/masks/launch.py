@@ -1,0 +1,44 @@
+"""Launches of the kernels of ReLU and of the backward of dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ... import format as fmt
+from ...redo import stand_for
+from ..elementwise import elementwise
+from . import kernels
+
+
+def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Return relu of a dense x, the bits of what is not zero, and the function from those and a gradient to x's.
+
+    A bfloat16 element moves 4.125 bytes each way.
+    """
+    on = elementwise(x)
+    out = x if inplace else on.empty(x.dtype)
+    nbytes = fmt.packed_bool_nbytes(x.numel())
+    positive = stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
+    on.launch(kernels, "relu_kernel", (), (x, out, positive))
+
+    def backward(positive: Tensor, grad: Tensor) -> Tensor:
+        grad_x = on.empty(grad.dtype)
+        tensors = (positive, on.arrange(grad), grad_x)
+        on.launch(kernels, "masked_kernel", (False,), tensors, (0.0,))
+        return grad_x  # torch, too, takes the layout of the result here
+
+    return out, positive, backward
+
+
+def dropout_backward(bits: Tensor, grad: Tensor, scale: float) -> Tensor:
+    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask laid out as ``grad`` is.
+
+    A bfloat16 element moves 4.125 bytes, where restoring the mask and reading it again would move 6.125.
+    """
+    on = elementwise(grad)
+    grad_x = on.empty(grad.dtype)
+    on.launch(kernels, "masked_kernel", (True,), (bits, grad, grad_x), (scale,))
+    return grad_x

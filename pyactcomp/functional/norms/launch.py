@@ -1,0 +1,220 @@
+"""Launches of the norms' kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels import triton as codec_kernels
+from ..launch import buffer, bytes_of, copy_buffer, keys, launcher, processors, written_bits
+from ..masks.noise import QUIET, Noise
+from ..saving import Saving
+
+# A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
+LONGEST_ROW = 8192
+_MOST_WARPS = 16
+# Elements of a program and of a thread, where a row is not longer. Forward and redo move what the codec's kernels move,
+# and take over their tiles. Backward holds two sums beside: with 8 elements a thread it compiles to 64 registers, or 80
+# to 93 where gradients are of two types, so that 32 warps run on a multiprocessor, or 16; and those that share a
+# program leave one row of sums between them.
+_FORWARD = codec_kernels.TILE, 16
+_REDO = codec_kernels.DECODE_TILE, 16
+_BACKWARD = 2048, 8
+_RESIDENT_WARPS = 32
+
+
+def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, how: Saving) -> bool:
+    """Return whether the kernels serve a norm of x, or x + residual, over ``shape``, with an output of ``dtype``."""
+    length = math.prod(shape)
+    return (
+        all(t is None or (how.fuses(t) and t.is_contiguous()) for t in (x, residual))
+        and dtype is not torch.float64
+        and length % how.group_size == 0
+        and length <= LONGEST_ROW
+        # A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
+        and (not how.stochastic or x.numel() <= 2**32)
+    )
+
+
+def _dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if t is None else t.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm over ``shape`` that :func:`serves` allows; :func:`norm_of` makes each once.
+
+    A layer norm if ``centred``; else rows are divided by their root mean square, and rounded to their own type before
+    they are multiplied by the weight. Of rows of type ``copied`` bytes of a copy stand where those of codes would.
+    """
+
+    shape: tuple[int, ...]
+    centred: bool
+    eps: float
+    how: Saving
+    copied: torch.dtype | None = None
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def _form(self) -> _Form:
+        from . import kernels
+
+        bits = self.how.bits if self.copied is None else int(kernels.COPY.value)
+        return _Form(self.length, self.centred, bits, self.how.group_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        indices: Tensor | None,
+        dtype: torch.dtype,
+        total: Tensor | None = None,
+        noise: Noise = QUIET,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``.
+
+        With ``total`` a copy is kept there: x itself, or memory for the sum, which is then written in any case. With
+        ``noise``, x is what dropout leaves of it.
+        """
+        numel = x.numel()
+        out = torch.empty_like(x, dtype=dtype)
+        if total is not None:
+            packed = bytes_of(total)
+            bits = 0 if residual is None else self._form.bits
+        else:
+            packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
+            bits = written_bits(self._form.bits)
+        rstd = x.new_empty(numel // self.length, dtype=torch.float32)
+        flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
+        form = self._form._replace(bits=bits)
+        # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without it.
+        # In float32, or with random bits for the rounding beside, it would spill.
+        most = codec_kernels.REGISTERS if noise.quads == 2 and not self.how.stochastic else None
+        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
+        given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
+        tensors = (x, *given, out, self._elements(packed), rstd)
+        plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how), *noise.arguments(False)))
+        return out, packed, rstd
+
+    def redo(
+        self,
+        packed: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the output again, from what ``forward`` returned with it."""
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
+        numel = out.numel()
+        plan = _plan(
+            self._form, "norm_redo_kernel", numel, _REDO, (weight is not None, bias is not None), (), out.device
+        )
+        tensors = (self._elements(packed), rstd, _dense(weight, rstd), _dense(bias, rstd), out)
+        plan.launch(plan.tiles, tensors, (numel,))
+        return out
+
+    def backward(
+        self,
+        packed: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        indices: Tensor | None,
+        grad: Tensor,
+        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        needs: tuple[bool, bool],
+        beside: Tensor | None = None,
+        noise: Noise = QUIET,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and residual in ``dtypes``, None for None, and those that weight and bias need.
+
+        To those of x and residual ``beside`` is added, which is of their dtype. ``noise`` is the forward's.
+        """
+        grad = grad.contiguous()
+        numel = grad.numel()
+        noise = QUIET if dtypes[0] is None else noise
+        # One for both where they are of one type and no dropout is between them.
+        kinds = (dtypes[0], noise.quads > 0), (dtypes[1], False)
+        inputs = {kind: torch.empty_like(grad, dtype=kind[0]) for kind in kinds if kind[0] is not None}
+        out, *other = inputs.values() or (grad,)
+        added = beside is not None
+        flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None, added, noise.quads)
+        plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
+        sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
+        # The weight's are first, the bias's last; where neither is wanted, something stands in.
+        parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
+        results = (out, other[0] if other else out, *parameters)
+        tensors = (
+            self._elements(packed),
+            rstd,
+            _dense(weight, rstd),
+            grad,
+            _dense(beside, grad),
+            _dense(indices, rstd),
+            *results,
+        )
+        plan.launch(plan.resident, tensors, (numel, *noise.arguments(True)))
+        of_parameters = iter(sums.sum(1))
+        of_inputs = (inputs.get(kind) for kind in kinds)
+        return *of_inputs, *(next(of_parameters) if need else None for need in needs)
+
+    def _elements(self, packed: Tensor) -> Tensor:
+        return packed if self.copied is None else packed.view(self.copied)
+
+
+norm_of = functools.lru_cache(maxsize=256)(Norm)
+
+
+class _Form(NamedTuple):
+    """What the kernels of a norm depend on; not the seed of stochastic rounding, which is another on each call."""
+
+    length: int
+    centred: bool
+    bits: int | None
+    group_size: int
+
+
+class _Plan(NamedTuple):
+    """The launcher of one kernel, its programs if each takes one tile, and if none has to wait for another to end."""
+
+    launch: codec_kernels.Launcher
+    tiles: int
+    resident: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    form: _Form,
+    kernel: str,
+    numel: int,
+    tile: tuple[int, int],
+    flags: tuple[int, ...],
+    last: tuple[bool, ...],
+    device: torch.device,
+    registers: int | None = None,
+) -> _Plan:
+    """Return how to launch a kernel over ``numel`` elements; ``tile`` is how many a program and a thread have."""
+    from . import kernels
+
+    elements, per_thread = tile
+    groups = 1 << (form.length // form.group_size - 1).bit_length()
+    padded = groups * form.group_size
+    # The rows of a program divide those of the tensor, so that no program has fewer.
+    rows = math.gcd(numel // form.length, max(elements // padded, 1)) if padded == form.length else 1
+    warps = min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
+    tiles = numel // form.length // rows
+    constants = (form.length, rows, form.centred, *flags, form.bits, form.group_size, rows * groups, *last)
+    launch = launcher(kernels, kernel, constants, warps, device, registers)
+    return _Plan(launch, tiles, min(tiles, processors(device) * max(_RESIDENT_WARPS // warps, 1)))

@@ -1,0 +1,343 @@
+"""``layer_norm`` and ``add_layer_norm``, which store what they normalise in codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...codec import Impl, Rounding
+from ...layouts import layout_of
+from ...redo import held, offer
+from ..masks.dropout import check_probability, dropout
+from ..masks.noise import QUIET, Noise, draw
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from .launch import Norm, norm_of, serves
+
+
+def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return t if t is None or dtype is None else t.to(dtype)
+
+
+def _normalised(x: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
+    """Return what is normalised."""
+    x = x if residual is None else x + residual
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _under_autocast(x: Tensor) -> bool:
+    return x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+        dtype: torch.dtype,
+        how: Saving,
+        noise: Noise,
+    ) -> Tensor:
+        exact = how.bits is None
+        ctx.shape, ctx.norm, ctx.noise = shape, None, noise
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
+        # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
+        ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
+        gamma, beta = held(weight), held(bias)
+        read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
+        # Autocast's casts are written to by nobody.
+        begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))
+        parameters = [t for t in (gamma, beta) if t is not None]
+        # Noise is only drawn for the kernels.
+        if noise.quads or (ctx.keeps and serves(x, residual, shape, dtype, how)):
+            ctx.norm = norm = norm_of(shape, True, eps, how)
+            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, noise=noise)
+            ctx.save_for_backward(packed, rstd, weight, rows)
+            compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, beta, layout_of(out).shape)
+            offer(ctx, out, compute, *parameters)
+            return out
+
+        x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
+        # Exactly as torch, or with statistics in float32 whatever the dtype, which torch keeps in bfloat16 on the CPU.
+        ctx.wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        if exact and not _under_autocast(x):
+            ctx.wide = None
+        wide, wide_gamma, wide_beta = (_to(t, ctx.wide) for t in (x, gamma, beta))
+        out, mean, rstd = torch.native_layer_norm(cast(Tensor, wide), shape, wide_gamma, wide_beta, eps)
+        out = out.to(dtype)
+        if ctx.keeps:
+            kept, restore = how.keep(x)
+            ctx.restore = restore
+            ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
+            again = functools.partial(_redo, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide)
+            offer(ctx, out, lambda wanted: again().to(dtype).to(wanted), kept, *parameters)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = tuple(ctx.needs_input_grad[:4])
+        grads: tuple[Tensor | None, ...]
+        if not ctx.keeps:
+            grads = None, None, None, grad.reshape(-1, *ctx.shape).sum(0, dtype=ctx.wide)
+        elif ctx.norm is not None:
+            dtypes = tuple(d if need else None for d, need in zip(ctx.dtypes[:2], needs[:2], strict=True))
+            packed, rstd, weight, rows = ctx.saved_tensors
+            grads = ctx.norm.backward(packed, rstd, weight, rows, grad, dtypes, needs[2:], noise=ctx.noise)
+        else:
+            kept, mean, rstd, weight, rows = ctx.saved_tensors
+            x, gamma = _to(ctx.restore(kept), ctx.wide), _to(weight, ctx.wide)
+            assert x is not None
+            if mean is None:
+                mean = _mean(x, ctx.shape)
+            # Of the bias, backward reads no more than that there is one.
+            beta = (x if gamma is None else gamma).new_empty(ctx.shape) if needs[3] else None
+            mask = needs[0] or needs[1], *needs[2:]
+            grad_x, *of_parameters = torch.ops.aten.native_layer_norm_backward(
+                grad.to(x.dtype), x, ctx.shape, mean, rstd, gamma, beta, mask
+            )
+            if rows is not None and grad_x is not None:
+                grad_x = torch.empty_like(grad_x).index_copy_(0, rows.long(), grad_x)
+            grads = grad_x, grad_x, *of_parameters
+        wanted = (
+            g.to(d) if g is not None and need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True)
+        )
+        return *wanted, None, None, None, None, None, None
+
+
+def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.mean(tuple(range(-len(shape), 0)), keepdim=True)
+
+
+def _redo(
+    kept: Tensor,
+    restore: Any,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    wide: torch.dtype | None,
+) -> Tensor:
+    """Return the output again: by torch's own operator, or from restored rows and their reciprocal deviations."""
+    x, gamma, beta = cast(Tensor, _to(restore(kept), wide)), _to(weight, wide), _to(bias, wide)
+    if rstd is None:
+        return torch.native_layer_norm(x, shape, gamma, beta, eps)[0]
+    out = (x - _mean(x, shape)) * rstd
+    if gamma is not None:
+        out = out * gamma
+    return out if beta is None else out + beta
+
+
+def _checked_shape(
+    function: str, x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> tuple[int, ...]:
+    check_float_tensor("x", x)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"{function} expects x to end with normalized_shape {shape}, got {tuple(x.shape)}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check_float_tensor(name, parameter)
+            if tuple(parameter.shape) != shape:
+                raise ValueError(f"{function} expects a {name} of {shape}, got {tuple(parameter.shape)}")
+    return shape
+
+
+def _checked_dtype(function: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{function} expects a floating-point dtype, got {dtype!r}")
+
+
+def _checked_rows(rows: Tensor, count: int) -> None:
+    if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"rows must be an int32 or int64 torch.Tensor, got {got}")
+    if tuple(rows.shape) != (count,):
+        raise ValueError(f"rows must name each of the {count} rows of x once, got indices of {tuple(rows.shape)}")
+
+
+def _dtype_of(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    """Return the dtype of torch's function."""
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    return torch.float32 if dtype is not torch.float64 and _under_autocast(x) else dtype
+
+
+def _apply(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    dtype: torch.dtype | None,
+    how: Saving,
+    p: float = 0.0,
+) -> Tensor:
+    noise = QUIET
+    wanted = _dtype_of(x, residual) if dtype is None else dtype
+    if p > 0:
+        if p < 1 and recorded(x, residual, weight) and serves(x, residual, shape, wanted, how):
+            noise = draw(x, p)
+        if not noise.quads:
+            x = dropout(x, p, impl=how.impl)
+    if not recorded(x, residual, weight, bias):
+        out = F.layer_norm(_normalised(x, residual, rows), shape, weight, bias, eps)
+        return out if dtype is None else out.to(dtype)
+    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, wanted, how, noise)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply layer normalisation and keep ``x`` for backward in codes.
+
+    The reciprocal deviation of each row is kept in float32 (float64 for float64), the weight as it is. Under CUDA
+    autocast the output is float32, as that of :func:`torch.nn.functional.layer_norm`; what is kept has the precision of
+    ``x`` all the same. The output is not kept by operators that would save it: backward computes it again.
+
+    Parameters
+    ----------
+    x : Tensor, [..., *normalized_shape], floating point
+    normalized_shape : int or sequence of int
+    weight, bias : Tensor, normalized_shape, optional
+    eps : float
+        Added to the variance.
+    dtype : torch.dtype, optional
+        Of the output; by default that of torch's function.
+    rows : Tensor, [n], int32 or int64, optional
+        A permutation of the n rows of ``x``: the output is [n, *normalized_shape], row i the norm of row ``rows[i]``.
+        That they are one is not checked, which would wait for the device.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`. With ``bits=None`` output and gradients are bitwise those of torch's function.
+
+    Returns
+    -------
+    Tensor, the shape of ``x``, or [n, *normalized_shape]
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor, ``rows`` no tensor of indices, or ``dtype`` not floating point.
+    ValueError
+        If the shapes do not match or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of at most ``2 * e * rstd`` in
+    the normalised row, which is all that the gradients see of ``x``: the mean is that of the restored row. The fused
+    kernels serve rows of whole groups, up to 8192 elements; other rows take a pass more.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x, weight = torch.randn(8, 128), torch.ones(128, requires_grad=True)
+    >>> functional.layer_norm(x, 128, weight).sum().backward()
+    >>> bool(torch.allclose(weight.grad, torch.nn.functional.layer_norm(x, [128]).sum(0), atol=0.2))
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    shape = _checked_shape("layer_norm", x, normalized_shape, weight, bias)
+    _checked_dtype("layer_norm", dtype)
+    if rows is not None:
+        _checked_rows(rows, x.shape[: -len(shape)].numel())
+        x = x.reshape(-1, *shape)
+    return _apply(x, None, weight, bias, rows, shape, eps, dtype, how)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    p: float = 0.0,
+    dtype: torch.dtype | None = None,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply layer normalisation to ``dropout(x, p) + residual`` and keep the sum for backward in codes.
+
+    The sum is rounded to the dtype that torch promotes the two to, as that of the separate addition is. Where the fused
+    kernels serve, neither it nor what dropout leaves is written to memory, and no mask is kept: backward draws again
+    what to drop, from torch's seed.
+
+    Parameters
+    ----------
+    x : Tensor, [..., *normalized_shape], floating point
+    residual : Tensor, the shape of ``x``, floating point
+    normalized_shape, weight, bias, eps, dtype
+        As in :func:`layer_norm`.
+    p : float
+        From 0 to 1. Elements are drawn as by :func:`dropout`: the same ones, from the same state of torch's generator.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`.
+
+    Returns
+    -------
+    Tensor, the shape of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor, or ``dtype`` not floating point.
+    ValueError
+        If the shapes do not match, ``p`` is not from 0 to 1 or an option has no such value.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    The bound is that of :func:`layer_norm`, with an error of ``e`` in the sum.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x, residual = torch.randn(8, 128, requires_grad=True), torch.randn(8, 128)
+    >>> out = functional.add_layer_norm(x, residual, 128)
+    >>> bool(torch.equal(out, torch.nn.functional.layer_norm(x + residual, [128])))
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    shape = _checked_shape("add_layer_norm", x, normalized_shape, weight, bias)
+    _checked_dtype("add_layer_norm", dtype)
+    check_float_tensor("residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")
+    check_probability(p)
+    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how, float(p))

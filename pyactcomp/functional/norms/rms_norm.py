@@ -1,0 +1,185 @@
+"""``rms_norm``, which stores its input in codes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...codec import Impl, Rounding
+from ...layouts import layout_of
+from ...redo import held, offer
+from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from .launch import Norm, norm_of, serves
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.to(torch.float32)
+
+
+def _reciprocal_deviation(wide: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _scaled(wide: Tensor, rstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    row = (wide * rstd).to(dtype)
+    return row if weight is None else weight * row
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    wide = _wide(x)  # once: its gradients are summed before they are rounded
+    return _scaled(wide, _reciprocal_deviation(wide, eps), weight, x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
+        # Of a narrower row the chain of operators saves a cast.
+        begin(ctx, x if how.bits is not None and _wide(x) is x else None)
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        gamma = held(weight)
+        parameters = () if gamma is None else (gamma,)
+        ctx.norm, ctx.eps = None, eps
+        ctx.dtypes = x.dtype, None if weight is None else weight.dtype
+        if serves(x, None, x.shape[-1:], dtype, how):
+            ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
+            out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype)
+            ctx.save_for_backward(packed, rstd, weight)
+            compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, None, layout_of(out).shape)
+            offer(ctx, out, compute, *parameters)
+            return out
+
+        kept, ctx.restore = how.keep_copy(x) if copy else how.keep(x.detach())
+        wide = _wide(x)
+        rstd = _reciprocal_deviation(wide, eps)
+        # Exactly, the chain of torch's operators is differentiated, of which it is one.
+        ctx.exact = how.bits is None
+        ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
+        out = _scaled(wide, rstd, weight, x.dtype)
+        if out.is_contiguous():
+            offer(ctx, out, functools.partial(_redo, kept, ctx.restore, rstd, gamma), kept, *parameters)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, rstd, weight = ctx.saved_tensors
+        needs = tuple(ctx.needs_input_grad[:2])
+        if ctx.norm is not None:
+            dtypes = ctx.dtypes[0] if needs[0] else None, None
+            grad_x, _, grad_weight, _ = ctx.norm.backward(kept, rstd, weight, None, grad, dtypes, (needs[1], False))
+        elif ctx.exact:
+            grad_x, grad_weight = _differentiated(kept, weight, ctx.eps, grad, needs)
+        else:
+            row, g = _wide(ctx.restore(kept)) * rstd, _wide(grad)
+            grad_weight = (g * row).sum_to_size(row.shape[-1:]) if needs[1] else None
+            g = g if weight is None else g * _wide(weight)
+            grad_x = (g - row * (g * row).mean(-1, keepdim=True)) * rstd
+        grads = (None if g is None else g.to(d) for g, d in zip((grad_x, grad_weight), ctx.dtypes, strict=True))
+        return *grads, None, None, None
+
+
+def _differentiated(
+    x: Tensor, weight: Tensor | None, eps: float, grad: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x and weight as autograd gets them."""
+    leaves = [
+        None if t is None else t.detach().requires_grad_(need) for t, need in zip((x, weight), needs, strict=True)
+    ]
+    with torch.enable_grad():
+        out = _rms_norm(cast(Tensor, leaves[0]), leaves[1], eps)
+    wanted = iter(torch.autograd.grad(out, [t for t in leaves if t is not None and t.requires_grad], grad))
+    return tuple(next(wanted) if need else None for need in needs)
+
+
+def _redo(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    x = restore(kept)
+    return _scaled(_wide(x), rstd, weight, x.dtype).to(dtype)
+
+
+def check_rows(name: str, x: Tensor, weight: Tensor | None) -> None:
+    """Raise unless the function ``name`` got float rows and a weight for them."""
+    check_float_tensor("x", x)
+    if weight is not None:
+        check_float_tensor("weight", weight)
+    if x.dim() == 0 or (weight is not None and weight.shape != x.shape[-1:]):
+        got = "None" if weight is None else tuple(weight.shape)
+        raise ValueError(
+            f"{name} expects x of [..., features] and weight of [features], got {tuple(x.shape)} and {got}"
+        )
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    copy: bool = False,
+    bits: int | None = 8,
+    group_size: int = 64,
+    rounding: Rounding | None = None,
+    seed: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Divide rows by their root mean square, multiply them by a weight, and keep ``x`` for backward in codes.
+
+    The formula and its roundings are those of Llama's norm: the row is divided in float32 (float64 for float64),
+    rounded to the dtype of ``x``, and multiplied by the weight in the dtype that torch promotes the two to.
+    :func:`torch.nn.functional.rms_norm` over the last dimension is the same but for these roundings: it multiplies
+    before it rounds, so that they differ by an ulp or two of ``x``'s dtype. Its ``eps=None`` is the machine epsilon,
+    which is to be given here. The output is not kept by operators that would save it: backward computes it again.
+
+    Parameters
+    ----------
+    x : Tensor, [..., features], floating point
+    weight : Tensor, [features], or None
+    eps : float
+        Added to the mean square.
+    copy : bool
+        Whether to keep a copy of ``x`` in its own dtype in place of codes. What is computed from it in backward, the
+        output again among it, is then off by roundings alone: worth its bytes where large weights get their gradients
+        from that output.
+    bits, group_size, rounding, seed, impl
+        As in :func:`linear`. With ``bits=None`` output and gradients are bitwise those of the separate operators.
+
+    Returns
+    -------
+    Tensor, the shape of ``x``
+        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no floating-point tensor.
+    ValueError
+        If the shapes do not match, an option has no such value, or ``copy`` is asked for with ``bits=None``, which
+        keeps ``x`` itself.
+    ImplementationUnavailableError
+        If ``impl`` cannot serve the device of ``x``.
+
+    Notes
+    -----
+    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of ``e * rstd`` in the
+    normalised row, which is all that the gradients see of ``x``; ``rstd``, the reciprocal of the root, is kept. Zhang
+    and Sennrich, "Root Mean Square Layer Normalization", 2019. The fused kernels serve rows of whole groups, up to 8192
+    elements; other rows take more passes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import functional
+    >>> x, weight = torch.randn(8, 128), torch.ones(128, requires_grad=True)
+    >>> functional.rms_norm(x, weight, 1e-6).sum().backward()
+    >>> exact = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).sum(0)
+    >>> bool(torch.allclose(weight.grad, exact, atol=0.2))
+    True
+    """
+    how = saving(bits, group_size, rounding, seed, impl)
+    check_rows("rms_norm", x, weight)
+    if copy and bits is None:
+        raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
+    if not recorded(x, weight):
+        return _rms_norm(x, weight, eps)
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps, copy, how))  # type: ignore[no-untyped-call]

@@ -1,0 +1,180 @@
+"""``nn.BatchNorm2d`` and ``nn.MaxPool2d``, and the ResNets of timm and torchvision: norm, addition and ReLU in one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Collection
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from ...functional.convolutional import batch_norm, max_pool2d
+from ..base import Options, options_again
+from ..fusion import Fused, Fusion, form_of, of_one_dtype, options
+from ..untouched import plain, untouched
+
+# The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
+_RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
+_BYPASSED = ("bn1", "bn2", "bn3", "act1", "act2", "act3", "relu", "drop_block", "aa")
+_RECTIFIED = "_pyactcomp_rectified"
+
+
+def _normalise(
+    norm: nn.BatchNorm2d, x: Tensor, how: Options, *, relu: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """Apply a batch norm that is in training mode as its module does."""
+    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    few = x.numel() < how["group_size"] * norm.num_features  # for codes of them: see the table of readers
+    if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
+        out = nn.BatchNorm2d.forward(norm, x)
+        out = out if residual is None else out + residual
+        return torch.relu(out) if relu else out
+    momentum = norm.momentum
+    running = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
+    if norm.track_running_stats and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    momentum = 0.0 if momentum is None else momentum
+    return batch_norm(x, *running, norm.weight, norm.bias, momentum, norm.eps, relu=relu, residual=residual, **how)
+
+
+class BatchNorm2d(Fused, nn.BatchNorm2d):
+    """``nn.BatchNorm2d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the channels of ``input``."""
+        how = options(self, input)
+        if how is None or input.dim() != 4:
+            return super().forward(input)
+        return _normalise(self, input, how)
+
+
+class MaxPool2d(Fused, nn.MaxPool2d):
+    """``nn.MaxPool2d`` without dilation, rounding up or indices."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Take the maximum of each window."""
+        how = options(self, input)
+        dilated = self.dilation not in (1, (1, 1))
+        sizes = self.kernel_size, self.stride, self.padding
+        if (
+            how is None
+            or dilated
+            or self.ceil_mode
+            or self.return_indices
+            or input.dim() != 4
+            or not all(isinstance(size, int) or len(size) == 2 for size in sizes)
+        ):
+            return cast(Tensor, super().forward(input))
+        return max_pool2d(input, self.kernel_size, self.stride, self.padding, **how)
+
+
+class BatchNormReLU2d(Fused, nn.BatchNorm2d):
+    """A batch norm whose output goes to a :class:`PassingReLU` and nowhere else: it is rectified already."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the channels of ``input`` and apply ReLU."""
+        how = options(self, input)
+        if how is None or input.dim() != 4 or untouched(self) is not None:
+            return super().forward(input)
+        out = _normalise(self, input, how, relu=True)
+        setattr(out, _RECTIFIED, out._version)
+        return out
+
+
+class PassingReLU(Fused, nn.ReLU):
+    """A ReLU that passes on what a :class:`BatchNormReLU2d` has rectified."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply ReLU, once."""
+        if getattr(input, _RECTIFIED, None) == input._version:
+            return input
+        return super().forward(input)
+
+
+class ResidualBlock(Fused):
+    """A ``BasicBlock`` or ``Bottleneck`` of timm or torchvision in its standard configuration."""
+
+    downsample: Module | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the convolutions make of ``x`` to it, or to its projection."""
+        how = options(self, x)
+        layers = _layers(self) if how is not None and x.dim() == 4 else []
+        if how is None or not layers:
+            return cast(Tensor, super().forward(x))
+        out = x
+        for convolution, norm in layers[:-1]:
+            out = _normalise(norm, convolution(out), options_again(self), relu=True)
+        convolution, norm = layers[-1]
+        out = convolution(out)
+        shortcut: Tensor = x if self.downsample is None else self.downsample(x)
+        if shortcut.dtype is not out.dtype or shortcut.shape != out.shape:
+            # Promoted or broadcast by the sum, as in the block's own forward.
+            return torch.relu(_normalise(norm, out, how, relu=False) + shortcut)
+        return _normalise(norm, out, how, relu=True, residual=shortcut)
+
+
+def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
+    """Return the convolutions with their norms, each followed by ReLU, or none if there is anything else between."""
+    children = block._modules
+    if any(getattr(block, name, None) is not None for name in ("se", "drop_path")):
+        return []
+    if not all(plain(children[name], nn.Identity) for name in ("drop_block", "aa") if name in children):
+        return []
+    layers: list[tuple[Module, nn.BatchNorm2d]] = []
+    for index in range(1, 4):
+        convolution, norm = children.get(f"conv{index}"), children.get(f"bn{index}")
+        if convolution is None:
+            break
+        activation = children.get(f"act{index}", children.get("relu"))
+        if not isinstance(norm, nn.BatchNorm2d) or not plain(norm, nn.BatchNorm2d) or not norm.training:
+            return []
+        if not plain(activation, nn.ReLU):
+            return []
+        layers.append((convolution, norm))
+    return layers
+
+
+def by_place(model: Module) -> dict[Module, Fusion]:
+    """Return the fused forms of a ResNet's first norms and the ReLUs behind them.
+
+    In these classes the one's output goes to the other and nowhere else, which no other place of a model tells.
+    """
+    if not any(type(model) is getattr(sys.modules.get(name), "ResNet", None) for name in _RESNETS):
+        return {}
+    if untouched(model) is not None:
+        return {}
+    children = model._modules
+    first = children.get("conv1")
+    deep = list(first) if type(first) is nn.Sequential and untouched(first) is None else []
+    row = [*deep, children.get("bn1"), children.get("act1", children.get("relu"))]
+    forms: dict[Module, Fusion] = {}
+    for norm, activation in itertools.pairwise(row):
+        if (
+            isinstance(norm, Module)
+            and isinstance(activation, Module)
+            and plain(norm, nn.BatchNorm2d)
+            and plain(activation, nn.ReLU)
+        ):
+            forms[norm] = Fusion(form_of(BatchNormReLU2d, nn.BatchNorm2d))
+            forms[activation] = Fusion(form_of(PassingReLU, nn.ReLU))
+    return forms
+
+
+def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
+    """Return the fused form of each class, of timm's and torchvision's only if they are loaded."""
+    forms: dict[type[Module], Fusion] = {
+        nn.BatchNorm2d: Fusion(form_of(BatchNorm2d, nn.BatchNorm2d)),
+        nn.MaxPool2d: Fusion(form_of(MaxPool2d, nn.MaxPool2d), exact=True),
+    }
+    for name in _RESNETS:
+        resnet = sys.modules.get(name)
+        for block in (getattr(resnet, attribute, None) for attribute in ("BasicBlock", "Bottleneck")):
+            if block is not None:
+                forms[block] = Fusion(form_of(ResidualBlock, block), bypassed=_BYPASSED)
+    return forms

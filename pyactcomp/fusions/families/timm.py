@@ -1,0 +1,29 @@
+"""timm's layer norm, which computes what torch's does, and its vision transformer's blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from torch import nn
+from torch.nn import Module
+
+from ..fusion import Fusion, form_of
+from .torch_modules import LayerNorm, norms_before_linears
+
+_PRE_NORM = {("timm.models.vision_transformer", "Block"): {"norm1": "attn", "norm2": "mlp"}}
+
+
+def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
+    """Return the fused form of timm's layer norm, if timm is loaded."""
+    return {norm: Fusion(form_of(LayerNorm, norm)) for norm in _layer_norm()}
+
+
+def by_place(block: Module) -> dict[Module, Fusion]:
+    """Return the fused forms of the norms of a block whose output goes to Linears."""
+    return norms_before_linears(block, _PRE_NORM, (nn.LayerNorm, *_layer_norm()), (nn.Linear,))
+
+
+def _layer_norm() -> tuple[type[nn.LayerNorm], ...]:
+    norm = getattr(sys.modules.get("timm.layers.norm"), "LayerNorm", None)
+    return () if norm is None else (norm,)

@@ -1,0 +1,144 @@
+"""Modules of :mod:`torch.nn` in fused form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from ...functional.activations import gelu
+from ...functional.masks import dropout
+from ...functional.norms import layer_norm, rms_norm
+from ...redo import is_result_to_store
+from ..formulas import children_fed, forward_of
+from ..fusion import Fused, Fusion, fits, form_of, linear_dtype, options, original_of
+from ..untouched import plain, untouched
+
+
+class LayerNorm(Fused, nn.LayerNorm):
+    """``nn.LayerNorm``, float32 under autocast as that is."""
+
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return the elements of a row."""
+        return math.prod(cast(nn.LayerNorm, module).normalized_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
+        return self._normalise(x, None)
+
+    def _normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        how = options(self, x)
+        # timm's may run apex's, which rounds otherwise.
+        if how is None or getattr(self, "_fast_norm", False) or not fits(self, x):
+            return super().forward(x)
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype, **how)
+
+
+class LayerNormForLinear(LayerNorm):
+    """A layer norm whose output only goes to Linears: under autocast it is written as they would cast it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
+        return self._normalise(x, linear_dtype(x))
+
+
+class RMSNorm(Fused, nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dimension, with a weight and an ``eps`` of its own."""
+
+    @staticmethod
+    def row_length(module: Module) -> int | None:
+        """Return the elements of a row."""
+        return math.prod(cast(nn.RMSNorm, module).normalized_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
+        how = options(self, x)
+        # Under autocast torch's result is float32 on some devices only; without a weight or eps its formula differs.
+        if (
+            how is None
+            or self.weight is None
+            or self.eps is None
+            or len(self.normalized_shape) != 1
+            or x.shape[-1:] != self.weight.shape
+            or self.weight.dtype is not x.dtype
+            or torch.is_autocast_enabled(x.device.type)
+        ):
+            return super().forward(x)
+        return rms_norm(x, self.weight, self.eps, **how)
+
+
+class GELU(Fused, nn.GELU):
+    """``nn.GELU``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply GELU."""
+        how = options(self, input)
+        return super().forward(input) if how is None else gelu(input, cast(Any, self.approximate), **how)
+
+
+class Dropout(Fused, nn.Dropout):
+    """``nn.Dropout``, but not in place."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop elements."""
+        how = options(self, input)
+        # What CUDA's own makes of stored probabilities is computed again from them.
+        if how is None or self.inplace or (input.is_cuda and is_result_to_store(input)):
+            return super().forward(input)
+        return dropout(input, self.p, **how)
+
+
+def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
+    """Return the fused form of each class."""
+    return {
+        nn.LayerNorm: Fusion(form_of(LayerNorm, nn.LayerNorm)),
+        nn.RMSNorm: Fusion(form_of(RMSNorm, nn.RMSNorm)),
+        nn.GELU: Fusion(form_of(GELU, nn.GELU)),
+        # One that drops nothing, of which models have many, costs a call less as it is.
+        nn.Dropout: Fusion(form_of(Dropout, nn.Dropout), exact=True, suits=_drops),
+    }
+
+
+def _drops(dropout: Module) -> bool:
+    return 0 < cast(nn.Dropout, dropout).p < 1
+
+
+def norms_before_linears(
+    block: Module,
+    places: Mapping[tuple[str, str], Mapping[str, str]],
+    norms: Collection[type[Module]],
+    linears: Collection[type[Module]],
+) -> dict[Module, Fusion]:
+    """Return the fused forms of the layer norms in ``block`` whose output goes to Linears, and nowhere else.
+
+    Parameters
+    ----------
+    block : Module
+    places : mapping
+        The module and the name of the class of a block: {norm: the only child that reads its output}.
+    norms, linears : collection of type
+        Classes of norms, and classes whose input autocast casts.
+    """
+    cls = original_of(type(block))
+    feeds = places.get((cls.__module__, cls.__name__))
+    if feeds is None or untouched(block) is not None:
+        return {}
+    children = block._modules
+    return {
+        norm: Fusion(form_of(LayerNormForLinear, type(norm)))
+        for norm, child in ((children.get(a), children.get(b)) for a, b in feeds.items())
+        if norm is not None and type(norm) in norms and child is not None and _feeds(child, linears)
+    }
+
+
+def _feeds(module: Module, linears: Collection[type[Module]]) -> bool:
+    names = children_fed(forward_of(original_of(type(module))))
+    children = [getattr(module, name, None) for name in names]
+    # A branch that is never taken may name a child that this module does not have.
+    present = [child for child in children if child is not None]
+    return untouched(module) is None and bool(present) and all(plain(child, *linears) for child in present)

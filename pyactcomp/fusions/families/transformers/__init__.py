@@ -1,0 +1,7 @@
+"""Modules of Hugging Face transformers in fused form."""
+
+from __future__ import annotations
+
+from .modules import by_class, by_place
+
+__all__ = ["by_class", "by_place"]
