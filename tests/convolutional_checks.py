@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import reference
+from pyactcomp.functional import Codes
 from pyactcomp.functional.convolutional import batch_norm
 from pyactcomp.redo import Recipe
 
@@ -61,8 +62,8 @@ class Case:
         """Return the output of ``batch_norm``."""
         x, weight, bias, residual = leaves
         assert x is not None
-        options = {"seed": SEED, "relu": self.relu, "residual": residual, **how}
-        return batch_norm(x, *running, weight, bias, 0.1, 1e-5, **options)  # type: ignore[arg-type]
+        codes = Codes(**{"seed": SEED, **how})  # type: ignore[arg-type]
+        return batch_norm(x, *running, weight, bias, 0.1, 1e-5, relu=self.relu, residual=residual, codes=codes)
 
 
 def recipe_of(out: Tensor) -> Recipe | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pyactcomp
 from pyactcomp import codec, functional, redo
 from pyactcomp.codec import Packed, dequantize
+from pyactcomp.functional import Codes
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
 from pyactcomp.functional.activations import new_gelu, silu_mul
@@ -34,6 +36,7 @@ from pyactcomp.kernels import triton as kernels
 from pyactcomp.seeds import second_of
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
+EXACT = Codes(bits=None, impl="triton")
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]
 # Whole tiles and a part of one, in which the last group is not whole either.
 NUMEL = kernels.DECODE_TILE + 99
@@ -73,7 +76,9 @@ def test_gelu_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size
     outputs = []
 
     def compute() -> Tensor:
-        outputs.append(functional.gelu(x, approximate, bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+        outputs.append(
+            functional.gelu(x, approximate, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+        )
         return outputs[0]
 
     (codes,) = saved_by(compute)
@@ -87,9 +92,9 @@ def test_gelu_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size
 def test_a_redo_keeps_the_strides_of_the_output() -> None:
     x = on_device(normal(2, 8, 5, 7), torch.bfloat16).to(memory_format=torch.channels_last).requires_grad_()
     for out in (
-        functional.gelu(x, impl="triton"),
-        silu_mul(x, x, impl="triton"),
-        new_gelu(x, bits=None, impl="triton"),
+        functional.gelu(x, codes=Codes(impl="triton")),
+        silu_mul(x, x, codes=Codes(impl="triton")),
+        new_gelu(x, codes=Codes(bits=None, impl="triton")),
     ):
         assert recipe_of(out).compute(out.dtype).stride() == out.stride() == x.stride()
 
@@ -97,7 +102,10 @@ def test_a_redo_keeps_the_strides_of_the_output() -> None:
 @pytest.mark.parametrize("bits", [8, None])
 def test_a_recipe_holds_no_graph(bits: int | None) -> None:
     x = on_device(normal(NUMEL), torch.bfloat16).requires_grad_() * 1
-    for out in (silu_mul(x, x, bits=bits, impl="triton"), new_gelu(x, bits=bits, impl="triton")):
+    for out in (
+        silu_mul(x, x, codes=Codes(bits=bits, impl="triton")),
+        new_gelu(x, codes=Codes(bits=bits, impl="triton")),
+    ):
         assert all(operand.grad_fn is None for operand in recipe_of(out)._operands)
 
 
@@ -107,8 +115,8 @@ def test_silu_mul_saves_the_bytes_of_the_reference(dtype: torch.dtype, bits: int
     gate, up = (on_device(normal(NUMEL, seed=seed), dtype) for seed in (0, 1))
     gate[3], gate[70], up[200] = float("inf"), float("nan"), -float("inf")
     leaves = [t.clone().requires_grad_() for t in (gate, up)]
-    options = {"bits": bits, "group_size": group_size, "seed": SEED}
-    saved = saved_by(lambda: silu_mul(*leaves, **options, impl="triton"))
+    stored = Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton")
+    saved = saved_by(lambda: silu_mul(*leaves, codes=stored))
     for codes, x, seed in zip(saved, (gate, up), (SEED, second_of(SEED)), strict=True):
         assert_codes_saved([codes], x, bits, group_size, None, seed)
 
@@ -118,7 +126,7 @@ def test_silu_mul_saves_the_bytes_of_the_reference(dtype: torch.dtype, bits: int
 def test_silu_mul_is_within_its_bounds(dtype: torch.dtype, bits: int, group_size: int) -> None:
     gate, up, grad = (on_device(2 * normal(3, NUMEL // 3, seed=seed), dtype) for seed in (0, 1, 2))
     leaves = [t.clone().requires_grad_() for t in (gate, up)]
-    out = silu_mul(*leaves, bits=bits, group_size=group_size, seed=SEED, impl="triton")
+    out = silu_mul(*leaves, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton"))
     grads = torch.autograd.grad(out, leaves, grad)
     wide = [t.cpu().double().requires_grad_() for t in (gate, up)]
     exact = F.silu(wide[0]) * wide[1]
@@ -143,7 +151,7 @@ def test_silu_mul_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_
     outputs = []
 
     def compute() -> Tensor:
-        outputs.append(silu_mul(gate, up, bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+        outputs.append(silu_mul(gate, up, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton")))
         return outputs[0]
 
     a, b = (restored(codes, NUMEL, bits, group_size) for codes in saved_by(compute))
@@ -158,10 +166,10 @@ def test_silu_mul_with_up_made_again_restores_gate_alone(dtype: torch.dtype) -> 
     gate, up, grad = (on_device(2 * normal(3, NUMEL // 3, seed=seed), dtype) for seed in (0, 1, 2))
     codes: list[Tensor] = []
 
-    def compute(kept: Tensor, **options: object) -> tuple[Tensor, ...]:
+    def compute(kept: Tensor, bits: int | None = 8, **options: Any) -> tuple[Tensor, ...]:
         leaves = [kept.clone().requires_grad_(), up.clone().requires_grad_()]
         outputs: list[Tensor] = []
-        saved = saved_by(lambda: outputs.append(silu_mul(*leaves, impl="triton", **options)))
+        saved = saved_by(lambda: outputs.append(silu_mul(*leaves, codes=Codes(bits=bits, impl="triton"), **options)))
         codes[:] = [c for c in saved if c.dtype is torch.uint8]
         recipe = recipe_of(outputs[0])
         again = recipe.compute(dtype)
@@ -185,7 +193,7 @@ def test_silu_mul_without_codes_keeps_gate_alone_where_up_is_made_again() -> Non
     results = []
     for again in (lambda: up, None):
         outputs: list[Tensor] = []
-        saved = saved_by(lambda: outputs.append(silu_mul(gate, up, up_again=again, bits=None, impl="triton")))  # noqa: B023
+        saved = saved_by(lambda: outputs.append(silu_mul(gate, up, up_again=again, codes=EXACT)))  # noqa: B023
         assert [s.data_ptr() for s in saved] == [t.data_ptr() for t in ((gate, up) if again is None else (gate,))]
         recomputed = recipe_of(outputs[0]).compute(torch.bfloat16)
         results.append((outputs[0], recomputed, *torch.autograd.grad(outputs[0], (gate, up), grad)))
@@ -207,7 +215,7 @@ def test_silu_mul_in_place_is_the_same_in_less_memory(dtype: torch.dtype, again:
             made.append(source.clone())  # noqa: B023
             return made[-1]  # noqa: B023
 
-        out = silu_mul(gate, up, up_again=up_again if again else None, inplace=inplace, impl="triton")
+        out = silu_mul(gate, up, up_again=up_again if again else None, inplace=inplace, codes=Codes(impl="triton"))
         recipe = recipe_of(out)
         redone = recipe.compute(dtype)
         of_gate, of_up = torch.autograd.grad(out, (gate, up), grad)
@@ -224,9 +232,9 @@ def test_silu_mul_in_place_leaves_memory_that_others_share() -> None:
     both = on_device(normal(2, NUMEL), torch.bfloat16).requires_grad_()
     gate, up = both.unbind()
     before = up.detach().clone()
-    out = silu_mul(gate, up, inplace=True, impl="triton")
+    out = silu_mul(gate, up, inplace=True, codes=Codes(impl="triton"))
     assert torch.equal(up, before)
-    assert torch.equal(out, silu_mul(gate, up, impl="triton"))
+    assert torch.equal(out, silu_mul(gate, up, codes=Codes(impl="triton")))
 
 
 def test_silu_mul_writes_over_nothing_that_a_dispatch_mode_saw() -> None:
@@ -234,7 +242,7 @@ def test_silu_mul_writes_over_nothing_that_a_dispatch_mode_saw() -> None:
     before = up.clone(), grad.clone()
     leaf = gate.clone().requires_grad_()
     with Passing():
-        out = silu_mul(leaf, up, inplace=True, impl="triton")
+        out = silu_mul(leaf, up, inplace=True, codes=Codes(impl="triton"))
         torch.autograd.grad(out, leaf, grad)
     assert torch.equal(up, before[0])
     assert torch.equal(grad, before[1])
@@ -262,7 +270,7 @@ def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
     up = on_device(torch.full((gate.numel(),), 2.0), torch.float32)
     up[: len(SPECIALS)] = float("inf")
     leaves = [t.clone().requires_grad_() for t in (gate, up)]
-    out = silu_mul(*leaves, bits=bits, impl="triton")
+    out = silu_mul(*leaves, codes=Codes(bits=bits, impl="triton"))
     expected = F.silu(leaves[0]) * leaves[1]
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.isinf(), expected.isinf())
@@ -282,11 +290,13 @@ def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: functional.gelu(x, impl="triton"),
-        lambda x: functional.gelu(x, "tanh", bits=4, seed=SEED, impl="triton"),
-        lambda x: silu_mul(x, x.flip(0), impl="triton"),
-        lambda x: functional.rms_norm(x, torch.ones(128, dtype=x.dtype, device=DEVICE), 1e-5, impl="triton"),
-        lambda x: functional.layer_norm(x, (128,), impl="triton"),
+        lambda x: functional.gelu(x, codes=Codes(impl="triton")),
+        lambda x: functional.gelu(x, "tanh", codes=Codes(bits=4, seed=SEED, impl="triton")),
+        lambda x: silu_mul(x, x.flip(0), codes=Codes(impl="triton")),
+        lambda x: functional.rms_norm(
+            x, torch.ones(128, dtype=x.dtype, device=DEVICE), 1e-5, codes=Codes(impl="triton")
+        ),
+        lambda x: functional.layer_norm(x, (128,), codes=Codes(impl="triton")),
     ],
     ids=["gelu", "gelu_tanh", "silu_mul", "rms_norm", "layer_norm"],
 )
@@ -322,7 +332,7 @@ def test_what_is_run_for_its_output_alone_is_not_computed_again_from_its_codes()
 
     class Scaled(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return checkpointed(lambda x: functional.gelu(x, impl="triton"), x) * weight
+            return checkpointed(lambda x: functional.gelu(x, codes=Codes(impl="triton")), x) * weight
 
     (grad,) = torch.autograd.grad(pyactcomp.compress(Scaled(), min_bytes=0)(x).sum(), weight)
     exact = F.gelu(x.detach().double()).cpu()
@@ -366,7 +376,7 @@ def test_silu_mul_without_codes_is_eager(dtype: torch.dtype) -> None:
 
     def compute() -> Tensor:
         nonlocal out
-        out = silu_mul(*leaves, bits=None, impl="triton")
+        out = silu_mul(*leaves, codes=Codes(bits=None, impl="triton"))
         return out
 
     saved = saved_by(compute)
@@ -534,7 +544,7 @@ def test_silu_of_every_number_of_16_bits_is_bitwise_eager(dtype: torch.dtype, bi
     served = every[every.float().abs() <= 64]
     mixed = served.repeat(kernels.TILE)[: served.numel() // kernels.TILE * kernels.TILE + kernels.TILE]
     for gate in (every, mixed):
-        ours = silu_mul(gate.clone().requires_grad_(), torch.ones_like(gate), bits=bits, impl="triton")
+        ours = silu_mul(gate.clone().requires_grad_(), torch.ones_like(gate), codes=Codes(bits=bits, impl="triton"))
         assert_bitwise(ours, F.silu(gate))
 
 
@@ -543,7 +553,7 @@ def test_silu_of_every_number_of_16_bits_is_bitwise_eager(dtype: torch.dtype, bi
 def test_silu_mul_without_codes_is_bitwise_eager(dtype: torch.dtype) -> None:
     leaves = [random_bits(dtype, seed).requires_grad_() for seed in (0, 1)]
     grad = random_bits(dtype, 2)
-    ours, theirs = silu_mul(*leaves, bits=None, impl="triton"), F.silu(leaves[0]) * leaves[1]
+    ours, theirs = silu_mul(*leaves, codes=Codes(bits=None, impl="triton")), F.silu(leaves[0]) * leaves[1]
     assert_bitwise(ours, theirs)
     assert_bitwise(recipe_of(ours).compute(dtype), theirs)
     for a, b in zip(*(torch.autograd.grad(y, leaves, grad) for y in (ours, theirs)), strict=True):
@@ -558,7 +568,7 @@ def test_new_gelu_without_codes_is_bitwise_eager(dtype: torch.dtype, autocast: t
     with torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         # In the order of the module's own operators, by which autograd adds the gradients.
         theirs = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-        ours = new_gelu(x, bits=None, impl="triton")
+        ours = new_gelu(x, codes=Codes(bits=None, impl="triton"))
     assert_bitwise(ours, theirs)
     assert_bitwise(recipe_of(ours).compute(torch.bfloat16), theirs.to(torch.bfloat16))
     grad = random_bits(ours.dtype, 1)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyactcomp import functional, reference
+from pyactcomp.functional import Codes
 
 EPS = torch.finfo(torch.float32).eps
 SEED = 77
@@ -68,7 +69,7 @@ def error_of(x: Tensor, bits: int, group_size: int) -> Tensor:
 
 def check_gelu(x: Tensor, grad: Tensor, approximate: str, bits: int, group_size: int, impl: str) -> None:
     leaf = x.clone().requires_grad_()
-    out = functional.gelu(leaf, approximate, bits=bits, group_size=group_size, seed=SEED, impl=impl)
+    out = functional.gelu(leaf, approximate, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl))
     out.backward(grad)
     assert out.dtype == x.dtype
     assert leaf.grad is not None

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import reference
+from pyactcomp.functional import Codes
 from pyactcomp.functional.convolutional import batch_norm, max_pool2d
 from pyactcomp.functional.convolutional import launch as fused
 from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
-HOW = saving(8, 64, None, SEED, "triton")
+HOW = saving(Codes(seed=SEED, impl="triton"))
 # One group a row, two, a number that shares no power of two with a tile, eight, of which a program takes more than
 # one tile; the last tile is partial.
 SHAPES = [((2, 64, 5, 5), False), ((3, 128, 3, 3), True), ((2, 192, 3, 3), False), ((3, 512, 3, 3), True)]
@@ -109,7 +110,7 @@ def test_variance_survives_a_large_mean() -> None:
     # The sum of squares less the square of the sum would be off by about 1e6 EPS, a tenth of the variance.
     x = (1000 + normal(4, 64, 5, 5)).to(DEVICE).to(memory_format=torch.channels_last).requires_grad_()
     var = torch.zeros(64, device=DEVICE)
-    batch_norm(x, torch.zeros(64, device=DEVICE), var, momentum=1.0, impl="triton")
+    batch_norm(x, torch.zeros(64, device=DEVICE), var, momentum=1.0, codes=Codes(impl="triton"))
     apart = x.detach().double() - 1000
     count = 4 * 5 * 5
     bound = count * EPS * (apart.amax((0, 2, 3)) - apart.amin((0, 2, 3))).square()
@@ -120,7 +121,7 @@ def test_non_finite_values_stay_visible() -> None:
     x = normal(2, 128, 3, 3).to(DEVICE).to(memory_format=torch.channels_last)
     x[0, 5, 1, 1] = float("inf")
     leaf = x.clone().requires_grad_()
-    out = batch_norm(leaf, None, None, relu=True, impl="triton")
+    out = batch_norm(leaf, None, None, relu=True, codes=Codes(impl="triton"))
     expected = F.batch_norm(x, None, None, training=True).relu()
     assert torch.equal(out.isnan(), expected.isnan())
     out.backward(torch.ones_like(out))

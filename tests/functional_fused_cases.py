@@ -12,6 +12,7 @@ from native_cases import DTYPES
 from torch import Tensor
 
 from pyactcomp import functional
+from pyactcomp.functional import Codes
 from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels
 
@@ -29,7 +30,9 @@ def test_gelu_saves_the_bytes_of_the_reference(dtype: torch.dtype, bits: int, gr
     x = on_device(normal(kernels.TILE + 99), dtype)
     x[3], x[70], x[200] = float("inf"), float("nan"), -float("inf")
     leaf = x.clone().requires_grad_()
-    saved = saved_by(lambda: functional.gelu(leaf, bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+    saved = saved_by(
+        lambda: functional.gelu(leaf, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+    )
     assert len(saved) == 1
     assert_codes_saved(saved, x, bits, group_size, None)
 
@@ -37,7 +40,9 @@ def test_gelu_saves_the_bytes_of_the_reference(dtype: torch.dtype, bits: int, gr
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
 def test_linear_saves_the_bytes_of_the_reference(bits: int, group_size: int) -> None:
     x, weight = on_device(normal(9, 300), torch.bfloat16), on_device(normal(4, 300), torch.bfloat16).requires_grad_()
-    saved = saved_by(lambda: functional.linear(x, weight, bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+    saved = saved_by(
+        lambda: functional.linear(x, weight, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+    )
     assert_codes_saved(saved, x, bits, group_size, None)
 
 
@@ -54,7 +59,7 @@ def test_gelu_far_from_zero_is_the_identity_or_nothing(approximate: str) -> None
     for sign in (1, -1):
         # Codes move an element by 8 at most. A reciprocal of 1 that were not 1 would be multiplied by x cubed.
         x = on_device(sign * torch.linspace(20, 4000, 3 * kernels.TILE), torch.float32).requires_grad_()
-        out = functional.gelu(x, approximate, impl="triton")
+        out = functional.gelu(x, approximate, codes=Codes(impl="triton"))
         assert torch.equal(out, x.detach().clamp(min=0))
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], (x > 0).float())
 
@@ -65,7 +70,7 @@ def test_gelu_takes_the_gradient_in_any_layout() -> None:
     results = []
     for layout in (torch.contiguous_format, torch.channels_last):
         leaf = x.clone().requires_grad_()
-        out = functional.gelu(leaf, impl="triton")
+        out = functional.gelu(leaf, codes=Codes(impl="triton"))
         assert out.stride() == x.stride()
         out.backward(grad.contiguous(memory_format=layout))
         results.append(leaf.grad)
@@ -77,7 +82,7 @@ def test_gelu_takes_the_gradient_in_any_layout() -> None:
 
 def test_gelu_keeps_the_overflow_of_float16() -> None:
     x = torch.full((64,), 65504.0, dtype=torch.float16, device=DEVICE, requires_grad=True)
-    out = functional.gelu(x, impl="triton")
+    out = functional.gelu(x, codes=Codes(impl="triton"))
     assert torch.equal(out.detach(), torch.nn.functional.gelu(x.detach()))
     (grad,) = torch.autograd.grad(out, x, torch.full_like(out, float("inf")))
     assert bool(grad.isinf().all())
@@ -86,5 +91,5 @@ def test_gelu_keeps_the_overflow_of_float16() -> None:
 @pytest.mark.gpu
 def test_auto_is_fused_on_the_gpu() -> None:
     x = on_device(normal(64, 256), torch.bfloat16).requires_grad_()
-    assert saving(8, 64, None, 0, "auto").fuses(x)
-    assert not saving(8, 64, None, 0, "cuda").fuses(x)
+    assert saving(Codes(seed=0)).fuses(x)
+    assert not saving(Codes(seed=0, impl="cuda")).fuses(x)

@@ -6,8 +6,6 @@ without.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
+from pyactcomp.functional import Codes
 from pyactcomp.functional.masks import noise
 from pyactcomp.functional.masks.noise import QUIET, Noise, draw
 from pyactcomp.functional.norms import add_layer_norm, add_rms_norm, launch, layer_norm, rms_norm
@@ -40,21 +39,27 @@ def test_codes_are_those_of_the_reference(bits: int, group_size: int, length: in
     x[2, 7], x[3, 9] = float("inf"), float("nan")
     x = x.bfloat16()
     rows = torch.tensor([3, 0, 5, 1, 2, 4], device=DEVICE)
-    how: dict[str, Any] = {"bits": bits, "group_size": group_size, "seed": SEED, "impl": "triton"}
+    codes = Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton")
     leaf = x.clone().requires_grad_()
     weight = normal(length).to(DEVICE)
     served = length % group_size == 0
     for compute, packed, statistics in (
-        (lambda: layer_norm(leaf, length, **how), x, 6),
-        (lambda: layer_norm(leaf, length, rows=rows, **how), x[rows], 6),
-        (lambda: add_layer_norm(leaf, residual, length, **how), x + residual, 6),
-        (lambda: rms_norm(leaf, None, 1e-6, **how), x, 6),
-        (lambda: rms_norm(leaf, weight, 1e-6, **how), x, 6 + length),
+        (lambda: layer_norm(leaf, length, codes=codes), x, 6),
+        (lambda: layer_norm(leaf, length, rows=rows, codes=codes), x[rows], 6),
+        (lambda: add_layer_norm(leaf, residual, length, codes=codes), x + residual, 6),
+        (lambda: rms_norm(leaf, None, 1e-6, codes=codes), x, 6),
+        (lambda: rms_norm(leaf, weight, 1e-6, codes=codes), x, 6 + length),
     ):
         saved = saved_by(compute)
         assert_codes_saved(saved, packed, bits, group_size, None)
         assert sum(s.numel() for s in saved if s.dtype is torch.float32) == statistics
-    form = x, residual, (length,), torch.float32, saving(bits, group_size, None, SEED, "triton")
+    form = (
+        x,
+        residual,
+        (length,),
+        torch.float32,
+        saving(Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton")),
+    )
     assert launch.serves(*form) == served
 
 
@@ -99,13 +104,13 @@ def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype: torch.dtype) -> Non
     grad = normal(8, 256, seed=2).to(DEVICE, dtype)
 
     def of_sum(t: Tensor) -> Tensor:
-        return add_layer_norm(t, residual, 256, impl="triton")
+        return add_layer_norm(t, residual, 256, codes=Codes(impl="triton"))
 
     # Of one row, but compiled for other arguments: a sum of 256 may be in another order, and a rounding turn.
-    one = layer_norm((x + residual).requires_grad_(), 256, impl="triton").detach()
+    one = layer_norm((x + residual).requires_grad_(), 256, codes=Codes(impl="triton")).detach()
     eps = 256 * EPS + torch.finfo(dtype).eps
     assert_within(of_sum(x.clone().requires_grad_()), one.double().cpu(), eps * (one.abs() + 1).double().cpu())
-    separate = gradient_of(lambda t: layer_norm(t, 256, impl="triton"), x + residual, grad).to(x.dtype)
+    separate = gradient_of(lambda t: layer_norm(t, 256, codes=Codes(impl="triton")), x + residual, grad).to(x.dtype)
     eps = 256 * EPS + torch.finfo(x.dtype).eps
     assert_within(gradient_of(of_sum, x, grad), separate.double().cpu(), eps * (separate.abs() + 1).double().cpu())
 
@@ -119,12 +124,14 @@ def test_rows_come_in_the_order_asked_for(count: int, length: int, index: torch.
     rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     flat = x.view(-1, length)
     leaf = x.clone().requires_grad_()
-    out = layer_norm(leaf, length, rows=rows.to(index), impl="triton")
-    expected = layer_norm(flat[rows].requires_grad_(), length, impl="triton")
+    out = layer_norm(leaf, length, rows=rows.to(index), codes=Codes(impl="triton"))
+    expected = layer_norm(flat[rows].requires_grad_(), length, codes=Codes(impl="triton"))
     assert torch.equal(out, expected)
     assert torch.equal(recipe_of(out).compute(torch.float32), recipe_of(expected).compute(torch.float32))
     out.backward(grad.view(-1, length))
-    gathered = gradient_of(lambda t: layer_norm(t, length, impl="triton"), flat[rows], grad.view(-1, length))
+    gathered = gradient_of(
+        lambda t: layer_norm(t, length, codes=Codes(impl="triton")), flat[rows], grad.view(-1, length)
+    )
     assert leaf.grad is not None
     assert torch.equal(leaf.grad.view(-1, length)[rows], gathered)
 
@@ -132,8 +139,8 @@ def test_rows_come_in_the_order_asked_for(count: int, length: int, index: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_output_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
     x = normal(8, 256).to(DEVICE).requires_grad_()
-    out = layer_norm(x, 256, dtype=dtype, impl="triton")
-    whole = layer_norm(x, 256, impl="triton")
+    out = layer_norm(x, 256, dtype=dtype, codes=Codes(impl="triton"))
+    whole = layer_norm(x, 256, codes=Codes(impl="triton"))
     assert out.dtype is dtype
     assert torch.equal(out, whole.to(dtype))
     # What the kernel rounds once, a cast of its float32 result rounds the same way.
@@ -196,10 +203,10 @@ def sums_and_gradients(c: Case, weight_dtype: torch.dtype, separate: bool, check
 
     def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         if not separate:
-            return add_rms_norm(x, residual, weight, EPSILON, impl="triton")
+            return add_rms_norm(x, residual, weight, EPSILON, codes=Codes(impl="triton"))
         total = x if residual is None else x + residual
         copy = residual is not None or (checkpointed and x.dtype.itemsize == 2)
-        return rms_norm(total, weight, EPSILON, copy=copy, impl="triton"), total
+        return rms_norm(total, weight, EPSILON, copy=copy, codes=Codes(impl="triton")), total
 
     normal_rows, total = (
         checkpoint(run, *leaves, use_reentrant=False) if checkpointed and not separate else run(*leaves)
@@ -240,11 +247,13 @@ def test_norm_and_sum_are_those_of_the_separate_functions(
 def test_sum_is_kept_itself_and_x_in_codes() -> None:
     x, residual = (normal(5, 256, seed=seed).to(DEVICE, torch.bfloat16).requires_grad_() for seed in (0, 1))
     outputs: list[tuple[Tensor, Tensor]] = []
-    saved = saved_by(lambda: outputs.append(add_rms_norm(x, residual, None, EPSILON, impl="triton")))
+    saved = saved_by(lambda: outputs.append(add_rms_norm(x, residual, None, EPSILON, codes=Codes(impl="triton"))))
     assert [s.data_ptr() for s in saved if s.dtype is torch.uint8] == [outputs[0][1].data_ptr()]
     assert sum(s.nbytes for s in saved) == outputs[0][1].nbytes + 5 * 4
     assert torch.equal(recipe_of(outputs[0][0]).compute(torch.bfloat16), outputs[0][0])
-    assert_codes_saved(saved_by(lambda: add_rms_norm(x, None, None, EPSILON, impl="triton")[0]), x, 8, 64, None)
+    assert_codes_saved(
+        saved_by(lambda: add_rms_norm(x, None, None, EPSILON, codes=Codes(impl="triton"))[0]), x, 8, 64, None
+    )
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -254,7 +263,7 @@ def test_writing_to_what_is_kept_is_an_error(given: bool, checkpointed: bool) ->
 
     def run(x: Tensor, residual: Tensor) -> Tensor:
         x = x * 1
-        out, total = add_rms_norm(x, residual if given else None, None, EPSILON, impl="triton")
+        out, total = add_rms_norm(x, residual if given else None, None, EPSILON, codes=Codes(impl="triton"))
         (total if given else x).detach().add_(1.0)
         return out
 
@@ -268,7 +277,7 @@ def test_writing_to_what_is_kept_is_an_error(given: bool, checkpointed: bool) ->
 
 def test_norm_is_not_redone_from_a_sum_that_was_written_to() -> None:
     x, residual = (normal(5, 256, seed=seed).to(DEVICE, torch.bfloat16).requires_grad_() for seed in (0, 1))
-    out, total = add_rms_norm(x, residual, None, EPSILON, impl="triton")
+    out, total = add_rms_norm(x, residual, None, EPSILON, codes=Codes(impl="triton"))
     recipe = recipe_of(out)
     del out  # while it is there, it is taken as it is
     total.detach().mul_(-3.0)
@@ -279,7 +288,7 @@ def test_norm_is_not_redone_from_a_sum_that_was_written_to() -> None:
 def test_sum_of_what_needs_no_gradient_needs_none() -> None:
     x, weight = normal(5, 256).to(DEVICE), normal(256, seed=1).to(DEVICE).requires_grad_()
     for residual in (None, x):
-        normal_rows, total = add_rms_norm(x, residual, weight, EPSILON, impl="triton")
+        normal_rows, total = add_rms_norm(x, residual, weight, EPSILON, codes=Codes(impl="triton"))
         assert (normal_rows.requires_grad, total.requires_grad) == (True, False)
         normal_rows.sum().backward()
 
@@ -289,11 +298,11 @@ def test_norm_or_sum_alone_has_a_gradient(used: int) -> None:
     c = case(5, 256, dtype=torch.bfloat16, residual=torch.float32, centred=False, device=DEVICE)
     assert c.residual is not None
     x, residual = (t.clone().requires_grad_() for t in (c.x, c.residual))
-    outputs = add_rms_norm(x, residual, None, EPSILON, impl="triton")
+    outputs = add_rms_norm(x, residual, None, EPSILON, codes=Codes(impl="triton"))
     grads = torch.autograd.grad(outputs[used], (x, residual), c.grad)
     assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32]
     total = (c.x + c.residual).requires_grad_()
-    alone = rms_norm(total, None, EPSILON, copy=True, impl="triton") if used == 0 else total * 1
+    alone = rms_norm(total, None, EPSILON, copy=True, codes=Codes(impl="triton")) if used == 0 else total * 1
     (expected,) = torch.autograd.grad(alone, total, c.grad)
     for got in grads:
         limit = 256 * EPS + torch.finfo(got.dtype).eps
@@ -344,7 +353,7 @@ def test_norm_with_a_noise_is_that_of_what_torch_keeps(
     shape: tuple[int, ...], dtype: torch.dtype, noise: Noise
 ) -> None:
     c = case(*shape, dtype=dtype, residual=torch.float32, device=DEVICE)
-    norm = launch.norm_of(shape[-1:], True, EPSILON, saving(8, 64, None, SEED, "triton"))
+    norm = launch.norm_of(shape[-1:], True, EPSILON, saving(Codes(seed=SEED, impl="triton")))
     kept = kept_by_torch(c.x.numel(), noise).view(shape).to(DEVICE)
     dropped = (c.x.float() * kept * noise.scales[0]).to(dtype)
 
@@ -386,7 +395,7 @@ class _Waiting(Tensor):
 
 def test_kernels_are_given_no_subclass() -> None:
     x = normal(8, 256).to(DEVICE)
-    how = saving(8, 64, None, 0, "triton")
+    how = saving(Codes(seed=0, impl="triton"))
     assert how.runs_kernels(x)
     assert how.runs_kernels(torch.nn.Parameter(x))
     assert not how.runs_kernels(x.as_subclass(_Waiting))
@@ -470,7 +479,7 @@ def test_layer_norm_under_autocast_gives_float32(bits: int | None, length: int) 
     x = normal(8, length).to(DEVICE, torch.bfloat16).requires_grad_()
     weight = normal(length).to(DEVICE).requires_grad_()
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        out = layer_norm(x, length, weight, bits=bits)
+        out = layer_norm(x, length, weight, codes=Codes(bits=bits))
         expected = torch.nn.functional.layer_norm(x, (length,), weight)
     assert out.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(out, expected, rtol=0, atol=length * torch.finfo(torch.float32).eps * 8)
@@ -506,8 +515,8 @@ def test_norm_sums_over_more_tiles_than_programs(length: int, centred: bool) -> 
 def test_automatic_choice_is_the_kernels_on_the_gpu() -> None:
     x = normal(64, 256).to(DEVICE, torch.bfloat16)
     auto: codec.Impl = "auto"
-    assert launch.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, auto))
-    assert not launch.serves(x, None, (256,), x.dtype, saving(8, 64, None, 0, "cuda"))
+    assert launch.serves(x, None, (256,), x.dtype, saving(Codes(seed=0, impl=auto)))
+    assert not launch.serves(x, None, (256,), x.dtype, saving(Codes(seed=0, impl="cuda")))
 
 
 @pytest.mark.gpu
@@ -518,6 +527,6 @@ def test_output_of_rms_norm_is_bitwise_that_of_the_operators(length: int) -> Non
     weight = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(x)
     wide = x.float()
     exact = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-    assert torch.equal(rms_norm(x.clone().requires_grad_(), weight, 1e-6, impl="triton"), exact)
+    assert torch.equal(rms_norm(x.clone().requires_grad_(), weight, 1e-6, codes=Codes(impl="triton")), exact)
     half = (x / 2).requires_grad_()
-    assert torch.equal(add_rms_norm(half, half.detach(), weight, 1e-6, impl="triton")[0], exact)
+    assert torch.equal(add_rms_norm(half, half.detach(), weight, 1e-6, codes=Codes(impl="triton"))[0], exact)

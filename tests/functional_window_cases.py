@@ -13,6 +13,7 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of, restored
 
 from pyactcomp import codec
+from pyactcomp.functional import Codes
 from pyactcomp.functional.saving import saving
 from pyactcomp.functional.windows import launch, residual_add, take_rows, window_attention
 from pyactcomp.kernels import triton as kernels
@@ -38,7 +39,9 @@ def test_attention_is_within_its_bounds(
 ) -> None:
     qkv, bias, mask = placed(*inputs(4, tokens, heads, head, dtype, masked))
     (grad,) = placed(normal(4, tokens, heads * head, seed=3).to(dtype))
-    assert launch.attention_serves(qkv, heads, saving(bits, group_size, None, SEED, "triton"))
+    assert launch.attention_serves(
+        qkv, heads, saving(Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton"))
+    )
     check_window_attention(qkv, bias, mask, grad, bits, group_size, "triton")
 
 
@@ -52,7 +55,7 @@ def test_attention_from_codes_and_from_what_they_restore_are_the_same_to_the_bit
 
     def results(x: Tensor, bits: int | None) -> tuple[Tensor, list[Tensor]]:
         leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
-        out = window_attention(leaves[0], 2, leaves[1], mask, bits=bits, impl="triton")
+        out = window_attention(leaves[0], 2, leaves[1], mask, codes=Codes(bits=bits, impl="triton"))
         return out, [recipe_of(out).compute(dtype), *torch.autograd.grad(out, leaves, grad)]
 
     out, later = results(qkv, 8)
@@ -64,13 +67,13 @@ def test_attention_from_codes_and_from_what_they_restore_are_the_same_to_the_bit
 def test_attention_keeps_its_input_itself(bits: int | None) -> None:
     # Three heads: of codes, groups would have to divide their common width.
     qkv, bias, _ = placed(*inputs(3, 49, 3, 32, torch.bfloat16, False))
-    assert launch.attention_serves(qkv, 3, saving(None, 64, None, 0, "triton"))
-    assert not launch.attention_serves(qkv, 3, saving(8, 64, None, 0, "triton"))
+    assert launch.attention_serves(qkv, 3, saving(Codes(bits=None, seed=0, impl="triton")))
+    assert not launch.attention_serves(qkv, 3, saving(Codes(seed=0, impl="triton")))
     leaf = qkv.requires_grad_()
-    saved = saved_by(lambda: window_attention(leaf, 3, bias, bits=bits, impl="triton"))
+    saved = saved_by(lambda: window_attention(leaf, 3, bias, codes=Codes(bits=bits, impl="triton")))
     assert [t.data_ptr() for t in saved] == [leaf.data_ptr(), bias.data_ptr()]
     copy = leaf * 1
-    out = window_attention(copy, 3, bias, bits=bits, impl="triton")
+    out = window_attention(copy, 3, bias, codes=Codes(bits=bits, impl="triton"))
     assert torch.equal(recipe_of(out).compute(torch.bfloat16), out)
     copy.mul_(2)
     loss, recipe = out.sum(), recipe_of(out)
@@ -86,7 +89,7 @@ def test_attention_saves_the_bytes_of_the_reference(rounding: codec.Rounding) ->
     qkv, bias, _ = placed(*inputs(3, 49, 4, 32, torch.bfloat16, False))
     qkv[1, 7, 70], qkv[2, 48, 383] = float("inf"), float("nan")
     leaf = qkv.clone().requires_grad_()
-    saved = saved_by(lambda: window_attention(leaf, 4, bias, rounding=rounding, seed=SEED, impl="triton"))
+    saved = saved_by(lambda: window_attention(leaf, 4, bias, codes=Codes(rounding=rounding, seed=SEED, impl="triton")))
     assert_codes_saved(saved, qkv, 8, 64, rounding)
     assert sum(t.nbytes for t in saved) == qkv.numel() * 17 // 16 + bias.nbytes
 
@@ -97,7 +100,7 @@ def test_non_finite_values_stay_visible_in_their_window_alone(special: float, bi
     qkv, bias, mask = placed(*inputs(2, 49, 2, 32, torch.bfloat16, True))
     qkv[1, 3, 150] = special
     leaf, bias = qkv.clone().requires_grad_(), bias.requires_grad_()
-    out = window_attention(leaf, 2, bias, mask, bits=bits, impl="triton")
+    out = window_attention(leaf, 2, bias, mask, codes=Codes(bits=bits, impl="triton"))
     out.float().sum().backward()
     wide = qkv.cpu().double().requires_grad_()
     exact = attention(wide, bias.detach().cpu().double(), mask.cpu())

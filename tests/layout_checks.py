@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from functional_checks import normal
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import functional, redo
+from pyactcomp.functional import Codes
 
 WIDTH = 64
 WEIGHT, BIAS = normal(WIDTH, seed=5), normal(WIDTH, seed=6)
@@ -24,7 +25,7 @@ FAR = 0.1
 
 
 class Pair(NamedTuple):
-    """A function of ours and torch's, both of x of a shape, the first with options too."""
+    """A function of ours and torch's, both of x of a shape, the first of codes too."""
 
     shape: tuple[int, ...]
     ours: Callable[..., Tensor]
@@ -71,70 +72,92 @@ def on(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 PAIRS: dict[str, Pair] = {
     "linear": Pair(
-        (16, 64), lambda x, **o: functional.linear(x, *on(x, MATRIX), **o), lambda x: F.linear(x, *on(x, MATRIX))
+        (16, 64),
+        lambda x, codes: functional.linear(x, *on(x, MATRIX), codes=codes),
+        lambda x: F.linear(x, *on(x, MATRIX)),
     ),
     "linear of tokens": Pair(
-        (2, 8, 64), lambda x, **o: functional.linear(x, *on(x, MATRIX), **o), lambda x: F.linear(x, *on(x, MATRIX))
+        (2, 8, 64),
+        lambda x, codes: functional.linear(x, *on(x, MATRIX), codes=codes),
+        lambda x: F.linear(x, *on(x, MATRIX)),
     ),
     "linear_cross_entropy": Pair(
         (16, 64),
-        lambda x, **o: functional.linear_cross_entropy(x, *on(x, MATRIX, LABELS), impl=o["impl"]),
+        lambda x, codes: functional.linear_cross_entropy(x, *on(x, MATRIX, LABELS), impl=codes.impl),
         lambda x: F.cross_entropy(F.linear(x, *on(x, MATRIX)), *on(x, LABELS)),
     ),
-    "gelu": Pair((2, 4, 8, 64), functional.gelu, F.gelu),
-    "new_gelu": Pair((2, 4, 8, 64), functional.new_gelu, chain_of_gelu),
-    "relu": Pair((2, 4, 8, 64), functional.relu, F.relu),
-    "dropout": Pair((2, 4, 8, 64), lambda x, **o: functional.dropout(x, 0.3, **o), lambda x: F.dropout(x, 0.3)),
-    "silu_mul": Pair((2, 4, 8, 64), lambda x, **o: functional.silu_mul(x, 2 * x, **o), lambda x: F.silu(x) * (2 * x)),
+    "gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.gelu(x, codes=codes), F.gelu),
+    "new_gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.new_gelu(x, codes=codes), chain_of_gelu),
+    "relu": Pair((2, 4, 8, 64), lambda x, codes: functional.relu(x, impl=codes.impl), F.relu),
+    "dropout": Pair(
+        (2, 4, 8, 64), lambda x, codes: functional.dropout(x, 0.3, impl=codes.impl), lambda x: F.dropout(x, 0.3)
+    ),
+    "silu_mul": Pair(
+        (2, 4, 8, 64), lambda x, codes: functional.silu_mul(x, 2 * x, codes=codes), lambda x: F.silu(x) * (2 * x)
+    ),
     "silu_mul of two layouts": Pair(
         (2, 8, 64),
-        lambda x, **o: functional.silu_mul(x.transpose(0, 1).contiguous().transpose(0, 1), 2 * x, **o),
+        lambda x, codes: functional.silu_mul(x.transpose(0, 1).contiguous().transpose(0, 1), 2 * x, codes=codes),
         lambda x: F.silu(x.transpose(0, 1).contiguous().transpose(0, 1)) * (2 * x),
     ),
     "layer_norm": Pair(
         (2, 4, 8, 64),
-        lambda x, **o: functional.layer_norm(x, 64, *on(x, WEIGHT, BIAS), **o),
+        lambda x, codes: functional.layer_norm(x, 64, *on(x, WEIGHT, BIAS), codes=codes),
         lambda x: F.layer_norm(x, (64,), *on(x, WEIGHT, BIAS)),
     ),
     "layer_norm of rows": Pair(
         (16, 64),
-        lambda x, **o: functional.layer_norm(x, 64, rows=torch.arange(16, device=x.device).flip(0), **o),
+        lambda x, codes: functional.layer_norm(x, 64, rows=torch.arange(16, device=x.device).flip(0), codes=codes),
         lambda x: F.layer_norm(x.flip(0), (64,)),
     ),
     "add_layer_norm": Pair(
         (2, 8, 64),
-        lambda x, **o: functional.add_layer_norm(x, 2 * x, 64, *on(x, WEIGHT, BIAS), **o),
+        lambda x, codes: functional.add_layer_norm(x, 2 * x, 64, *on(x, WEIGHT, BIAS), codes=codes),
         lambda x: F.layer_norm(x + 2 * x, (64,), *on(x, WEIGHT, BIAS)),
     ),
-    "rms_norm": Pair((2, 4, 8, 64), lambda x, **o: functional.rms_norm(x, *on(x, WEIGHT), 1e-6, **o), rms),
+    "rms_norm": Pair((2, 4, 8, 64), lambda x, codes: functional.rms_norm(x, *on(x, WEIGHT), 1e-6, codes=codes), rms),
     "add_rms_norm": Pair(
         (2, 8, 64),
-        lambda x, **o: functional.add_rms_norm(x, 2 * x, *on(x, WEIGHT), 1e-6, **o)[0],
+        lambda x, codes: functional.add_rms_norm(x, 2 * x, *on(x, WEIGHT), 1e-6, codes=codes)[0],
         lambda x: rms(x + 2 * x),
     ),
     "batch_norm": Pair(
         (2, 64, 4, 8),
-        lambda x, **o: functional.batch_norm(x, None, None, *on(x, WEIGHT, BIAS), **o),
+        lambda x, codes: functional.batch_norm(x, None, None, *on(x, WEIGHT, BIAS), codes=codes),
         lambda x: normalised(x, relu=False),
     ),
     "batch_norm, add and relu": Pair(
         (2, 64, 4, 8),
-        lambda x, **o: functional.batch_norm(x, None, None, *on(x, WEIGHT, BIAS), relu=True, residual=2 * x, **o),
+        lambda x, codes: functional.batch_norm(
+            x, None, None, *on(x, WEIGHT, BIAS), relu=True, residual=2 * x, codes=codes
+        ),
         lambda x: normalised(x, relu=True, residual=2 * x),
     ),
     "max_pool2d": Pair(
-        (2, 64, 4, 8), lambda x, **o: functional.max_pool2d(x, 3, 2, 1, **o), lambda x: F.max_pool2d(x, 3, 2, 1)
+        (2, 64, 4, 8),
+        lambda x, codes: functional.max_pool2d(x, 3, 2, 1, impl=codes.impl),
+        lambda x: F.max_pool2d(x, 3, 2, 1),
     ),
     "rope": Pair(
-        (2, 4, 8, 64), lambda x, **o: functional.rope(x, x, *on(x, COS, SIN), **o)[0], lambda x: rotated(x, 1)
+        (2, 4, 8, 64),
+        lambda x, codes: functional.rope(x, x, *on(x, COS, SIN), contiguous_grad=codes.bits is None, impl=codes.impl)[
+            0
+        ],
+        lambda x: rotated(x, 1),
     ),
     "rope of tokens": Pair(
-        (2, 8, 4, 64), lambda x, **o: functional.rope(x, x, *on(x, COS, SIN), 2, **o)[0], lambda x: rotated(x, 2)
+        (2, 8, 4, 64),
+        lambda x, codes: functional.rope(
+            x, x, *on(x, COS, SIN), 2, contiguous_grad=codes.bits is None, impl=codes.impl
+        )[0],
+        lambda x: rotated(x, 2),
     ),
-    "softmax": Pair((2, 4, 8, 8), functional.softmax, lambda x: x.softmax(-1)),
-    "softmax of columns": Pair((2, 4, 8, 8), lambda x, **o: functional.softmax(x, 2, **o), lambda x: x.softmax(2)),
+    "softmax": Pair((2, 4, 8, 8), lambda x, codes: functional.softmax(x, codes=codes), lambda x: x.softmax(-1)),
+    "softmax of columns": Pair(
+        (2, 4, 8, 8), lambda x, codes: functional.softmax(x, 2, codes=codes), lambda x: x.softmax(2)
+    ),
     "window_attention": Pair(
-        (2, 8, 192), lambda x, **o: functional.window_attention(x, 4, *on(x, BIAS_OF_HEADS), **o), attended
+        (2, 8, 192), lambda x, codes: functional.window_attention(x, 4, *on(x, BIAS_OF_HEADS), codes=codes), attended
     ),
 }
 # ``residual_add`` has no function of torch's beside it: it takes any rows and returns contiguous ones.
@@ -195,8 +218,7 @@ def check(name: str, layout: str, bits: int | None, impl: str, device: torch.dev
     """Compare output, gradient and what is computed again, and how they lie in memory."""
     pair = PAIRS[name]
     x = in_layout(layout, normal(*pair.shape).to(device))
-    options: dict[str, Any] = {"bits": bits, "impl": impl}
-    out, grads = run(lambda x: pair.ours(x, **options), x)
+    out, grads = run(lambda x: pair.ours(x, Codes(bits=bits, impl=impl)), x)
     expected, exact = run(pair.torch, x)
     assert out.stride() == expected.stride()
     assert off_by(out, expected) < FAR

@@ -10,6 +10,8 @@ from functional_checks import EPS, SEED, assert_within, error_of, normal
 from torch import Tensor
 
 from pyactcomp import redo, reference
+from pyactcomp.codec import Impl
+from pyactcomp.functional import Codes
 from pyactcomp.functional.norms import add_layer_norm, layer_norm, rms_norm
 
 EPSILON = 1e-5
@@ -37,17 +39,17 @@ class Case:
         return [None if t is None else t.clone().requires_grad_() for t in inputs]
 
     def run(
-        self, leaves: list[Tensor | None], impl: str, *, bits: int | None = 8, group_size: int = 64, copy: bool = False
+        self, leaves: list[Tensor | None], impl: Impl, *, bits: int | None = 8, group_size: int = 64, copy: bool = False
     ) -> Tensor:
         """Return the function's output."""
         x, residual, weight, bias = leaves
         assert x is not None
-        how = {"bits": bits, "group_size": group_size, "seed": SEED, "impl": impl}
+        codes = Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl)
         if not self.centred:
-            return rms_norm(x, weight, EPSILON, copy=copy, **how)
+            return rms_norm(x, weight, EPSILON, copy=copy, codes=codes)
         if residual is None:
-            return layer_norm(x, x.shape[-1], weight, bias, EPSILON, **how)
-        return add_layer_norm(x, residual, x.shape[-1], weight, bias, EPSILON, **how)
+            return layer_norm(x, x.shape[-1], weight, bias, EPSILON, codes=codes)
+        return add_layer_norm(x, residual, x.shape[-1], weight, bias, EPSILON, codes=codes)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows of ``x`` less their means, where centred, and the reciprocal deviations, in float64."""
@@ -78,7 +80,7 @@ def case(
     return Case(x.to(dtype), weight, bias, grad.to(out_dtype), added, centred)
 
 
-def check(c: Case, impl: str, *, bits: int = 8, group_size: int = 64, copy: bool = False) -> None:
+def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: bool = False) -> None:
     """Check the output, the gradients and the output computed again against float64."""
     leaves = c.leaves()
     out = c.run(leaves, impl, bits=bits, group_size=group_size, copy=copy)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import functional
+from pyactcomp.functional import Codes
 
 Graph = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 MODES = ("lossless", "int8")
@@ -62,7 +63,7 @@ def cast_of_a_parameter(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 def normalised(x: Tensor) -> Tensor:
     """Return what offers to be computed again, casts of it too."""
-    return functional.layer_norm(x * 2, 32, bits=None)
+    return functional.layer_norm(x * 2, 32, codes=Codes(bits=None))
 
 
 def cast_of_an_activation(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,29 +186,29 @@ def functions() -> list[tuple[str, Callable[..., Tensor], Callable[..., Tensor],
         ("linear", functional.linear, F.linear, (rows, torch.randn(8, 64))),
         ("silu_mul", functional.silu_mul, lambda gate, up: F.silu(gate) * up, (rows, rows + 1)),
         ("softmax", functional.softmax, lambda x: x.softmax(-1), (rows,)),
-        ("relu", functional.relu, F.relu, (rows,)),
+        ("relu", lambda x, codes: functional.relu(x), F.relu, (rows,)),
         ("new_gelu", functional.new_gelu, lambda x: x * torch.tanh(x.pow(3.0)), (rows,)),
         (
             "rms_norm",
-            lambda x, w, **how: functional.rms_norm(x, w, 1e-6, **how),
+            lambda x, w, codes: functional.rms_norm(x, w, 1e-6, codes=codes),
             lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
             (rows, weight),
         ),
         (
             "add_layer_norm",
-            lambda x, y, w, **how: functional.add_layer_norm(x, y, 64, w, **how),
+            lambda x, y, w, codes: functional.add_layer_norm(x, y, 64, w, codes=codes),
             lambda x, y, w: F.layer_norm(x + y, (64,), w),
             (rows, rows + 1, weight),
         ),
         (
             "batch_norm_relu",
-            lambda x, **how: functional.batch_norm(x, None, None, relu=True, **how),
+            lambda x, codes: functional.batch_norm(x, None, None, relu=True, codes=codes),
             lambda x: F.batch_norm(x, None, None, training=True).relu(),
             (torch.randn(2, 4, 8, 8),),
         ),
         (
             "linear_cross_entropy",
-            lambda x, w, bits: functional.linear_cross_entropy(x, w, labels),
+            lambda x, w, codes: functional.linear_cross_entropy(x, w, labels),
             lambda x, w: F.cross_entropy(F.linear(x, w), labels),
             (rows, torch.randn(8, 64)),
         ),
@@ -233,4 +234,4 @@ def test_functions_raise_where_operators_raise(
         return False
 
     for position in range(len(values) + 1):
-        assert raised(functools.partial(ours, bits=bits), position) == raised(theirs, position), position
+        assert raised(functools.partial(ours, codes=Codes(bits=bits)), position) == raised(theirs, position), position

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from torch.nn import functional as F
 
 from pyactcomp import ImplementationUnavailableError, codec, compressed, functional
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional import Codes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +56,7 @@ def wide(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("shape", [(5, 3), (2, 2, 3), (3,)])
 def test_linear_passes_gradcheck(shape: tuple[int, ...], bias: bool) -> None:
     arguments = wide(*shape), wide(4, 3, seed=1), wide(4, seed=2) if bias else None
-    assert torch.autograd.gradcheck(lambda *a: functional.linear(*a, bits=None), arguments)
+    assert torch.autograd.gradcheck(lambda *a: functional.linear(*a, codes=Codes(bits=None)), arguments)
 
 
 @pytest.mark.parametrize("weight", [True, False])
@@ -61,20 +64,22 @@ def test_linear_passes_gradcheck(shape: tuple[int, ...], bias: bool) -> None:
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
 def test_layer_norm_passes_gradcheck(shape: tuple[int, ...], weight: bool, bias: bool) -> None:
     arguments = wide(2, 3, 4), wide(*shape, seed=1) if weight else None, wide(*shape, seed=2) if bias else None
-    assert torch.autograd.gradcheck(lambda x, w, b: functional.layer_norm(x, shape, w, b, bits=None), arguments)
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: functional.layer_norm(x, shape, w, b, codes=Codes(bits=None)), arguments
+    )
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_passes_gradcheck(approximate: str) -> None:
-    assert torch.autograd.gradcheck(lambda x: functional.gelu(x, approximate, bits=None), (wide(4, 5),))
+    assert torch.autograd.gradcheck(lambda x: functional.gelu(x, approximate, codes=Codes(bits=None)), (wide(4, 5),))
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_output_is_that_of_torch(bits: int | None) -> None:
     x, weight, bias = normal(6, 64).requires_grad_(), normal(16, 64, seed=1), normal(16, seed=2)
-    assert torch.equal(functional.linear(x, weight, bias, bits=bits), F.linear(x, weight, bias))
-    assert torch.equal(functional.gelu(x, bits=bits), F.gelu(x))
-    assert torch.equal(functional.layer_norm(x, 64, bits=bits), F.layer_norm(x, (64,)))
+    assert torch.equal(functional.linear(x, weight, bias, codes=Codes(bits=bits)), F.linear(x, weight, bias))
+    assert torch.equal(functional.gelu(x, codes=Codes(bits=bits)), F.gelu(x))
+    assert torch.equal(functional.layer_norm(x, 64, codes=Codes(bits=bits)), F.layer_norm(x, (64,)))
 
 
 # What is saved.
@@ -86,11 +91,11 @@ def test_saved_bytes_are_those_of_the_reference(dtype: torch.dtype, bits: int, g
     x = normal(7, 384).to(dtype)
     leaf = x.clone().requires_grad_()
     weight = normal(8, 384, seed=1).to(dtype).requires_grad_()
-    options: dict[str, Any] = {"bits": bits, "group_size": group_size, "seed": SEED, "impl": impl}
+    codes = Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl)
     for compute in (
-        lambda: functional.linear(leaf, weight, **options),
-        lambda: functional.gelu(leaf, **options),
-        lambda: functional.layer_norm(leaf, 384, **options),
+        lambda: functional.linear(leaf, weight, codes=codes),
+        lambda: functional.gelu(leaf, codes=codes),
+        lambda: functional.layer_norm(leaf, 384, codes=codes),
     ):
         assert_codes_saved(saved_by(compute), x, bits, group_size, None)
 
@@ -98,7 +103,7 @@ def test_saved_bytes_are_those_of_the_reference(dtype: torch.dtype, bits: int, g
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_rounding_and_seed_reach_the_codes(rounding: codec.Rounding, impl: str) -> None:
     x = normal(300).requires_grad_()
-    saved = saved_by(lambda: functional.gelu(x, bits=4, rounding=rounding, seed=SEED, impl=impl))
+    saved = saved_by(lambda: functional.gelu(x, codes=Codes(bits=4, rounding=rounding, seed=SEED, impl=impl)))
     assert_codes_saved(saved, x, 4, 64, rounding)
 
 
@@ -149,7 +154,7 @@ def test_linear_gradients_are_within_their_bounds(dtype: torch.dtype, bits: int,
     x, weight, bias = normal(3, 10, 128).to(dtype), normal(16, 128, seed=1).to(dtype), normal(16, seed=2).to(dtype)
     grad = normal(3, 10, 16, seed=3).to(dtype)
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    functional.linear(*leaves, bits=bits, group_size=group_size, seed=SEED, impl=impl).backward(grad)
+    functional.linear(*leaves, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl)).backward(grad)
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
     F.linear(*exact).backward(grad.double())
     rows, g = x.double().abs().view(-1, 128), grad.double().abs().view(-1, 16)
@@ -171,7 +176,9 @@ def test_gelu_gradient_is_within_its_bound(approximate: str, bits: int, group_si
 
 def test_layer_norm_over_several_dimensions_has_the_gradients_of_torch() -> None:
     arguments = [normal(3, 4, 5, 6).requires_grad_(), normal(5, 6).requires_grad_(), normal(5, 6).requires_grad_()]
-    ours = torch.autograd.grad(functional.layer_norm(arguments[0], (5, 6), *arguments[1:], bits=None).sum(), arguments)
+    ours = torch.autograd.grad(
+        functional.layer_norm(arguments[0], (5, 6), *arguments[1:], codes=Codes(bits=None)).sum(), arguments
+    )
     torchs = torch.autograd.grad(F.layer_norm(arguments[0], (5, 6), *arguments[1:]).sum(), arguments)
     for a, b in zip(ours, torchs, strict=True):
         assert torch.equal(a, b)
@@ -214,7 +221,7 @@ def test_linear_under_autocast_casts_as_torch() -> None:
         normal(16).requires_grad_(),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        saved = saved_by(lambda: functional.linear(x, weight, bias, seed=SEED))
+        saved = saved_by(lambda: functional.linear(x, weight, bias, codes=Codes(seed=SEED)))
         out = functional.linear(x, weight, bias)
         expected = F.linear(x, weight, bias)
     assert out.dtype is torch.bfloat16
@@ -258,11 +265,13 @@ X = normal(4, 64)
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: functional.linear(X, X, bits=7), ValueError, "bits must be one of"),
-        (lambda: functional.gelu(X, group_size=32), ValueError, "group_size must be one of"),
-        (lambda: functional.gelu(X, rounding="up"), ValueError, "rounding must be one of"),  # type: ignore[arg-type]
-        (lambda: functional.gelu(X, impl="gpu"), ValueError, "impl must be one of"),  # type: ignore[arg-type]
-        (lambda: functional.gelu(X, seed=0.5), TypeError, "seed must be an integer"),  # type: ignore[arg-type]
+        (lambda: functional.linear(X, X, codes=Codes(bits=7)), ValueError, "bits must be one of"),
+        (lambda: functional.gelu(X, codes=Codes(group_size=32)), ValueError, "group_size must be one of"),
+        (lambda: functional.gelu(X, codes=Codes(rounding="up")), ValueError, "rounding must be one of"),  # type: ignore[arg-type]
+        (lambda: functional.gelu(X, codes=Codes(impl="gpu")), ValueError, "impl must be one of"),  # type: ignore[arg-type]
+        (lambda: functional.gelu(X, codes=Codes(seed=0.5)), TypeError, "seed must be an integer"),  # type: ignore[arg-type]
+        (lambda: functional.gelu(X, codes=Codes(bits=16)), ValueError, "16, which only window_attention takes"),
+        (lambda: functional.gelu(X, codes=8), TypeError, "codes must be a pyactcomp.functional.Codes, got 8"),  # type: ignore[arg-type]
         (lambda: functional.gelu(X, "erf"), ValueError, "approximate must be"),  # type: ignore[arg-type]
         (lambda: functional.gelu(X.int()), TypeError, "floating-point torch.Tensor, got torch.int32"),
         (lambda: functional.gelu([1.0]), TypeError, "got list"),  # type: ignore[arg-type]
@@ -278,15 +287,29 @@ def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception],
         call()
 
 
+STORE_NO_CODES = {"dropout", "linear_cross_entropy", "max_pool2d", "relu", "residual_add", "rope"}
+
+
+@pytest.mark.parametrize("name", sorted(set(functional.__all__) - {"Codes", "INT8"}))
+def test_one_option_says_how_tensors_are_stored(name: str) -> None:
+    function = getattr(functional, name)
+    parameters = inspect.signature(function).parameters
+    own = {"impl"} if name in STORE_NO_CODES else {"codes"}
+    assert own == parameters.keys() & {"codes", *(field.name for field in fields(Codes))}
+    advice = "it stores no codes" if name in STORE_NO_CODES else r"codes=Codes\(bits=4, rounding='nearest'\)"
+    with pytest.raises(TypeError, match=rf"^{name}\(\) takes no bits=4, rounding='nearest'; .*{advice}"):
+        function(X, bits=4, rounding="nearest")
+
+
 def test_implementation_for_another_device_raises() -> None:
     x = normal(4, 64).requires_grad_()
     with pytest.raises(ImplementationUnavailableError, match="impl='cuda'") as caught:
-        functional.gelu(x, impl="cuda")
+        functional.gelu(x, codes=Codes(impl="cuda"))
     assert isinstance(caught.value, PyactcompError)
 
 
 def _exact(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *tensors: function(*tensors, bits=None)
+    return lambda *tensors: function(*tensors, codes=Codes(bits=None))
 
 
 @pytest.mark.parametrize(
@@ -297,10 +320,10 @@ def _exact(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         (_exact(functional.new_gelu), [(8, 64)]),
         (_exact(functional.softmax), [(8, 64)]),
         (_exact(functional.silu_mul), [(8, 64), (8, 64)]),
-        (lambda x, w: functional.rms_norm(x, w, 1e-6, bits=None), [(8, 64), (64,)]),
-        (lambda x, w: functional.layer_norm(x, 64, w, bits=None), [(8, 64), (64,)]),
-        (lambda x, w: functional.batch_norm(x, None, None, w, bits=None), [(2, 64, 2, 2), (64,)]),
-        (lambda x, b: functional.window_attention(x, 2, b, bits=None), [(2, 4, 192), (2, 4, 4)]),
+        (lambda x, w: functional.rms_norm(x, w, 1e-6, codes=Codes(bits=None)), [(8, 64), (64,)]),
+        (lambda x, w: functional.layer_norm(x, 64, w, codes=Codes(bits=None)), [(8, 64), (64,)]),
+        (lambda x, w: functional.batch_norm(x, None, None, w, codes=Codes(bits=None)), [(2, 64, 2, 2), (64,)]),
+        (lambda x, b: functional.window_attention(x, 2, b, codes=Codes(bits=None)), [(2, 4, 192), (2, 4, 4)]),
         (lambda x, m: functional.window_attention(x, 2, x.new_zeros(2, 4, 4), 100 * m), [(2, 4, 192), (1, 4, 4)]),
     ],
 )
@@ -338,20 +361,20 @@ def test_a_result_without_a_gradient_gives_none(bits: int | None) -> None:
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     angles = torch.randn(1, 16, 8)
     results = [
-        functional.linear(x, weight, bits=bits),
-        functional.layer_norm(x, 64, bits=bits),
-        functional.rms_norm(x, weight[0], 1e-6, bits=bits),
-        functional.gelu(x, bits=bits),
-        functional.new_gelu(x, bits=bits),
-        functional.relu(x, bits=bits),
-        functional.silu_mul(x, x, bits=bits),
-        functional.softmax(x, bits=bits),
-        functional.dropout(x, bits=bits),
+        functional.linear(x, weight, codes=Codes(bits=bits)),
+        functional.layer_norm(x, 64, codes=Codes(bits=bits)),
+        functional.rms_norm(x, weight[0], 1e-6, codes=Codes(bits=bits)),
+        functional.gelu(x, codes=Codes(bits=bits)),
+        functional.new_gelu(x, codes=Codes(bits=bits)),
+        functional.relu(x),
+        functional.silu_mul(x, x, codes=Codes(bits=bits)),
+        functional.softmax(x, codes=Codes(bits=bits)),
+        functional.dropout(x),
         functional.residual_add(x, x),
-        functional.rope(q, q, angles, angles, bits=bits)[0],
-        functional.max_pool2d(image, 2, bits=bits),
-        functional.batch_norm(image, None, None, bits=bits),
-        functional.window_attention(x.repeat(1, 3).view(4, 4, 192), 2, torch.zeros(2, 4, 4), bits=bits),
+        functional.rope(q, q, angles, angles)[0],
+        functional.max_pool2d(image, 2),
+        functional.batch_norm(image, None, None, codes=Codes(bits=bits)),
+        functional.window_attention(x.repeat(1, 3).view(4, 4, 192), 2, torch.zeros(2, 4, 4), codes=Codes(bits=bits)),
         functional.linear_cross_entropy(x, weight, torch.arange(16)),
     ]
     leaf = torch.randn(3, requires_grad=True)
@@ -364,10 +387,10 @@ def test_a_result_without_a_gradient_gives_none(bits: int | None) -> None:
 def test_a_vector_is_one_row(bits: int | None) -> None:
     weight = torch.randn(64, requires_grad=True)
     for function in (
-        lambda x: functional.rms_norm(x, weight, 1e-6, bits=bits),
-        lambda x: functional.layer_norm(x, 64, weight, bits=bits),
-        lambda x: functional.linear(x, weight[None], bits=bits),
-        lambda x: functional.softmax(x, bits=bits) * weight,
+        lambda x: functional.rms_norm(x, weight, 1e-6, codes=Codes(bits=bits)),
+        lambda x: functional.layer_norm(x, 64, weight, codes=Codes(bits=bits)),
+        lambda x: functional.linear(x, weight[None], codes=Codes(bits=bits)),
+        lambda x: functional.softmax(x, codes=Codes(bits=bits)) * weight,
     ):
         x = torch.randn(64, requires_grad=True)
         of_vector = torch.autograd.grad(function(x).sum(), (x, weight))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec, dequantize, functional, quantize, redo
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional import INT8, Codes
 from pyactcomp.functional.activations import silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
 from pyactcomp.functional.attention import rope
@@ -46,10 +47,10 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((-high, low), -1)
 
 
-def rope_of(x: Tensor, bits: int | None = 8) -> Tensor:
+def rope_of(x: Tensor, codes: Codes = INT8) -> Tensor:
     """Return the rotation of x [tokens, 16], as one head."""
     q = x.view(1, 1, -1, 16)
-    return rope(q, q, *tables(q.shape[2], 16, x.dtype), bits=bits)[0].view(x.shape)
+    return rope(q, q, *tables(q.shape[2], 16, x.dtype), contiguous_grad=codes.bits is None)[0].view(x.shape)
 
 
 def rope_of_torch(x: Tensor) -> Tensor:
@@ -59,9 +60,9 @@ def rope_of_torch(x: Tensor) -> Tensor:
 
 
 def seeded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def compute(x: Tensor, **options: object) -> Tensor:
+    def compute(x: Tensor, codes: Codes = INT8) -> Tensor:
         torch.manual_seed(SEED)
-        return function(x, 0.3, **options)
+        return function(x, 0.3)
 
     return compute
 
@@ -69,11 +70,11 @@ def seeded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 FUNCTIONS = {
     "gelu": (functional.gelu, F.gelu),
     "silu_mul": (
-        lambda x, **options: silu_mul(x, x.flip(0), **options),
+        lambda x, codes=INT8: silu_mul(x, x.flip(0), codes=codes),
         lambda x: F.silu(x) * x.flip(0),
     ),
     "new_gelu": (new_gelu, _chain),
-    "relu": (relu, F.relu),
+    "relu": (lambda x, codes=INT8: relu(x, impl=codes.impl), F.relu),
     "dropout": (seeded(dropout), seeded(F.dropout)),
     "rope": (rope_of, rope_of_torch),
 }
@@ -92,7 +93,7 @@ def test_without_codes_all_is_torchs(
 ) -> None:
     x = leaf(70, 16, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours, theirs = pair[0](x, bits=None), pair[1](x)
+        ours, theirs = pair[0](x, codes=Codes(bits=None)), pair[1](x)
     grad = normal(70, 16, seed=1).to(theirs.dtype)
     assert torch.equal(ours, theirs)
     assert torch.equal(torch.autograd.grad(ours, x, grad)[0], torch.autograd.grad(theirs, x, grad)[0])
@@ -100,7 +101,7 @@ def test_without_codes_all_is_torchs(
 
 def test_gradcheck(pair: tuple[Callable[..., Tensor], Callable[..., Tensor]]) -> None:
     x = normal(3, 16).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: pair[0](x, bits=None), (x,))
+    assert torch.autograd.gradcheck(lambda x: pair[0](x, codes=Codes(bits=None)), (x,))
 
 
 def test_what_is_not_recorded_is_torchs(pair: tuple[Callable[..., Tensor], Callable[..., Tensor]]) -> None:
@@ -161,7 +162,7 @@ def recipe_of(out: Tensor) -> redo.Recipe:
 @pytest.mark.parametrize("name", ["gelu", "silu_mul", "new_gelu"])
 def test_output_is_computed_again(name: str, bits: int | None) -> None:
     x = leaf(70, 16)
-    out = FUNCTIONS[name][0](x, bits=bits)
+    out = FUNCTIONS[name][0](x, codes=Codes(bits=bits))
     recipe = recipe_of(out)
     again = recipe.compute(torch.float32)
     assert recipe.compute(torch.bfloat16).dtype == torch.bfloat16
@@ -175,7 +176,7 @@ def test_output_is_computed_again(name: str, bits: int | None) -> None:
 def test_a_write_to_what_is_kept_is_noticed() -> None:
     x = leaf(70, 16)
     kept = x * 1
-    recipe = recipe_of(new_gelu(kept, bits=None))
+    recipe = recipe_of(new_gelu(kept, codes=Codes(bits=None)))
     kept.data.add_(1)
     recipe.compute(torch.float32)
     with torch.no_grad():
@@ -187,14 +188,14 @@ def test_a_write_to_what_is_kept_is_noticed() -> None:
 def test_a_recipe_holds_no_graph() -> None:
     x = leaf(70, 16)
     kept = x * 1
-    recipe = recipe_of(new_gelu(kept, bits=None))
+    recipe = recipe_of(new_gelu(kept, codes=Codes(bits=None)))
     assert all(operand.grad_fn is None for operand in recipe._operands)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_silu_mul_saves_codes_of_both(dtype: torch.dtype) -> None:
     gate, up = leaf(300, dtype=dtype), leaf(300, dtype=dtype, seed=1)
-    saved = saved_by(lambda: silu_mul(gate, up, seed=SEED))
+    saved = saved_by(lambda: silu_mul(gate, up, codes=Codes(seed=SEED)))
     for codes, x in zip(saved, (gate, up), strict=True):
         assert_codes_saved([codes], x, 8, 64, None)
 
@@ -222,7 +223,7 @@ def test_silu_mul_makes_up_again_once_a_backward_and_keeps_no_codes_of_it() -> N
 
 def test_silu_mul_of_two_dtypes_is_torchs() -> None:
     gate, up = leaf(300), leaf(300, dtype=torch.bfloat16, seed=1)
-    ours, theirs = silu_mul(gate, up, bits=None), F.silu(gate) * up
+    ours, theirs = silu_mul(gate, up, codes=Codes(bits=None)), F.silu(gate) * up
     assert torch.equal(ours, theirs)
     for a, b in zip(*(torch.autograd.grad(y.sum(), (gate, up)) for y in (ours, theirs)), strict=True):
         assert torch.equal(a, b)
@@ -315,15 +316,13 @@ def test_rope_differentiates_tables_that_require_grad() -> None:
     ("compute", "error", "match"),
     [
         (lambda x: silu_mul(x, x[:3]), ValueError, "one shape"),
-        (lambda x: silu_mul(x, x, inplace=True, bits=None), ValueError, "leave one of them out"),
+        (lambda x: silu_mul(x, x, inplace=True, codes=Codes(bits=None)), ValueError, "leave one of them out"),
         (lambda x: silu_mul(x, 3), TypeError, "up must be a floating-point"),
         (lambda x: new_gelu(x.int()), TypeError, "x must be a floating-point"),
         (lambda x: relu(None), TypeError, "x must be a floating-point"),
-        (lambda x: relu(x, bits=3), ValueError, "bits"),
         (lambda x: dropout(x, 1.5), ValueError, "p must be from 0 to 1"),
         (lambda x: rope(x, x, x, x), ValueError, "four dimensions"),
         (lambda x: rope(x, x, x, x, 3), ValueError, "unsqueeze_dim must be 1 or 2"),
-        (lambda x: rope_of(x, bits=5), ValueError, "bits"),
     ],
 )
 def test_bad_input_raises(compute: Callable[[Tensor], object], error: type[Exception], match: str) -> None:

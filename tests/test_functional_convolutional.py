@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional import Codes
 from pyactcomp.functional.convolutional import batch_norm, max_pool2d
 
 
@@ -33,13 +34,13 @@ def test_batch_norm_passes_gradcheck(relu: bool, residual: bool, affine: bool) -
     arguments.append(wide(3, 4, 2, 2, seed=3) if residual else None)
 
     def function(x: Tensor, weight: Tensor | None, bias: Tensor | None, added: Tensor | None) -> Tensor:
-        return batch_norm(x, None, None, weight, bias, relu=relu, residual=added, bits=None)
+        return batch_norm(x, None, None, weight, bias, relu=relu, residual=added, codes=Codes(bits=None))
 
     assert torch.autograd.gradcheck(function, tuple(arguments))
 
 
 def test_max_pool_passes_gradcheck() -> None:
-    assert torch.autograd.gradcheck(lambda x: max_pool2d(x, 3, 2, 1, bits=None), (wide(2, 3, 5, 6),))
+    assert torch.autograd.gradcheck(lambda x: max_pool2d(x, 3, 2, 1), (wide(2, 3, 5, 6),))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -122,13 +123,10 @@ def test_nothing_is_recorded_without_grad() -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("window", [(3, 2, 1), (2, None, 0), ((3, 2), (1, 2), (1, 0)), (4, 4, 2)], ids=str)
-@pytest.mark.parametrize("bits", [None, 8])
-def test_max_pool_is_that_of_torch_and_saves_a_byte(
-    layout: torch.memory_format, window: tuple[int, int, int], bits: int | None
-) -> None:
+def test_max_pool_is_that_of_torch_and_saves_a_byte(layout: torch.memory_format, window: tuple[int, int, int]) -> None:
     x = (2 * normal(2, 3, 7, 10)).round().contiguous(memory_format=layout)
     leaves = [x.clone().requires_grad_() for _ in range(2)]
-    ours, theirs = max_pool2d(leaves[0], *window, bits=bits), F.max_pool2d(leaves[1], *window)
+    ours, theirs = max_pool2d(leaves[0], *window), F.max_pool2d(leaves[1], *window)
     assert torch.equal(ours, theirs)
     assert ours.stride() == theirs.stride()
     grad = normal(*ours.shape, seed=1)
@@ -173,7 +171,7 @@ X = normal(4, 3, 4, 4)
         (lambda: batch_norm(X, torch.zeros(3), None), ValueError, "or neither"),
         (lambda: batch_norm(X, None, None, residual=X.double()), ValueError, "got .* and torch.float64"),
         (lambda: batch_norm(X, None, None, residual=X[:1]), ValueError, "a residual of"),
-        (lambda: batch_norm(X, None, None, bits=7), ValueError, "bits must be one of"),
+        (lambda: batch_norm(X, None, None, codes=Codes(bits=7)), ValueError, "bits must be one of"),
         (lambda: max_pool2d(X[0], 2), ValueError, r"x of \[N, C, H, W\]"),
         (lambda: max_pool2d(X, 2.5), TypeError, "an integer or two for kernel_size"),  # type: ignore[arg-type]
         (lambda: max_pool2d(X.clone().requires_grad_(), 2, 1, 2), RuntimeError, "pad should be at most half"),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pyactcomp import redo
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional import Codes
 from pyactcomp.functional.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,12 +41,12 @@ def test_norms_pass_gradcheck() -> None:
     rows = torch.tensor([2, 0, 3, 1])
     x, residual, weight, bias = wide(2, 2, 4), wide(2, 2, 4, seed=1), wide(4, seed=2), wide(4, seed=3)
     check = torch.autograd.gradcheck
-    assert check(lambda *a: layer_norm(a[0], 4, *a[1:], rows=rows, bits=None), (x, weight, bias))
-    assert check(lambda *a: add_layer_norm(*a[:2], 4, *a[2:], bits=None), (x, residual, weight, bias))
-    assert check(lambda *a: rms_norm(*a, 1e-3, bits=None), (x, weight))
-    assert check(lambda a: rms_norm(a, None, 1e-3, bits=None), (x,))
-    assert check(lambda *a: add_rms_norm(*a, 1e-3, bits=None), (x, residual, weight))
-    assert check(lambda a: add_rms_norm(a, None, None, 1e-3, bits=None), (x,))
+    assert check(lambda *a: layer_norm(a[0], 4, *a[1:], rows=rows, codes=Codes(bits=None)), (x, weight, bias))
+    assert check(lambda *a: add_layer_norm(*a[:2], 4, *a[2:], codes=Codes(bits=None)), (x, residual, weight, bias))
+    assert check(lambda *a: rms_norm(*a, 1e-3, codes=Codes(bits=None)), (x, weight))
+    assert check(lambda a: rms_norm(a, None, 1e-3, codes=Codes(bits=None)), (x,))
+    assert check(lambda *a: add_rms_norm(*a, 1e-3, codes=Codes(bits=None)), (x, residual, weight))
+    assert check(lambda a: add_rms_norm(a, None, None, 1e-3, codes=Codes(bits=None)), (x,))
 
 
 def results(compute: Callable[..., Tensor], leaves: list[Tensor | None], grad: Tensor) -> list[Tensor]:
@@ -64,7 +65,7 @@ def bitwise(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_exact_layer_norm_is_bitwise_that_of_torch(dtype: torch.dtype, parameters: tuple[bool, bool]) -> None:
     c = case(6, 96, dtype=dtype, parameters=parameters)
     leaves = [c.x, c.weight, c.bias]
-    ours = results(lambda x, w, b: layer_norm(x, 96, w, b, bits=None), leaves, c.grad)
+    ours = results(lambda x, w, b: layer_norm(x, 96, w, b, codes=Codes(bits=None)), leaves, c.grad)
     assert bitwise(ours, results(lambda x, w, b: F.layer_norm(x, (96,), w, b), leaves, c.grad))
 
 
@@ -72,7 +73,7 @@ def test_exact_layer_norm_is_bitwise_that_of_torch(dtype: torch.dtype, parameter
 def test_exact_norm_of_a_sum_is_bitwise_that_of_torch(residual: torch.dtype) -> None:
     c = case(6, 96, dtype=torch.bfloat16, residual=residual)
     leaves = [c.x, c.residual, normal(96, seed=2), normal(96, seed=3)]
-    ours = results(lambda x, r, w, b: add_layer_norm(x, r, 96, w, b, bits=None), leaves, c.grad)
+    ours = results(lambda x, r, w, b: add_layer_norm(x, r, 96, w, b, codes=Codes(bits=None)), leaves, c.grad)
     assert bitwise(ours, results(lambda x, r, w, b: F.layer_norm(x + r, (96,), w, b), leaves, c.grad))
 
 
@@ -81,7 +82,7 @@ def test_exact_norm_of_a_sum_after_dropout_is_bitwise_that_of_torch(p: float) ->
     c = case(6, 96, dtype=torch.bfloat16, residual=torch.float32)
     leaves = [c.x, c.residual, normal(96, seed=2), normal(96, seed=3)]
     torch.manual_seed(0)
-    ours = results(lambda x, r, w, b: add_layer_norm(x, r, 96, w, b, p=p, bits=None), leaves, c.grad)
+    ours = results(lambda x, r, w, b: add_layer_norm(x, r, 96, w, b, p=p, codes=Codes(bits=None)), leaves, c.grad)
     torch.manual_seed(0)
     assert bitwise(ours, results(lambda x, r, w, b: F.layer_norm(F.dropout(x, p) + r, (96,), w, b), leaves, c.grad))
 
@@ -96,7 +97,7 @@ def test_exact_rms_norm_is_bitwise_that_of_its_operators(dtype: torch.dtype, wei
 
     leaves = [normal(2, 5, 96).to(dtype), normal(96, seed=1).to(weight)]
     grad = normal(2, 5, 96, seed=2)
-    ours = results(lambda x, w: rms_norm(x, w, 1e-6, bits=None), leaves, grad)
+    ours = results(lambda x, w: rms_norm(x, w, 1e-6, codes=Codes(bits=None)), leaves, grad)
     assert bitwise(ours, results(separate, leaves, grad))
 
 
@@ -120,7 +121,7 @@ def test_norm_and_sum_without_kernels_are_those_of_the_separate_functions(residu
 def test_rms_norm_is_that_of_torch_up_to_roundings(dtype: torch.dtype) -> None:
     leaves = [normal(8, 256).to(dtype), normal(256, seed=1).to(dtype)]
     grad = normal(8, 256, seed=2)
-    ours = results(lambda x, w: rms_norm(x, w, 1e-6, bits=None), leaves, grad)
+    ours = results(lambda x, w: rms_norm(x, w, 1e-6, codes=Codes(bits=None)), leaves, grad)
     torchs = results(lambda x, w: F.rms_norm(x, (256,), w, 1e-6), leaves, grad)
     eps = torch.finfo(dtype).eps
     # Two roundings of half an ulp here, one there; float32 has a dozen more of its own, and its sums.
@@ -184,8 +185,10 @@ def test_rows_that_vary_less_than_a_step_have_a_gradient_of_the_right_size() -> 
 def test_rows_come_in_the_order_asked_for(length: int) -> None:
     x, grad, rows = normal(4, 5, length), normal(20, length, seed=1), torch.randperm(20)
     for bits in (None, 8):
-        ours = results(lambda t, b=bits: layer_norm(t, length, rows=rows.int(), bits=b), [x], grad)
-        gathered = results(lambda t, b=bits: layer_norm(t, length, bits=b), [x.view(-1, length)[rows]], grad)
+        ours = results(lambda t, b=bits: layer_norm(t, length, rows=rows.int(), codes=Codes(bits=b)), [x], grad)
+        gathered = results(
+            lambda t, b=bits: layer_norm(t, length, codes=Codes(bits=b)), [x.view(-1, length)[rows]], grad
+        )
         assert torch.equal(ours[0], gathered[0])
         assert torch.equal(ours[1].view(-1, length)[rows], gathered[1])
 
@@ -264,7 +267,7 @@ def test_output_has_the_dtype_asked_for() -> None:
     x = normal(4, 96)
     for bits in (None, 8):
         for leaf in (x.clone().requires_grad_(), x):
-            out = layer_norm(leaf, 96, dtype=torch.bfloat16, bits=bits)
+            out = layer_norm(leaf, 96, dtype=torch.bfloat16, codes=Codes(bits=bits))
             assert out.dtype is torch.bfloat16
             assert torch.equal(out, F.layer_norm(x, (96,)).bfloat16())
 
@@ -306,8 +309,8 @@ X = normal(4, 64)
         (lambda: add_rms_norm(X, X, X, 1e-6), ValueError, r"add_rms_norm expects x .* got \(4, 64\) and \(4, 64\)"),
         (lambda: rms_norm(X, X, 1e-6), ValueError, r"got \(4, 64\) and \(4, 64\)"),
         (lambda: rms_norm(X.int(), None, 1e-6), TypeError, "x must be a floating-point"),
-        (lambda: rms_norm(X, None, 1e-6, bits=7), ValueError, "bits must be one of"),
-        (lambda: rms_norm(X, None, 1e-6, bits=None, copy=True), ValueError, "leave one of them out"),
+        (lambda: rms_norm(X, None, 1e-6, codes=Codes(bits=7)), ValueError, "bits must be one of"),
+        (lambda: rms_norm(X, None, 1e-6, codes=Codes(bits=None), copy=True), ValueError, "leave one of them out"),
     ],
 )
 def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception], match: str) -> None:

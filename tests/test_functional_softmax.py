@@ -10,6 +10,7 @@ from functional_checks import EPS, SEED, assert_codes_saved, assert_within, erro
 from torch import Tensor
 
 from pyactcomp.errors import PyactcompError
+from pyactcomp.functional import Codes
 from pyactcomp.functional.attention import softmax
 
 MASK = torch.where(normal(2, 9, 9, seed=8) > 0, -100.0, 0.0)
@@ -24,7 +25,7 @@ def by_windows(x: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
 def test_softmax_passes_gradcheck(bias: tuple[int, ...] | None) -> None:
     x, mask = normal(4, 1, 2, 2).double().requires_grad_(), normal(2, 2, 2).double()
     added = None if bias is None else normal(*bias, seed=1).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, b: softmax(x, bias=b, mask=mask, bits=None), (x, added))
+    assert torch.autograd.gradcheck(lambda x, b: softmax(x, bias=b, mask=mask, codes=Codes(bits=None)), (x, added))
     expected = by_windows(x, torch.zeros(()) if added is None else added, mask)
     torch.testing.assert_close(softmax(x, bias=added, mask=mask), expected)
 
@@ -32,7 +33,7 @@ def test_softmax_passes_gradcheck(bias: tuple[int, ...] | None) -> None:
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_softmax_along_any_dimension_is_that_of_torch(dim: int) -> None:
     x, grad = normal(5, 6, 7).requires_grad_(), normal(5, 6, 7, seed=1)
-    out, expected = softmax(x, dim, bits=None), x.softmax(dim)
+    out, expected = softmax(x, dim, codes=Codes(bits=None)), x.softmax(dim)
     assert torch.equal(out, expected)
     ours, torchs = (torch.autograd.grad(t, x, grad)[0] for t in (out, expected))
     assert torch.equal(ours, torchs)
@@ -43,7 +44,7 @@ def test_softmax_along_any_dimension_is_that_of_torch(dim: int) -> None:
 def test_softmax_is_within_its_bounds(dtype: torch.dtype, bits: int, group_size: int) -> None:
     x, bias, grad = normal(4, 2, 9, 9).to(dtype), normal(2, 9, 9, seed=1), normal(4, 2, 9, 9, seed=2).to(dtype)
     leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
-    out = softmax(leaves[0], bias=leaves[1], mask=MASK, bits=bits, group_size=group_size, seed=SEED)
+    out = softmax(leaves[0], bias=leaves[1], mask=MASK, codes=Codes(bits=bits, group_size=group_size, seed=SEED))
     out.backward(grad)
     assert out.dtype == dtype
     wide = x.double().requires_grad_(), bias.double().requires_grad_()
@@ -65,7 +66,7 @@ def test_softmax_is_within_its_bounds(dtype: torch.dtype, bits: int, group_size:
 def test_softmax_saves_the_codes_of_its_output_and_offers_them() -> None:
     x = normal(4, 2, 9, 9).requires_grad_()
     outputs: list[Tensor] = []
-    saved = saved_by(lambda: outputs.append(softmax(x, dtype=torch.bfloat16, seed=SEED)) or outputs[0])
+    saved = saved_by(lambda: outputs.append(softmax(x, dtype=torch.bfloat16, codes=Codes(seed=SEED))) or outputs[0])
     assert len(saved) == 1
     assert_codes_saved(saved, outputs[0], 8, 64, None)
     restored = outputs[0]._pyactcomp_recipe.compute(torch.bfloat16)  # type: ignore[attr-defined]
@@ -111,7 +112,7 @@ X = normal(4, 2, 9, 9)
         (lambda: softmax(X[:3], mask=MASK), ValueError, "windows a multiple of n"),
         (lambda: softmax(X, mask=MASK > 0), TypeError, "mask must be a floating-point"),
         (lambda: softmax(X, dtype=torch.int32), TypeError, "dtype must be a floating-point torch.dtype"),
-        (lambda: softmax(X, bits=5), ValueError, "bits must be one of"),
+        (lambda: softmax(X, codes=Codes(bits=5)), ValueError, "bits must be one of"),
     ],
 )
 def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception], match: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import softmax
+from pyactcomp.functional import Codes, softmax
 from pyactcomp.functional.windows import residual_add, take_rows, window_attention
 
 
@@ -30,7 +30,7 @@ def test_window_attention_passes_gradcheck(masked: bool) -> None:
     qkv, bias, mask = inputs(4, 2, 2, 1, torch.float64, masked)
     mask = None if mask is None else mask / 100  # all probabilities are to count
     arguments = qkv.requires_grad_(), bias.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, b: window_attention(x, 2, b, mask, bits=None), arguments)
+    assert torch.autograd.gradcheck(lambda x, b: window_attention(x, 2, b, mask, codes=Codes(bits=None)), arguments)
     torch.testing.assert_close(window_attention(arguments[0], 2, arguments[1], mask), attention(*arguments, mask))
 
 
@@ -44,7 +44,7 @@ def test_window_attention_is_within_its_bounds(bits: int | None, masked: bool) -
 def gradients_at(qkv: Tensor, bias: Tensor, bits: int | None) -> Tensor:
     """Return all gradients, q's first, of 16 windows with two heads of 32."""
     leaves = qkv.clone().requires_grad_(), bias.to(qkv.dtype).requires_grad_()
-    out = window_attention(leaves[0], 2, leaves[1], bits=bits)
+    out = window_attention(leaves[0], 2, leaves[1], codes=Codes(bits=bits))
     grads = torch.autograd.grad(out, leaves, normal(*out.shape, seed=3).to(out.dtype))
     return torch.cat([g.double().flatten() for g in grads])
 
@@ -69,7 +69,9 @@ def test_window_attention_saves_16_bits() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         qkv, bias, mask = inputs(4, 9, 2, 32, dtype, True)
         leaf = qkv.requires_grad_()
-        kept, *_ = saved_by(lambda leaf=leaf, bias=bias, mask=mask: window_attention(leaf, 2, bias, mask, bits=16))
+        kept, *_ = saved_by(
+            lambda leaf=leaf, bias=bias, mask=mask: window_attention(leaf, 2, bias, mask, codes=Codes(bits=16))
+        )
         # A scale of four bytes comes with what is not qkv itself.
         assert kept.nbytes == 2 * qkv.numel() + 4 * (dtype is torch.float32)
         assert (kept.data_ptr() == leaf.data_ptr()) == (dtype is torch.bfloat16)
@@ -78,7 +80,7 @@ def test_window_attention_saves_16_bits() -> None:
 def test_qkv_that_is_kept_itself_must_not_be_written_to() -> None:
     leaf, bias, _ = inputs(2, 9, 2, 32, torch.bfloat16, False)
     qkv = leaf.requires_grad_() * 1
-    out = window_attention(qkv, 2, bias, bits=16)
+    out = window_attention(qkv, 2, bias, codes=Codes(bits=16))
     qkv.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -87,7 +89,7 @@ def test_qkv_that_is_kept_itself_must_not_be_written_to() -> None:
 def test_window_attention_saves_codes_and_no_probabilities() -> None:
     qkv, bias, mask = inputs(4, 9, 2, 32, torch.bfloat16, True)
     leaf, bias = qkv.clone().requires_grad_(), bias.requires_grad_()
-    saved = saved_by(lambda: window_attention(leaf, 2, bias, mask, seed=SEED))
+    saved = saved_by(lambda: window_attention(leaf, 2, bias, mask, codes=Codes(seed=SEED)))
     assert_codes_saved(saved, qkv, 8, 64, None)
     assert [t.data_ptr() for t in saved[1:]] == [bias.data_ptr(), mask.data_ptr()]
     # What needs no gradient is kept as it is by the saved-tensor hooks.
@@ -96,7 +98,7 @@ def test_window_attention_saves_codes_and_no_probabilities() -> None:
 
 def test_output_of_window_attention_is_computed_again() -> None:
     qkv, bias, mask = inputs(4, 9, 2, 32, torch.float32, True)
-    out = window_attention(qkv.requires_grad_(), 2, bias, mask, bits=None)
+    out = window_attention(qkv.requires_grad_(), 2, bias, mask, codes=Codes(bits=None))
     recipe = recipe_of(out)
     assert torch.equal(recipe.compute(torch.float32), out.detach())
     assert torch.equal(recipe.compute(torch.bfloat16), out.detach().bfloat16())
@@ -165,8 +167,8 @@ QKV, BIAS, X = normal(4, 9, 192), normal(2, 9, 9), normal(4, 3)
         (lambda: window_attention(QKV, 2, BIAS[:1]), ValueError, r"bias of \(2, 9, 9\), got \(1, 9, 9\)"),
         (lambda: window_attention(QKV, 2, BIAS, normal(3, 9, 9)), ValueError, "4 windows a multiple of n"),
         (lambda: window_attention(QKV, 2, BIAS, BIAS > 0), TypeError, "mask must be a floating-point"),
-        (lambda: window_attention(QKV, 2, BIAS, bits=3), ValueError, "bits must be one of"),
-        (lambda: softmax(QKV, bits=16), ValueError, "bits must be one of"),
+        (lambda: window_attention(QKV, 2, BIAS, codes=Codes(bits=3)), ValueError, "bits must be one of"),
+        (lambda: softmax(QKV, codes=Codes(bits=16)), ValueError, "bits must be one of"),
         (lambda: residual_add(X, X[:2]), ValueError, r"one \[n, width\], got \(4, 3\) and \(2, 3\)"),
         (lambda: residual_add(X, X, rows=torch.arange(3)), ValueError, r"rows of \(4,\), got \(3,\)"),
         (lambda: residual_add(X, X, rows=X[:, 0]), TypeError, "int32 or int64 torch.Tensor, got torch.float32"),

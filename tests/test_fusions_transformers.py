@@ -18,6 +18,7 @@ from works_with_text import BATCH, LENGTH, VOCABULARY, built, gpt2, llama, step,
 
 import pyactcomp
 from pyactcomp.config import Config
+from pyactcomp.functional import Codes
 from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
 from pyactcomp.fusions.families.transformers import attention
 from pyactcomp.fusions.families.transformers import modules as transformers_modules
@@ -237,7 +238,7 @@ def test_rotary_embedding_of_another_shape_is_left_to_the_module(monkeypatch: py
     rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
     heads = torch.randn(2, 6, 8)
     angles = torch.randn(6, 8)
-    got = attention._rotated(rotate, {"bits": 8}, heads, heads, angles, angles, 0)
+    got = attention._rotated(rotate, Codes(), heads, heads, angles, angles, 0)
     for turned, expected in zip(got, rotate(heads, heads, angles, angles, 0), strict=True):
         assert torch.equal(turned, expected)
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import codec, engine, functional
+from pyactcomp.functional import Codes
 from pyactcomp.seeds import Seeds, second_of
 
 OPTIONS: dict[str, Any] = {"rounding": "stochastic", "min_bytes": 0, "seed": 3}
@@ -112,15 +113,15 @@ def test_the_same_run_draws_the_same(drawn: list[int]) -> None:
 
 def test_two_tensors_of_one_call_have_seeds_of_their_own(drawn: list[int]) -> None:
     gate, up = (torch.randn(64, requires_grad=True) for _ in range(2))
-    functional.silu_mul(gate, up, rounding="stochastic", seed=5)
+    functional.silu_mul(gate, up, codes=Codes(rounding="stochastic", seed=5))
     assert drawn == [5, second_of(5)]
 
 
 def test_calls_without_a_seed_have_each_their_own(drawn: list[int]) -> None:
     x = torch.randn(64, requires_grad=True)
     for _ in range(3):
-        functional.gelu(x, bits=4)
-        functional.silu_mul(x, x * 2, rounding="stochastic")
+        functional.gelu(x, codes=Codes(bits=4))
+        functional.silu_mul(x, x * 2, codes=Codes(rounding="stochastic"))
     assert len(set(drawn)) == len(drawn) == 9
 
 

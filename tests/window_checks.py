@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyactcomp import codec
 from pyactcomp.codec import Impl
+from pyactcomp.functional import Codes
 from pyactcomp.functional.windows import window_attention
 from pyactcomp.redo import Recipe
 
@@ -61,8 +62,8 @@ def check_window_attention(
     """Assert that output and gradients are the float64 ones, the gradients at the restored ``qkv``, up to rounding."""
     heads = len(bias)
     leaves = qkv.clone().requires_grad_(), bias.clone().requires_grad_()
-    how = {"bits": bits, "group_size": group_size, "seed": SEED, "impl": impl}
-    out = window_attention(*leaves[:1], heads, leaves[1], mask, **how)
+    codes = Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl)
+    out = window_attention(*leaves[:1], heads, leaves[1], mask, codes=codes)
     out.backward(grad)
     assert out.dtype == qkv.dtype
     points = [t.detach().cpu().double() for t in (qkv, restored(qkv, bits, group_size), bias)]

@@ -4,7 +4,11 @@ They need no hooks: use them where a model is written, or in place of the functi
 :mod:`torch.nn.functional` that they are named for. Where Triton serves the device, they write the codes in the pass
 that computes their output, and read them in the pass that computes the gradient. Under
 :func:`pyactcomp.compress` the operator that saves such an output keeps no copy of it: it is computed again from the
-codes, and a float that such a function saves stays as it is. ``bits=None`` keeps exact tensors everywhere.
+codes, and a float that such a function saves stays as it is.
+
+:class:`Codes` says how a function stores tensors: ``functional.gelu(x, codes=Codes(bits=4))``; ``Codes(bits=None)``
+stores them as they are. A function is differentiable once unless it says otherwise: backward with
+``create_graph=True`` raises PyactcompError.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from importlib.util import find_spec
 
 from .activations import gelu, new_gelu, silu_mul
 from .attention import rope, softmax
+from .codes import INT8, Codes
 from .head import linear_cross_entropy
 from .linear import linear
 from .masks import dropout, relu
 from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
+    "INT8",
+    "Codes",
     "add_layer_norm",
     "add_rms_norm",
     "dropout",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..codec import Impl, Rounding
+from .codes import INT8, Codes, one_option
 from .saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
@@ -52,16 +52,13 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
+@one_option
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Apply ``x @ weight.T + bias`` and keep ``x`` for backward in codes.
 
@@ -75,31 +72,19 @@ def linear(
     weight : Tensor, [out, in]
         Never quantised, nor kept twice.
     bias : Tensor, [out], optional
-    bits : {8, 4, 2} or None
-        Width of a code; None keeps ``x`` as it is.
-    group_size : {64, 128, 256}
-        Elements that share a minimum and a step.
-    rounding : {"nearest", "stochastic"}, optional
-        By default nearest for 8 bits and stochastic for fewer.
-    seed : int, optional
-        64-bit seed of the stochastic rounding, of each call its own; by default the next of a sequence that is the same
-        from run to run.
-    impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same codes. A named one never falls back.
+    codes : Codes
+        How to store ``x``.
 
     Returns
     -------
     Tensor, [..., out]
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
+        If the shapes do not match.
 
     Notes
     -----
@@ -116,7 +101,7 @@ def linear(
     >>> bool(torch.allclose(weight.grad[0], x.sum(0), atol=0.5))
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_float_tensor("x", x)
     check_float_tensor("weight", weight)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import codec
 from .. import format as fmt
-from ..codec import Impl, Packed, Rounding
-from ..errors import PyactcompError, check_choice
+from ..codec import Impl, Packed
+from ..errors import PyactcompError
 from ..forms import SCALED
 from ..halves import half_kernel, half_nbytes
 from ..observer import being_traced, observer, transformed
@@ -29,6 +29,7 @@ from ..torch_private import (
     saves_are_dropped,
     under_checkpoint,
 )
+from .codes import Codes
 
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -37,30 +38,15 @@ _SCALED = half_kernel(SCALED, by_triton=False)
 
 
 @dataclass(frozen=True)
-class Saving:
-    """The options all functions of this package share; ``bits=None`` keeps exact tensors."""
+class Saving(Codes):
+    """The codes of one call: they have a seed, and ``bits`` are not 16."""
 
-    bits: int | None
-    group_size: int
-    rounding: Rounding | None
-    seed: int
-    impl: Impl
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("bits", self.bits, (None, *fmt.BITS)),
-            ("group_size", self.group_size, fmt.GROUP_SIZES),
-            ("rounding", self.rounding, (None, *codec.ROUNDINGS)),
-            ("impl", self.impl, codec.IMPLS),
-        ):
-            check_choice(name, value, allowed)
-        if not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an integer, got {self.seed!r}")
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether codes are rounded stochastically: by default, where they have fewer than 8 bits."""
-        return self.rounding == "stochastic" or (self.rounding is None and self.bits != 8)
+        super().__post_init__()
+        if self.bits == 16:
+            raise ValueError("bits must be one of 8, 4, 2 and None, got 16, which only window_attention takes")
 
     def second(self) -> Saving:
         """Return the options for the second tensor that a call keeps, which has a seed of its own."""
@@ -137,13 +123,20 @@ class Saving:
 _saving = functools.lru_cache(maxsize=256)(Saving)
 
 
-def saving(bits: int | None, group_size: int, rounding: Rounding | None, seed: int | None, impl: Impl) -> Saving:
-    """Return the checked options of one call; without a seed it gets the next one if it is to round stochastically."""
+def saving(codes: Codes) -> Saving:
+    """Return the codes of one call; without a seed it gets the next one if it is to round stochastically."""
+    if not isinstance(codes, Codes):
+        raise TypeError(f"codes must be a pyactcomp.functional.Codes, got {codes!r}")
+    seed = codes.seed
     if seed is None:
-        stochastic = rounding == "stochastic" or (rounding is None and bits != 8)
         # A graph would take the number for a constant.
-        seed = calls.next() if stochastic and bits is not None and not _traced() else 0
-    return _saving(bits, group_size, rounding, seed, impl)
+        seed = calls.next() if codes.stochastic and not _traced() else 0
+    return _saving(codes.bits, codes.group_size, codes.rounding, seed, codes.impl)
+
+
+def kernels_of(impl: Impl) -> Saving:
+    """Return what tells whether kernels serve a function that stores no codes."""
+    return _saving(None, 64, None, 0, impl)
 
 
 @functools.lru_cache(maxsize=64)

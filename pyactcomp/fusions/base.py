@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any, NamedTuple, TypedDict
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from ..codec import Impl, Rounding
 from ..config import Config
+from ..functional.codes import Codes
 from ..observer import transformed
 from ..seeds import Seeds
 
 ATTRIBUTE = "_pyactcomp_fusing"
-
-
-class Options(TypedDict):
-    """The keywords that every function of :mod:`pyactcomp.functional` takes."""
-
-    bits: int | None
-    group_size: int
-    rounding: Rounding
-    seed: int
-    impl: Impl
 
 
 class LeftAlone(NamedTuple):
@@ -56,22 +48,26 @@ class Fusing:
     def __reduce__(self) -> tuple[Any, ...]:
         return Fusing, (self.config, self.left_alone, self.seeds)
 
-    def options(self) -> Options:
-        """Return the keywords for one call: a seed of its own for each, exact tensors in lossless mode."""
+    @functools.cached_property
+    def _codes(self) -> Codes:
         config = self.config
-        # Options that repeat are checked once; rounding to nearest reads no seed.
-        return {
-            "bits": None if config.mode == "lossless" else 8,
-            "group_size": config.group_size,
-            "rounding": config.rounding,
-            "seed": self.seeds.next() if config.rounding == "stochastic" else 0,
+        return Codes(
+            bits=None if config.mode == "lossless" else 8,
+            group_size=config.group_size,
+            rounding=config.rounding,
+            # Rounding to the nearest reads no seed.
+            seed=0,
             # The kernels of fused functions are Triton's; "cuda" is about the codec beside them.
-            "impl": "auto" if config.impl == "cuda" else config.impl,
-        }
+            impl="auto" if config.impl == "cuda" else config.impl,
+        )
+
+    def codes(self) -> Codes:
+        """Return how one call stores tensors: with a seed of its own, and exactly in lossless mode."""
+        return replace(self._codes, seed=self.seeds.next()) if self._codes.stochastic else self._codes
 
 
-def fusing(module: Module) -> Options | None:
-    """Return how the fused form of ``module`` is to keep tensors, or None where it must run as its own class does.
+def fusing(module: Module) -> Codes | None:
+    """Return how the fused form of ``module`` is to store tensors, or None where it must run as its own class does.
 
     That is in evaluation mode, without gradients, inside functorch transforms and forward-mode differentiation, while
     torch.compile or make_fx traces, where compression is paused, and under ``PYACTCOMP_DISABLE=1``.
@@ -89,10 +85,10 @@ def fusing(module: Module) -> Options | None:
         or transformed()
     ):
         return None
-    return state.options()
+    return state.codes()
 
 
-def options_again(module: Module) -> Options:
-    """Return the options for one more call in a forward that runs fused: they have another seed."""
+def codes_again(module: Module) -> Codes:
+    """Return the codes for one more call in a forward that runs fused: they have another seed."""
     state: Fusing = module.__dict__[ATTRIBUTE]
-    return state.options()
+    return state.codes()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
-from .base import ATTRIBUTE, Fusing, Options, fusing
+from ..functional.codes import Codes
+from .base import ATTRIBUTE, Fusing, fusing
 
 _FORM = "_pyactcomp_form"
 
@@ -86,8 +87,8 @@ def _blank(fused: type[Fused], original: type[Module]) -> Module:
     return form.__new__(form)
 
 
-def options(module: Module, *inputs: Tensor) -> Options | None:
-    """Return how the fused form of ``module`` is to keep ``inputs``, or None where it must run as its own class does.
+def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
+    """Return how the fused form of ``module`` is to store ``inputs``, or None where it must run as its own class does.
 
     Beside what :func:`.base.fusing` tells, that is where an input is no plain tensor, needs no gradient or is smaller
     than ``min_bytes``: the engine keeps such tensors exact. Complex ones are for the module's own class to refuse.
@@ -103,10 +104,10 @@ def options(module: Module, *inputs: Tensor) -> Options | None:
     return fusing(module)
 
 
-def attention_options(module: Module, how: Options) -> Options:
-    """Return ``how`` for queries and keys, which the engine stores in 16 bits where ``config.attention`` is "exact"."""
+def attention_codes(module: Module, codes: Codes) -> Codes:
+    """Return ``codes`` for queries and keys: 16 bits where ``config.attention`` is "exact", as the engine has them."""
     state: Fusing = module.__dict__[ATTRIBUTE]
-    return {**how, "bits": 16} if how["bits"] is not None and state.config.attention == "exact" else how
+    return replace(codes, bits=16) if codes.bits is not None and state.config.attention == "exact" else codes
 
 
 def fits(norm: nn.LayerNorm, x: Tensor) -> bool:

@@ -259,11 +259,11 @@ class Head(Fused):
         # Frameworks read the names of its parameters to know what a model takes.
         @functools.wraps(original.forward)
         def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-            options = fusing(self) if kwargs.get("labels") is not None else None
+            codes = fusing(self) if kwargs.get("labels") is not None else None
             head = _head_of(self)
-            if options is None or not plain(head, nn.Linear) or type(head.weight) is not Parameter:
+            if codes is None or not plain(head, nn.Linear) or type(head.weight) is not Parameter:
                 return original.forward(self, *args, **kwargs)
-            with _projecting_later(head, options["impl"]):
+            with _projecting_later(head, codes.impl):
                 return _without_logits(original.forward(self, *args, **kwargs))
 
         cls.forward = forward

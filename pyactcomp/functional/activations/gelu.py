@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import redo
-from ...codec import Impl, Rounding
+from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 Approximate = Literal["none", "tanh"]
@@ -46,15 +46,12 @@ class _Gelu(torch.autograd.Function):
         return grad_x, None, None
 
 
+@one_option
 def gelu(
     x: Tensor,
     approximate: Approximate = "none",
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Apply the Gaussian error linear unit and keep ``x`` for backward in codes.
 
@@ -63,22 +60,17 @@ def gelu(
     x : Tensor, any shape, floating point
     approximate : {"none", "tanh"}
         As in :func:`torch.nn.functional.gelu`.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`.
+    codes : Codes
+        How to store ``x``.
 
     Returns
     -------
     Tensor, the shape and dtype of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If ``x`` is no floating-point tensor.
-    ValueError
-        If an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
 
     Notes
     -----
@@ -95,7 +87,7 @@ def gelu(
     >>> bool((x.grad - exact).abs().max() < 0.02)
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_float_tensor("x", x)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")

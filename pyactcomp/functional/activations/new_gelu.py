@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import redo
-from ...codec import Impl, Rounding
+from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .gelu import gelu
 
@@ -71,14 +71,11 @@ class _NewGelu(torch.autograd.Function):
         return torch.autograd.grad(out, leaf, grad)[0], None
 
 
+@one_option
 def new_gelu(
     x: Tensor,
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Return ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3)))`` and keep ``x`` for backward in codes.
 
@@ -88,24 +85,19 @@ def new_gelu(
     Parameters
     ----------
     x : Tensor, any shape, floating point
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`. With ``bits=None`` only ``x`` is kept, and outputs and gradients are those of the chain of
-        torch's operators to the bit, under autocast too.
+    codes : Codes
+        How to store ``x``. With ``bits=None`` outputs and gradients are those of the chain of torch's operators to the
+        bit, under autocast too.
 
     Returns
     -------
     Tensor, the shape of ``x``
         In the dtype of ``x``; with ``bits=None``, or where no gradient is recorded, in that of the chain.
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If ``x`` is no floating-point tensor.
-    ValueError
-        If an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
 
     Notes
     -----
@@ -121,10 +113,10 @@ def new_gelu(
     >>> bool((out - torch.nn.functional.gelu(x, approximate="tanh")).abs().max() < 1e-6)
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_float_tensor("x", x)
     if not recorded(x):
         return _chain(x)
-    if bits is not None:
-        return gelu(x, "tanh", bits=bits, group_size=group_size, rounding=rounding, seed=seed, impl=impl)
+    if how.bits is not None:
+        return gelu(x, "tanh", codes=how)
     return cast(Tensor, _NewGelu.apply(x, how))  # type: ignore[no-untyped-call]

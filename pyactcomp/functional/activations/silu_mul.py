@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import redo
-from ...codec import Impl, Rounding
+from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
@@ -87,17 +87,14 @@ def _up(kept: Tensor | None, restore: Restore | None) -> Tensor:
     return restore(kept)
 
 
+@one_option
 def silu_mul(
     gate: Tensor,
     up: Tensor,
     *,
     up_again: Callable[[], Tensor] | None = None,
     inplace: bool = False,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Return ``silu(gate) * up``, the inside of SwiGLU, and keep both for backward in codes.
 
@@ -112,23 +109,20 @@ def silu_mul(
         ``up_again`` returned, which takes two tensors less at once. For an ``up`` that a matrix product made and a
         product that goes to one matrix product: what else reads ``up``, or shares the product's gradient as the other
         side of a sum does, would read what was written over it.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`. With ``bits=None`` outputs and gradients are those of torch's operators to the bit.
+    codes : Codes
+        How to store both. With ``bits=None`` outputs and gradients are those of torch's operators to the bit.
 
     Returns
     -------
     Tensor, the shape of ``gate`` and the dtype of the product
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If ``gate`` or ``up`` is no floating-point tensor.
     ValueError
-        If their shapes differ, an option has no such value, or ``inplace`` is asked for with ``bits=None``, which keeps
+        If their shapes differ, or ``inplace`` is asked for with ``bits=None``, which keeps
         ``up`` itself.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve their device.
 
     Notes
     -----
@@ -145,12 +139,12 @@ def silu_mul(
     >>> torch.equal(out, torch.nn.functional.silu(gate) * up)
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_float_tensor("gate", gate)
     check_float_tensor("up", up)
     if gate.shape != up.shape:
         raise ValueError(f"silu_mul expects gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
-    if inplace and bits is None:
+    if inplace and how.bits is None:
         raise ValueError("inplace=True writes over up, which bits=None keeps; leave one of them out")
     if not recorded(gate, up):
         return F.silu(gate) * up

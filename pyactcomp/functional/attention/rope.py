@@ -7,9 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec import Impl, Rounding
+from ...codec import Impl
 from ...layouts import arranged, contiguous_layout, layout_of
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..codes import one_option
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, kernels_of, recorded
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -34,7 +35,16 @@ def _by_token(x: Tensor, heads: int) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype, how: Saving) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        dtype: torch.dtype,
+        contiguous_grad: bool,
+        how: Saving,
+    ) -> Tensor:
         begin(ctx)
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.how, ctx.dtype = heads, how, x.dtype
@@ -43,7 +53,7 @@ class _Rope(torch.autograd.Function):
             out = _rotated(x, cos, sin, heads).to(dtype)
         # Torch's gradients are contiguous, and the sums behind them are rounded in that order. Laid out as x is, often
         # a view of a linear layer's output, that takes them as they are.
-        ctx.layout = layout_of(out) if how.bits is not None else contiguous_layout(x.shape)
+        ctx.layout = contiguous_layout(x.shape) if contiguous_grad else layout_of(out)
         return out
 
     @staticmethod
@@ -58,7 +68,7 @@ class _Rope(torch.autograd.Function):
             grad = grad.to(_product(ctx.dtype, cos, sin))
             straight, turned = ((grad * t.unsqueeze(ctx.heads)).to(ctx.dtype) for t in (cos, sin))
             out = arranged(straight + _turned_back(turned), ctx.layout)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 def _product(dtype: torch.dtype, cos: Tensor, sin: Tensor) -> torch.dtype:
@@ -80,6 +90,7 @@ def _fused(
     return out
 
 
+@one_option
 def rope(
     q: Tensor,
     k: Tensor,
@@ -88,10 +99,7 @@ def rope(
     unsqueeze_dim: int = 1,
     *,
     dtype: torch.dtype | None = None,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
+    contiguous_grad: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions and keep nothing of them for backward.
@@ -108,9 +116,11 @@ def rope(
     dtype : torch.dtype, optional
         Of the results; by default that of the products. In float32, as where ``cos`` is float32, and cast to bfloat16
         by autocast, they are the same as with ``dtype=torch.bfloat16``.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`, for calls in one form. Nothing is kept in codes. Gradients are laid out in memory as
-        ``q`` and ``k`` are, with ``bits=None`` as torch's; else all but ``impl`` give the same.
+    contiguous_grad : bool
+        Whether gradients are contiguous, as those of torch's operators; by default they lie in memory as ``q`` and
+        ``k`` do.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All give the same. A named one never falls back.
 
     Returns
     -------
@@ -123,7 +133,7 @@ def rope(
     TypeError
         If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not fit or an option has no such value.
+        If the shapes do not fit.
     ImplementationUnavailableError
         If ``impl`` cannot serve their device.
 
@@ -142,14 +152,14 @@ def rope(
     >>> bool((turned.norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-5)
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = kernels_of(impl)
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_float_tensor(name, t)
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim!r}")
     for name, t in (("q", q), ("k", k)):
         _check_shapes(name, t, cos, sin, unsqueeze_dim)
-    return tuple(_rope(x, cos, sin, unsqueeze_dim, dtype, how) for x in (q, k))  # type: ignore[return-value]
+    return tuple(_rope(x, cos, sin, unsqueeze_dim, dtype, contiguous_grad, how) for x in (q, k))  # type: ignore[return-value]
 
 
 def _check_shapes(name: str, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
@@ -165,8 +175,10 @@ def _check_shapes(name: str, x: Tensor, cos: Tensor, sin: Tensor, heads: int) ->
         )
 
 
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype | None, how: Saving) -> Tensor:
+def _rope(
+    x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype | None, contiguous_grad: bool, how: Saving
+) -> Tensor:
     dtype = dtype or _product(x.dtype, cos, sin)
     if not recorded(x) or recorded(cos, sin):
         return _rotated(x, cos, sin, heads).to(dtype)
-    return cast(Tensor, _Rope.apply(x, cos, sin, heads, dtype, how))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Rope.apply(x, cos, sin, heads, dtype, contiguous_grad, how))  # type: ignore[no-untyped-call]

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec import Impl, Rounding
 from ...redo import offer
+from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
@@ -59,6 +59,7 @@ class _Softmax(torch.autograd.Function):
         return grad_scores.to(ctx.dtype), None, grad_bias, None, None, None
 
 
+@one_option
 def softmax(
     x: Tensor,
     dim: int = -1,
@@ -66,11 +67,7 @@ def softmax(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Apply softmax to ``x + bias + mask`` and keep the result for backward in codes.
 
@@ -89,22 +86,19 @@ def softmax(
         gets no gradient.
     dtype : torch.dtype, optional
         That of the output, by default float32 (float64 for float64) under autocast and that of ``x`` elsewhere.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`.
+    codes : Codes
+        How to store the result.
 
     Returns
     -------
     Tensor, the shape of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If ``x``, ``bias`` or ``mask`` is no floating-point tensor, or ``dtype`` no floating-point dtype.
     ValueError
-        If the shapes do not match or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
+        If the shapes do not match.
 
     Notes
     -----
@@ -120,7 +114,7 @@ def softmax(
     >>> functional.softmax(torch.zeros(1, 2), bias=torch.tensor([0.0, float("-inf")]))
     tensor([[1., 0.]])
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     for name, tensor in (("x", x), ("bias", bias), ("mask", mask)):
         if tensor is not None:
             check_float_tensor(name, tensor)

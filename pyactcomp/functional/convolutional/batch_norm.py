@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec import Impl, Rounding
 from ...layouts import arranged, layout_of, overlaps, suggested_layout
 from ...policy import PLAIN
 from ...redo import held, offer
 from ...torch_private import normalises_by_cudnn
+from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 # The smallest normal value of float16: what was positive comes back positive in every dtype.
@@ -183,6 +183,7 @@ def _forward_fused(
     return out
 
 
+@one_option
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
@@ -194,11 +195,7 @@ def batch_norm(
     *,
     relu: bool = False,
     residual: Tensor | None = None,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Normalise channels by the statistics of the batch, add ``residual``, apply ReLU; keep ``x`` in codes.
 
@@ -216,22 +213,19 @@ def batch_norm(
     momentum, eps : float
     relu : bool
     residual : Tensor, the shape and dtype of ``x``, optional
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`.
+    codes : Codes
+        How to store ``x`` and, with a residual, the output.
 
     Returns
     -------
     Tensor, the shape and dtype of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match, a channel has a single element, or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
+        If the shapes do not match, a channel has a single element.
 
     Notes
     -----
@@ -249,7 +243,7 @@ def batch_norm(
     >>> bool(torch.allclose(y, torch.nn.functional.batch_norm(x, None, None, training=True).relu()))
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_float_tensor("x", x)
     if x.dim() < 2:
         raise ValueError(f"batch_norm expects x of [N, C, ...], got {tuple(x.shape)}")

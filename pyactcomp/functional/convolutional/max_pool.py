@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...codec import Impl, Rounding
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ...codec import Impl
+from ..codes import one_option
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, kernels_of, recorded
 
 Pair = tuple[int, int]
 _POSITIONS = 256
@@ -71,41 +72,37 @@ def _pair(name: str, value: int | tuple[int, int]) -> Pair:
     return pair
 
 
+@one_option
 def max_pool2d(
     x: Tensor,
     kernel_size: int | tuple[int, int],
     stride: int | tuple[int, int] | None = None,
     padding: int | tuple[int, int] = 0,
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Take the maximum of each window and keep its position in the window, one byte, instead of the input.
 
-    Output and gradient are those of :func:`torch.nn.functional.max_pool2d`, whatever ``bits``: nothing is quantised.
+    Output and gradient are those of :func:`torch.nn.functional.max_pool2d`: nothing is quantised.
 
     Parameters
     ----------
     x : Tensor, [N, C, H, W], floating point
     kernel_size, stride, padding : int or (int, int)
         As in :func:`torch.nn.functional.max_pool2d`. Windows of more than 256 elements are left to torch.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All give the same. A named one never falls back.
 
     Returns
     -------
     Tensor, [N, C, H_out, W_out]
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If ``x`` is no floating-point tensor, or a size is no integer and no pair of them.
     ValueError
-        If ``x`` does not have four dimensions or an option has no such value.
+        If ``x`` does not have four dimensions.
     RuntimeError
         As torch's, if the sizes do not fit.
 
@@ -123,7 +120,7 @@ def max_pool2d(
     >>> float(x.grad.sum())
     96.0
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = kernels_of(impl)
     check_float_tensor("x", x)
     if x.dim() != 4:
         raise ValueError(f"max_pool2d expects x of [N, C, H, W], got {tuple(x.shape)}")

@@ -13,6 +13,7 @@ from ...codec import Impl
 from ...errors import check_choice
 from ...layouts import layout_of
 from ...torch_private import graph_is_retained
+from ..codes import one_option
 from ..saving import begin, check_float_tensor, differentiable_once, recorded
 
 Reduction = Literal["mean", "sum"]
@@ -198,6 +199,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: b
     return torch.mul(gradient, factor, out=gradient)
 
 
+@one_option
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

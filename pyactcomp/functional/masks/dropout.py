@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...codec import Impl, Rounding
+from ...codec import Impl
 from ...layouts import layout_of
-from ..saving import Saving, begin, check_float_tensor, recorded, saving
+from ..codes import one_option
+from ..saving import Saving, begin, check_float_tensor, kernels_of, recorded
 
 
 class _Dropout(torch.autograd.Function):
@@ -60,14 +61,11 @@ def check_probability(p: float) -> None:
         raise ValueError(f"p must be from 0 to 1, got {p!r}")
 
 
+@one_option
 def dropout(
     x: Tensor,
     p: float = 0.5,
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and keep one bit an element.
@@ -77,9 +75,8 @@ def dropout(
     x : Tensor, any shape, floating point
     p : float
         From 0 to 1.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`, for calls in one form. What is kept is exact, and the same for all but ``impl``. The
-        elements are drawn by torch's generator, not from ``seed``.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All give the same. A named one never falls back.
 
     Returns
     -------
@@ -92,7 +89,7 @@ def dropout(
     TypeError
         If ``x`` is no floating-point tensor.
     ValueError
-        If ``p`` is not from 0 to 1 or an option has no such value.
+        If ``p`` is not from 0 to 1.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 
@@ -106,7 +103,7 @@ def dropout(
     >>> torch.equal(x.grad, out)
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = kernels_of(impl)
     check_float_tensor("x", x)
     check_probability(p)
     if not recorded(x) or p in (0, 1) or x.numel() == 0:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...codec import Impl, Rounding
+from ...codec import Impl
 from ...layouts import layout_of
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..codes import one_option
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, kernels_of, recorded
 
 
 class _Relu(torch.autograd.Function):
@@ -41,14 +42,11 @@ class _Relu(torch.autograd.Function):
         return torch.where(ctx.restore(bits), grad, 0), None, None
 
 
+@one_option
 def relu(
     x: Tensor,
     inplace: bool = False,
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Return ``max(x, 0)`` and keep for backward, in one bit an element, where it is not zero.
@@ -58,8 +56,8 @@ def relu(
     x : Tensor, any shape, floating point
     inplace : bool
         Whether to write the result over ``x``.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`, for calls in one form. What is kept is exact, and the same for all but ``impl``.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All give the same. A named one never falls back.
 
     Returns
     -------
@@ -71,8 +69,6 @@ def relu(
     ------
     TypeError
         If ``x`` is no floating-point tensor.
-    ValueError
-        If an option has no such value.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 
@@ -85,7 +81,7 @@ def relu(
     >>> x.grad
     tensor([0., 0., 1.])
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = kernels_of(impl)
     check_float_tensor("x", x)
     if not recorded(x):
         return F.relu(x, inplace=inplace)

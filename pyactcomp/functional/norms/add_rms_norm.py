@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec import Impl, Rounding
 from ...layouts import layout_of
 from ...redo import held, offer
 from ...saved import Versioned
 from ...torch_private import under_checkpoint
+from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .launch import Norm, norm_of, serves
 from .rms_norm import check_rows, rms_norm
@@ -75,17 +75,14 @@ class _AddRmsNorm(torch.autograd.Function):
         return *(None if g is None else g.to(d) for g, d in zip(grads[:3], dtypes, strict=True)), None, None
 
 
+@one_option
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
     *,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`rms_norm` of ``x + residual``, and the sum.
 
@@ -101,8 +98,9 @@ def add_rms_norm(
     weight : Tensor, [features], or None
     eps : float
         Added to the mean square.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`. With ``bits=None`` outputs and gradients are those of the separate operators to the bit.
+    codes : Codes
+        How to store ``x`` without a residual. With ``bits=None`` outputs and gradients are those of the separate
+        operators to the bit.
 
     Returns
     -------
@@ -117,9 +115,7 @@ def add_rms_norm(
     TypeError
         If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
+        If the shapes do not match.
     RuntimeError
         In backward, autograd's own, if the sum was written to.
 
@@ -140,7 +136,7 @@ def add_rms_norm(
     >>> torch.equal(normal, functional.rms_norm(x + residual, None, 1e-6))
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_rows("add_rms_norm", x, weight)
     if residual is not None:
         check_float_tensor("residual", residual)
@@ -152,6 +148,4 @@ def add_rms_norm(
         sums: Any = _AddRmsNorm.apply(x, residual, weight, eps, how)  # type: ignore[no-untyped-call]
         return cast("tuple[Tensor, Tensor]", sums)
     total = x if residual is None else x + residual
-    copy = residual is not None and bits is not None
-    options: Any = {"bits": bits, "group_size": group_size, "rounding": rounding, "seed": seed, "impl": impl}
-    return rms_norm(total, weight, eps, copy=copy, **options), total
+    return rms_norm(total, weight, eps, copy=residual is not None and how.bits is not None, codes=how), total

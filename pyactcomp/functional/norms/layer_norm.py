@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...codec import Impl, Rounding
 from ...layouts import layout_of
 from ...redo import held, offer
+from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
@@ -199,6 +199,7 @@ def _apply(
     return cast(Tensor, out)
 
 
+@one_option
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -208,11 +209,7 @@ def layer_norm(
     *,
     dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Apply layer normalisation and keep ``x`` for backward in codes.
 
@@ -232,22 +229,19 @@ def layer_norm(
     rows : Tensor, [n], int32 or int64, optional
         A permutation of the n rows of ``x``: the output is [n, *normalized_shape], row i the norm of row ``rows[i]``.
         That they are one is not checked, which would wait for the device.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`. With ``bits=None`` output and gradients are bitwise those of torch's function.
+    codes : Codes
+        How to store ``x``. With ``bits=None`` output and gradients are bitwise those of torch's function.
 
     Returns
     -------
     Tensor, the shape of ``x``, or [n, *normalized_shape]
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If an argument is no floating-point tensor, ``rows`` no tensor of indices, or ``dtype`` not floating point.
     ValueError
-        If the shapes do not match or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
+        If the shapes do not match.
 
     Notes
     -----
@@ -264,7 +258,7 @@ def layer_norm(
     >>> bool(torch.allclose(weight.grad, torch.nn.functional.layer_norm(x, [128]).sum(0), atol=0.2))
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     shape = _checked_shape("layer_norm", x, normalized_shape, weight, bias)
     _checked_dtype("layer_norm", dtype)
     if rows is not None:
@@ -273,6 +267,7 @@ def layer_norm(
     return _apply(x, None, weight, bias, rows, shape, eps, dtype, how)
 
 
+@one_option
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -283,11 +278,7 @@ def add_layer_norm(
     *,
     p: float = 0.0,
     dtype: torch.dtype | None = None,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Apply layer normalisation to ``dropout(x, p) + residual`` and keep the sum for backward in codes.
 
@@ -303,22 +294,19 @@ def add_layer_norm(
         As in :func:`layer_norm`.
     p : float
         From 0 to 1. Elements are drawn as by :func:`dropout`: the same ones, from the same state of torch's generator.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`.
+    codes : Codes
+        How to store the sum.
 
     Returns
     -------
     Tensor, the shape of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If an argument is no floating-point tensor, or ``dtype`` not floating point.
     ValueError
-        If the shapes do not match, ``p`` is not from 0 to 1 or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
+        If the shapes do not match, ``p`` is not from 0 to 1.
 
     Notes
     -----
@@ -333,7 +321,7 @@ def add_layer_norm(
     >>> bool(torch.equal(out, torch.nn.functional.layer_norm(x + residual, [128])))
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     shape = _checked_shape("add_layer_norm", x, normalized_shape, weight, bias)
     _checked_dtype("add_layer_norm", dtype)
     check_float_tensor("residual", residual)

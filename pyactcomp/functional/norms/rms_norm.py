@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec import Impl, Rounding
 from ...layouts import layout_of
 from ...redo import held, offer
+from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .launch import Norm, norm_of, serves
 
@@ -111,17 +111,14 @@ def check_rows(name: str, x: Tensor, weight: Tensor | None) -> None:
         )
 
 
+@one_option
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
     *,
     copy: bool = False,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Divide rows by their root mean square, multiply them by a weight, and keep ``x`` for backward in codes.
 
@@ -141,23 +138,20 @@ def rms_norm(
         Whether to keep a copy of ``x`` in its own dtype in place of codes. What is computed from it in backward, the
         output again among it, is then off by roundings alone: worth its bytes where large weights get their gradients
         from that output.
-    bits, group_size, rounding, seed, impl
-        As in :func:`linear`. With ``bits=None`` output and gradients are bitwise those of the separate operators.
+    codes : Codes
+        How to store ``x``. With ``bits=None`` output and gradients are bitwise those of the separate operators.
 
     Returns
     -------
     Tensor, the shape of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match, an option has no such value, or ``copy`` is asked for with ``bits=None``, which
+        If the shapes do not match, or ``copy`` is asked for with ``bits=None``, which
         keeps ``x`` itself.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
 
     Notes
     -----
@@ -176,9 +170,9 @@ def rms_norm(
     >>> bool(torch.allclose(weight.grad, exact, atol=0.2))
     True
     """
-    how = saving(bits, group_size, rounding, seed, impl)
+    how = saving(codes)
     check_rows("rms_norm", x, weight)
-    if copy and bits is None:
+    if copy and how.bits is None:
         raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
     if not recorded(x, weight):
         return _rms_norm(x, weight, eps)

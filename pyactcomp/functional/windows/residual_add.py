@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...codec import Impl
 from ...torch_private import has_no_memory
-from ..saving import begin, check_float_tensor, recorded, saving
+from ..codes import one_option
+from ..saving import begin, check_float_tensor, kernels_of, recorded
 
 
 def _add(
@@ -63,6 +64,7 @@ class _ResidualAdd(torch.autograd.Function):
         return grad_x, grad_branch, None, None, None, None
 
 
+@one_option
 def residual_add(
     x: Tensor,
     branch: Tensor,
@@ -82,8 +84,8 @@ def residual_add(
         gradient.
     rows : Tensor, [n], int32 or int64, optional
         A permutation of all rows; by default they stay where they are.
-    impl : {"auto", "reference", "cpu", "cuda", "triton"}
-        As in :func:`linear`.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All give the same. A named one never falls back.
 
     Returns
     -------
@@ -108,7 +110,7 @@ def residual_add(
     tensor([[2.],
             [1.]])
     """
-    how = saving(8, 64, None, 0, impl)
+    how = kernels_of(impl)
     for name, tensor in (("x", x), ("branch", branch), ("scale", scale)):
         if tensor is not None:
             check_float_tensor(name, tensor)
@@ -129,5 +131,5 @@ def residual_add(
     rows, scale = (None if t is None else t.contiguous() for t in (rows, scale))
     if not recorded(x, branch):
         return _add(x, branch, scale, rows, sample, torch.result_type(x, branch))
-    fused = how.fuses(x) and branch.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    fused = how.runs_kernels(x) and branch.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return cast(Tensor, _ResidualAdd.apply(x, branch, scale, rows, sample, fused))  # type: ignore[no-untyped-call]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...codec import Impl, Rounding
 from ...redo import offer
+from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
@@ -97,6 +98,7 @@ class _WindowAttention(torch.autograd.Function):
         return grad_qkv, None, grad_bias.to(ctx.bias_dtype), None, None, None, None
 
 
+@one_option
 def window_attention(
     qkv: Tensor,
     heads: int,
@@ -104,11 +106,7 @@ def window_attention(
     mask: Tensor | None = None,
     *,
     scale: float | None = None,
-    bits: int | None = 8,
-    group_size: int = 64,
-    rounding: Rounding | None = None,
-    seed: int | None = None,
-    impl: Impl = "auto",
+    codes: Codes = INT8,
 ) -> Tensor:
     """Attend within windows, softmax(scale * q k^T + bias + mask) v, and keep ``qkv`` alone for backward.
 
@@ -126,25 +124,19 @@ def window_attention(
         Added to the scores of the windows i, n + i, 2 n + i, ... in its i-th part. It gets no gradient.
     scale : float, optional
         By default 1 / sqrt(head_dim).
-    bits : {16, 8, 4, 2} or None
-        Width of a code, as in :func:`linear`; None keeps ``qkv`` as it is. So does 16 where its dtype has no more bits;
-        a wider one is kept as float16 times a power of two.
-    group_size, rounding, seed, impl
-        As in :func:`linear`.
+    codes : Codes
+        How to store ``qkv``; 16 bits are allowed.
 
     Returns
     -------
     Tensor, [windows, tokens, heads * head_dim], the dtype of ``qkv``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     TypeError
         If ``qkv``, ``bias`` or ``mask`` is no floating-point tensor.
     ValueError
-        If the shapes do not match or an option has no such value.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``qkv``.
+        If the shapes do not match.
 
     Notes
     -----
@@ -162,8 +154,8 @@ def window_attention(
     >>> functional.window_attention(qkv, 2, bias).shape
     torch.Size([4, 9, 64])
     """
-    half = bits == 16
-    how = saving(None if half else bits, group_size, rounding, seed, impl)
+    half = codes.bits == 16
+    how = saving(replace(codes, bits=None) if half else codes)
     for name, tensor in (("qkv", qkv), ("bias", bias), ("mask", mask)):
         if tensor is not None:
             check_float_tensor(name, tensor)

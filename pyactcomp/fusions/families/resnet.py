@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ...functional.codes import Codes
 from ...functional.convolutional import batch_norm, max_pool2d
-from ..base import Options, options_again
-from ..fusion import Fused, Fusion, form_of, of_one_dtype, options
+from ..base import codes_again
+from ..fusion import Fused, Fusion, codes_for, form_of, of_one_dtype
 from ..untouched import plain, untouched
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
@@ -23,11 +24,11 @@ _RECTIFIED = "_pyactcomp_rectified"
 
 
 def _normalise(
-    norm: nn.BatchNorm2d, x: Tensor, how: Options, *, relu: bool = False, residual: Tensor | None = None
+    norm: nn.BatchNorm2d, x: Tensor, codes: Codes, *, relu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
     """Apply a batch norm that is in training mode as its module does."""
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    few = x.numel() < how["group_size"] * norm.num_features  # for codes of them: see the table of readers
+    few = x.numel() < codes.group_size * norm.num_features  # for codes of them: see the table of readers
     if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
         out = nn.BatchNorm2d.forward(norm, x)
         out = out if residual is None else out + residual
@@ -39,7 +40,9 @@ def _normalise(
         if momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
     momentum = 0.0 if momentum is None else momentum
-    return batch_norm(x, *running, norm.weight, norm.bias, momentum, norm.eps, relu=relu, residual=residual, **how)
+    return batch_norm(
+        x, *running, norm.weight, norm.bias, momentum, norm.eps, relu=relu, residual=residual, codes=codes
+    )
 
 
 class BatchNorm2d(Fused, nn.BatchNorm2d):
@@ -47,10 +50,10 @@ class BatchNorm2d(Fused, nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input``."""
-        how = options(self, input)
-        if how is None or input.dim() != 4:
+        codes = codes_for(self, input)
+        if codes is None or input.dim() != 4:
             return super().forward(input)
-        return _normalise(self, input, how)
+        return _normalise(self, input, codes)
 
 
 class MaxPool2d(Fused, nn.MaxPool2d):
@@ -58,11 +61,11 @@ class MaxPool2d(Fused, nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Take the maximum of each window."""
-        how = options(self, input)
+        codes = codes_for(self, input)
         dilated = self.dilation not in (1, (1, 1))
         sizes = self.kernel_size, self.stride, self.padding
         if (
-            how is None
+            codes is None
             or dilated
             or self.ceil_mode
             or self.return_indices
@@ -70,7 +73,7 @@ class MaxPool2d(Fused, nn.MaxPool2d):
             or not all(isinstance(size, int) or len(size) == 2 for size in sizes)
         ):
             return cast(Tensor, super().forward(input))
-        return max_pool2d(input, self.kernel_size, self.stride, self.padding, **how)
+        return max_pool2d(input, self.kernel_size, self.stride, self.padding, impl=codes.impl)
 
 
 class BatchNormReLU2d(Fused, nn.BatchNorm2d):
@@ -78,10 +81,10 @@ class BatchNormReLU2d(Fused, nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input`` and apply ReLU."""
-        how = options(self, input)
-        if how is None or input.dim() != 4 or untouched(self) is not None:
+        codes = codes_for(self, input)
+        if codes is None or input.dim() != 4 or untouched(self) is not None:
             return super().forward(input)
-        out = _normalise(self, input, how, relu=True)
+        out = _normalise(self, input, codes, relu=True)
         setattr(out, _RECTIFIED, out._version)
         return out
 
@@ -103,20 +106,20 @@ class ResidualBlock(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what the convolutions make of ``x`` to it, or to its projection."""
-        how = options(self, x)
-        layers = _layers(self) if how is not None and x.dim() == 4 else []
-        if how is None or not layers:
+        codes = codes_for(self, x)
+        layers = _layers(self) if codes is not None and x.dim() == 4 else []
+        if codes is None or not layers:
             return cast(Tensor, super().forward(x))
         out = x
         for convolution, norm in layers[:-1]:
-            out = _normalise(norm, convolution(out), options_again(self), relu=True)
+            out = _normalise(norm, convolution(out), codes_again(self), relu=True)
         convolution, norm = layers[-1]
         out = convolution(out)
         shortcut: Tensor = x if self.downsample is None else self.downsample(x)
         if shortcut.dtype is not out.dtype or shortcut.shape != out.shape:
             # Promoted or broadcast by the sum, as in the block's own forward.
-            return torch.relu(_normalise(norm, out, how, relu=False) + shortcut)
-        return _normalise(norm, out, how, relu=True, residual=shortcut)
+            return torch.relu(_normalise(norm, out, codes, relu=False) + shortcut)
+        return _normalise(norm, out, codes, relu=True, residual=shortcut)
 
 
 def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ...functional.codes import Codes
 from ...functional.norms import layer_norm
 from ...functional.windows import residual_add, take_rows, window_attention
-from ..base import Options, options_again
-from ..fusion import Fused, Fusion, attention_options, fits, form_of, linear_dtype, options
+from ..base import codes_again
+from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, form_of, linear_dtype
 from ..untouched import plain
 
 # Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
@@ -40,12 +41,12 @@ class WindowAttention(Fused):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows of ``x`` [windows, tokens, channels]."""
-        how = options(self, x)
-        if how is None or not self._bypassable() or x.shape[1] > _MOST_TOKENS:
+        codes = codes_for(self, x)
+        if codes is None or not self._bypassable() or x.shape[1] > _MOST_TOKENS:
             return cast(Tensor, super().forward(x, mask))
         (bias,) = self._get_rel_pos_bias()
-        kept = attention_options(self, how)
-        x = window_attention(self.qkv(x), self.num_heads, bias, mask, scale=self.scale, **kept)
+        kept = attention_codes(self, codes)
+        x = window_attention(self.qkv(x), self.num_heads, bias, mask, scale=self.scale, codes=kept)
         return self.proj_drop(self.proj(x))
 
     def _bypassable(self) -> bool:
@@ -69,10 +70,10 @@ class Block(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply attention and MLP to ``x`` [batch, height, width, channels]."""
-        how = options(self, x)
-        if how is None or self.dynamic_mask or not self._known(x):
+        codes = codes_for(self, x)
+        if codes is None or self.dynamic_mask or not self._known(x):
             return cast(Tensor, super().forward(x))
-        exact = how["bits"] is None
+        exact = codes.bits is None
         # Rows are taken from contiguous memory, and torch lays out what it makes of other tensors as they are.
         if exact and not x.is_contiguous():
             return cast(Tensor, super().forward(x))
@@ -83,21 +84,21 @@ class Block(Fused):
         if exact:
             normal = self.norm1(x).reshape(-1, channels)
             dtype = linear_dtype(normal) if early else None
-            windows = take_rows(normal, order, inverse, dtype or normal.dtype, how["impl"])
+            windows = take_rows(normal, order, inverse, dtype or normal.dtype, codes.impl)
         else:
-            windows = _normalise(self.norm1, rows, how, order, early)
+            windows = _normalise(self.norm1, rows, codes, order, early)
         branch = self.attn(windows.view(-1, self.window_area, channels), mask=self.attn_mask).reshape(-1, channels)
         scale = _drops(self.drop_path1, branch, batch)
-        rows = residual_add(rows, branch, scale=scale, rows=order, impl=how["impl"])
+        rows = residual_add(rows, branch, scale=scale, rows=order, impl=codes.impl)
         if exact:
             tokens = self.norm2(rows.view(batch, -1, channels))
         else:
             early = _feeds_linear(self.mlp, "timm.layers.mlp", "Mlp", "fc1")
-            tokens = _normalise(self.norm2, rows, options_again(self), None, early)
+            tokens = _normalise(self.norm2, rows, codes_again(self), None, early)
             tokens = tokens.view(batch, -1, channels)
         branch = self.mlp(tokens).reshape(-1, channels)
         scale = _drops(self.drop_path2, branch, batch)
-        return residual_add(rows, branch, scale=scale, impl=how["impl"]).view(x.shape)
+        return residual_add(rows, branch, scale=scale, impl=codes.impl).view(x.shape)
 
     def _known(self, x: Tensor) -> bool:
         """Return whether ``x`` needs no padding and the children are those of the standard configuration."""
@@ -117,10 +118,10 @@ def _feeds_linear(module: object, file: str, cls: str, name: str) -> bool:
     return plain(module, getattr(sys.modules.get(file), cls, Module)) and plain(getattr(module, name), nn.Linear)
 
 
-def _normalise(norm: nn.LayerNorm, x: Tensor, how: Options, order: Tensor | None, early: bool) -> Tensor:
+def _normalise(norm: nn.LayerNorm, x: Tensor, codes: Codes, order: Tensor | None, early: bool) -> Tensor:
     """Return the norm of ``x``, if ``early`` in the dtype that autocast casts it to for a Linear."""
     dtype = linear_dtype(x) if early else None
-    return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype, rows=order, **how)
+    return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype, rows=order, codes=codes)
 
 
 def _drops(drop_path: Module, branch: Tensor, batch: int) -> Tensor | None:

@@ -15,7 +15,7 @@ from ...functional.masks import dropout
 from ...functional.norms import layer_norm, rms_norm
 from ...redo import is_result_to_store
 from ..formulas import children_fed, forward_of
-from ..fusion import Fused, Fusion, fits, form_of, linear_dtype, options, original_of
+from ..fusion import Fused, Fusion, codes_for, fits, form_of, linear_dtype, original_of
 from ..untouched import plain, untouched
 
 
@@ -32,11 +32,11 @@ class LayerNorm(Fused, nn.LayerNorm):
         return self._normalise(x, None)
 
     def _normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-        how = options(self, x)
+        codes = codes_for(self, x)
         # timm's may run apex's, which rounds otherwise.
-        if how is None or getattr(self, "_fast_norm", False) or not fits(self, x):
+        if codes is None or getattr(self, "_fast_norm", False) or not fits(self, x):
             return super().forward(x)
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype, **how)
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype, codes=codes)
 
 
 class LayerNormForLinear(LayerNorm):
@@ -57,10 +57,10 @@ class RMSNorm(Fused, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
-        how = options(self, x)
+        codes = codes_for(self, x)
         # Under autocast torch's result is float32 on some devices only; without a weight or eps its formula differs.
         if (
-            how is None
+            codes is None
             or self.weight is None
             or self.eps is None
             or len(self.normalized_shape) != 1
@@ -69,7 +69,7 @@ class RMSNorm(Fused, nn.RMSNorm):
             or torch.is_autocast_enabled(x.device.type)
         ):
             return super().forward(x)
-        return rms_norm(x, self.weight, self.eps, **how)
+        return rms_norm(x, self.weight, self.eps, codes=codes)
 
 
 class GELU(Fused, nn.GELU):
@@ -77,8 +77,8 @@ class GELU(Fused, nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
-        how = options(self, input)
-        return super().forward(input) if how is None else gelu(input, cast(Any, self.approximate), **how)
+        codes = codes_for(self, input)
+        return super().forward(input) if codes is None else gelu(input, cast(Any, self.approximate), codes=codes)
 
 
 class Dropout(Fused, nn.Dropout):
@@ -86,11 +86,11 @@ class Dropout(Fused, nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements."""
-        how = options(self, input)
+        codes = codes_for(self, input)
         # What CUDA's own makes of stored probabilities is computed again from them.
-        if how is None or self.inplace or (input.is_cuda and is_result_to_store(input)):
+        if codes is None or self.inplace or (input.is_cuda and is_result_to_store(input)):
             return super().forward(input)
-        return dropout(input, self.p, **how)
+        return dropout(input, self.p, impl=codes.impl)
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ....functional.attention import rope
-from ...base import Options, fusing
+from ....functional.codes import Codes
+from ...base import fusing
 from ...formulas import definition, formula
 from ...fusion import Fused, autocast_dtype
 from ...products import cast_once
@@ -32,18 +33,18 @@ class Projections(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on the cast input, with the fused rotary embedding."""
-        how = fusing(self)
-        if how is None:
+        codes = fusing(self)
+        if codes is None:
             return super().forward(*args, **kwargs)
         own: Any = super().forward
         function = own.__func__
-        if how["bits"] is not None:
+        if codes.bits is not None:
             name = function.__code__.co_varnames[1]
             if args:
                 args = cast_once(self, args[0]), *args[1:]
             elif name in kwargs:
                 kwargs[name] = cast_once(self, kwargs[name])
-        return (_with_rope(function, how) if rotates(function) else function)(self, *args, **kwargs)
+        return (_with_rope(function, codes) if rotates(function) else function)(self, *args, **kwargs)
 
 
 def rotates(forward: Callable[..., Any]) -> bool:
@@ -69,9 +70,9 @@ class _Globals(dict[str, Any]):
         return self._of[name]
 
 
-def _with_rope(forward: types.FunctionType, how: Options) -> types.FunctionType:
+def _with_rope(forward: types.FunctionType, codes: Codes) -> types.FunctionType:
     """Return the same function, with the fused rotary embedding for its module's where that serves."""
-    rotate = functools.partial(_rotated, forward.__globals__[_ROTATE], how)
+    rotate = functools.partial(_rotated, forward.__globals__[_ROTATE], codes)
     scope = _Globals(forward.__globals__, **{_ROTATE: rotate})
     copy = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -79,7 +80,7 @@ def _with_rope(forward: types.FunctionType, how: Options) -> types.FunctionType:
 
 
 def _rotated(
-    original: Callable[..., Any], how: Options, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    original: Callable[..., Any], codes: Codes, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> Any:
     """Rotate queries and keys, in the dtype that autocast casts them to before attention unless all is to be exact."""
     fits = unsqueeze_dim in (1, 2) and cos.shape == sin.shape
@@ -89,5 +90,5 @@ def _rotated(
         fits = fits and x.shape[3 - unsqueeze_dim] == cos.shape[1]
     if not fits:
         return original(q, k, cos, sin, unsqueeze_dim)
-    dtype = autocast_dtype(cos) if how["bits"] is not None else None
-    return rope(q, k, cos, sin, unsqueeze_dim, dtype=dtype, **how)
+    dtype = autocast_dtype(cos) if codes.bits is not None else None
+    return rope(q, k, cos, sin, unsqueeze_dim, dtype=dtype, contiguous_grad=codes.bits is None, impl=codes.impl)

@@ -24,9 +24,9 @@ from ....functional.activations import gelu, new_gelu, silu_mul
 from ....functional.norms import add_layer_norm, add_rms_norm, rms_norm
 from ....saved import check_version
 from ....torch_private import under_checkpoint
-from ...base import options_again
+from ...base import codes_again
 from ...formulas import children_fed, formula, forward_of
-from ...fusion import Fused, Fusion, fits, form_of, options, original_of
+from ...fusion import Fused, Fusion, codes_for, fits, form_of, original_of
 from ...products import cast_once, feeds_linears, is_matrix_product
 from ...untouched import plain, unseen
 from ..torch_modules import Dropout, norms_before_linears
@@ -49,10 +49,10 @@ class RMSNorm(Fused):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
-        how = options(self, hidden_states)
-        if how is None or hidden_states.shape[-1:] != self.weight.shape:
+        codes = codes_for(self, hidden_states)
+        if codes is None or hidden_states.shape[-1:] != self.weight.shape:
             return cast(Tensor, super().forward(hidden_states))
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, copy=self._copy, **how)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, copy=self._copy, codes=codes)
 
 
 class RMSNormForGatedMLP(RMSNorm):
@@ -71,8 +71,8 @@ class NewGELU(Fused):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
-        how = options(self, input)
-        return cast(Tensor, super().forward(input)) if how is None else new_gelu(input, **how)
+        codes = codes_for(self, input)
+        return cast(Tensor, super().forward(input)) if codes is None else new_gelu(input, codes=codes)
 
 
 class GELU(Fused):
@@ -82,11 +82,11 @@ class GELU(Fused):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
-        how = options(self, input)
-        if how is not None and self.act is nn.functional.gelu:
-            return gelu(input, **how)
-        if how is not None and getattr(self.act, "func", None) is nn.functional.gelu and not self.act.args:
-            return gelu(input, **self.act.keywords, **how)
+        codes = codes_for(self, input)
+        if codes is not None and self.act is nn.functional.gelu:
+            return gelu(input, codes=codes)
+        if codes is not None and getattr(self.act, "func", None) is nn.functional.gelu and not self.act.args:
+            return gelu(input, **self.act.keywords, codes=codes)
         return cast(Tensor, super().forward(input))
 
 
@@ -100,10 +100,10 @@ class GatedMLP(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the MLP."""
-        how = options(self, x)
-        if how is None:
+        codes = codes_for(self, x)
+        if codes is None:
             return cast(Tensor, super().forward(x))
-        if how["bits"] is not None:
+        if codes.bits is not None:
             x = cast_once(self, x)
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
@@ -112,11 +112,11 @@ class GatedMLP(Fused):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.shape != up.shape:
             return cast(Tensor, self.down_proj(self.act_fn(gate) * up))
-        if how["bits"] is None:
-            return cast(Tensor, self.down_proj(silu_mul(gate, up, **how)))
+        if codes.bits is None:
+            return cast(Tensor, self.down_proj(silu_mul(gate, up, codes=codes)))
         # Only now: a hook of theirs may have changed x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
-        product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, **how)
+        product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, codes=codes)
         return cast(Tensor, self.down_proj(product))
 
 
@@ -159,8 +159,8 @@ class ResidualNorm(Fused):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Run the output part of a post-norm block."""
         norm = self.LayerNorm
-        how = options(self, input_tensor) if plain(norm, nn.LayerNorm) else None
-        if how is None:
+        codes = codes_for(self, input_tensor) if plain(norm, nn.LayerNorm) else None
+        if codes is None:
             return cast(Tensor, super().forward(hidden_states, input_tensor))
         drop, p = self.dropout, 0.0
         # Asked first: a hook may take itself away.
@@ -172,7 +172,9 @@ class ResidualNorm(Fused):
             p = cast(Dropout, drop).p
         if hidden.shape != input_tensor.shape or not fits(norm, hidden):
             return cast(Tensor, norm((drop(hidden) if bypassed else hidden) + input_tensor))
-        return add_layer_norm(hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, p=p, **how)
+        return add_layer_norm(
+            hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, p=p, codes=codes
+        )
 
 
 class DecoderLayer(Fused):
@@ -185,22 +187,22 @@ class DecoderLayer(Fused):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block."""
-        how = options(self, hidden_states)
+        codes = codes_for(self, hidden_states)
         first, second = self.input_layernorm, self.post_attention_layernorm
         if (
-            how is None
+            codes is None
             or not _is_fused_norm(first)
             or not _is_fused_norm(second)
             or not hidden_states.shape[-1:] == first.weight.shape == second.weight.shape
         ):
             return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
-        normal, past = add_rms_norm(hidden_states, None, first.weight, first.variance_epsilon, **how)
+        normal, past = add_rms_norm(hidden_states, None, first.weight, first.variance_epsilon, codes=codes)
         function: Any = original_of(type(self)).forward
         *named, (_, others) = _bound(function, self, hidden_states, *args, **kwargs)
         # In one name, so that no branch outlives its sum.
         normal, _ = self.self_attn(**{**dict(named[1:]), "hidden_states": normal}, **others)
-        how = options_again(self)
-        normal, past = add_rms_norm(normal, past, second.weight, second.variance_epsilon, **how)
+        codes = codes_again(self)
+        normal, past = add_rms_norm(normal, past, second.weight, second.variance_epsilon, codes=codes)
         return past + self.mlp(normal)
 
 

@@ -1,0 +1,99 @@
+"""``Codes``, the one option of functions that store tensors in codes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ParamSpec, TypeVar
+
+from .. import codec
+from .. import format as fmt
+from ..codec import Impl, Rounding
+from ..errors import check_choice
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How a function stores the tensors that its backward reads.
+
+    Parameters
+    ----------
+    bits : {8, 4, 2, 16} or None
+        Width of a code. None stores tensors as they are. 16 is for :func:`window_attention` alone: float16 times a
+        power of two, or the tensor itself where its dtype has no more bits.
+    group_size : {64, 128, 256}
+        Elements that share a minimum and a step.
+    rounding : {"nearest", "stochastic"}, optional
+        By default nearest for 8 bits and stochastic for fewer.
+    seed : int, optional
+        64-bit seed of stochastic rounding. By default each call draws the next of a sequence that is the same from run
+        to run.
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        All write the same codes. A function whose ``impl`` is named and cannot serve the device raises
+        ImplementationUnavailableError; it never falls back.
+
+    Raises
+    ------
+    TypeError
+        If ``seed`` is no integer.
+    ValueError
+        If another option has no such value.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp.functional import Codes, gelu
+    >>> x = torch.randn(1000, requires_grad=True)
+    >>> y = gelu(x, codes=Codes(bits=4, seed=7))
+    """
+
+    bits: int | None = 8
+    group_size: int = 64
+    rounding: Rounding | None = None
+    seed: int | None = None
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("bits", self.bits, (None, *fmt.BITS, 16)),
+            ("group_size", self.group_size, fmt.GROUP_SIZES),
+            ("rounding", self.rounding, (None, *codec.ROUNDINGS)),
+            ("impl", self.impl, codec.IMPLS),
+        ):
+            check_choice(name, value, allowed)
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an integer, got {self.seed!r}")
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether codes are rounded stochastically."""
+        if self.bits is None or self.bits == 16:
+            return False
+        return self.rounding == "stochastic" or (self.rounding is None and self.bits < 8)
+
+
+INT8 = Codes()
+"""Codes of 8 bits, rounded to the nearest."""
+
+_FIELDS = frozenset(field.name for field in fields(Codes))
+
+
+def one_option(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: keywords that :class:`Codes` has raise a TypeError that says where they went."""
+    parameters = inspect.signature(function).parameters
+    removed = _FIELDS.difference(parameters)
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if removed.isdisjoint(kwargs):
+            return function(*args, **kwargs)
+        given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items() if name in removed)
+        advice = f"give codes=Codes({given})" if "codes" in parameters else "it stores no codes: leave them out"
+        raise TypeError(f"{function.__name__}() takes no {given}; {advice}")
+
+    return called
