@@ -18,6 +18,7 @@ from triton.compiler import ASTSource, compile
 from pyactcomp.functional.activations import gelu_kernels, silu_mul_kernels
 from pyactcomp.functional.attention import kernels as rope_kernels
 from pyactcomp.functional.convolutional import batch_norm_kernels, max_pool_kernels
+from pyactcomp.functional.elementwise import FLAT_TILE
 from pyactcomp.functional.masks import kernels as mask_kernels
 from pyactcomp.functional.norms import kernels as norm_kernels
 from pyactcomp.functional.windows import kernels as window_kernels
@@ -163,16 +164,61 @@ def test_widening_moves_in_16_byte_accesses() -> None:
 
 
 # Exponentials and reciprocals of gelu are approximate on purpose, as torch's; what is flushed of them is 2**-126 of 1.
+@pytest.mark.parametrize("unit", [kernels.TILE, 16, 1])
 @pytest.mark.parametrize("tanh", [False, True])
-def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool) -> None:
-    constants = {"TANH": tanh, "BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "COMPILED": True}
-    # In whole and partial tiles: one of the cube; or five of the polynomial.
-    polynomial = 2 * (1 if tanh else 5) * PER_THREAD
-    forward = ptx(gelu_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", STOCHASTIC=False, **constants)
+def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool, unit: int) -> None:
+    tile = {"BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "UNIT": unit, "COMPILED": True}
+    # One of the cube; or five of the polynomial.
+    polynomial = (1 if tanh else 5) * PER_THREAD
+    types = "*bf16 *bf16 *u8 i64 u32 u32"
+    forward = ptx(gelu_kernels.gelu_forward_kernel, types, TANH=tanh, STOCHASTIC=False, **tile)
+    # Where elements may be absent one by one, each of a thread's is loaded alone, and consecutive threads hold a group.
     assert_exact(forward, polynomial + multiply_adds(PER_THREAD, 8), flushing=(RCP, EX2))
-    backward = ptx(gelu_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", **constants)
+    backward = ptx(gelu_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", TANH=tanh, **tile)
     # Two more of the slope and the derivative; or one of the derivative.
-    assert_exact(backward, polynomial + 2 * (2 if tanh else 1) * PER_THREAD, flushing=(RCP, EX2))
+    assert_exact(backward, polynomial + (2 if tanh else 1) * PER_THREAD, flushing=(RCP, EX2))
+
+
+CODES = {"BITS": 8, "GROUP": GROUP, "GROUPS": FLAT_TILE // GROUP}
+WARPS = 4
+# Kernel, types, tensors of the tile's shape that it reads and writes, its warps and registers, its constants.
+ELEMENTWISE = [
+    (gelu_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", 1, 1, 2, 64, {**CODES, "TANH": True}),
+    (gelu_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", 1, 1, 2, None, {**CODES, "TANH": True}),
+    (gelu_kernels.gelu_redo_kernel, "*u8 *bf16 i64", 0, 1, 2, None, {**CODES, "TANH": True}),
+    (gelu_kernels.new_gelu_kernel, "*bf16 *bf16 i64", 1, 1, WARPS, None, {"WIDE": False}),
+    (gelu_kernels.new_gelu_backward_kernel, "*bf16 *bf16 *bf16 i64", 2, 1, WARPS, None, {"WIDE": False}),
+    (mask_kernels.relu_kernel, "*bf16 *bf16 *u8 i64", 1, 1, WARPS, None, {}),
+    (mask_kernels.masked_kernel, "*u8 *bf16 *bf16 i64 fp32", 1, 1, WARPS, None, {"SCALED": True}),
+    (
+        silu_mul_kernels.silu_mul_forward_kernel,
+        "*bf16 *bf16 *bf16 *u8 *u8 i64 u32 u32 u32 u32",
+        *(2, 1, WARPS, 64),
+        {**CODES, "PACK_UP": True},
+    ),
+    (
+        silu_mul_kernels.silu_mul_backward_kernel,
+        "*u8 *u8 *bf16 *bf16 *bf16 i64",
+        *(1, 2, WARPS, None),
+        {**CODES, "UP_PACKED": True},
+    ),
+    (silu_mul_kernels.silu_mul_redo_kernel, "*u8 *u8 *bf16 i64", 0, 1, WARPS, None, {**CODES, "UP_PACKED": True}),
+    (silu_mul_kernels.silu_mul_exact_kernel, "*bf16 *bf16 *bf16 i64", 2, 1, 2, 80, {}),
+    (silu_mul_kernels.silu_mul_exact_backward_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i64", 3, 2, WARPS, None, {}),
+]
+
+
+@pytest.mark.parametrize("unit", [FLAT_TILE, 16])
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case[0].__name__)
+def test_elementwise_kernels_move_16_bytes_at_a_time(case: tuple[Any, ...], unit: int, tmp_path: Path) -> None:
+    kernel, types, read, written, warps, registers, constants = case
+    every = {"STOCHASTIC": False, **constants, "UNIT": unit, "COMPILED": True}
+    text = ptx(kernel, types, warps, registers, **every)
+    accesses = FLAT_TILE * 2 // (32 * warps * 16)
+    assert text.count("ld.global.v4.b32") == read * accesses
+    assert text.count("st.global.v4.b32") == written * accesses
+    if unit == FLAT_TILE:
+        assert_no_spills(text, tmp_path)
 
 
 @pytest.mark.parametrize("kernel", [*CODEC_KERNELS, *FUSED_KERNELS], ids=lambda kernel: kernel.__name__)

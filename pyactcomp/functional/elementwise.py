@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layouts import Layout, arranged, elementwise_layout, layout_of
-from .kernel_parts import FLAT_TILE
+from . import kernel_parts
 from .launch import launcher
 
 # Kernels of several operands: eight elements a thread, so one 16-byte access of bfloat16 to each operand. Measured on
@@ -18,7 +18,7 @@ from .launch import launcher
 # a share of the copy's rate: forward 0.79 with 1024, 4, 64, the same with as many a thread in other tiles, and 0.47 to
 # 0.80 with 16; backward 0.98.
 _WARPS = 4
-_FLAT_TILE = int(FLAT_TILE.value)
+FLAT_TILE = int(kernel_parts.FLAT_TILE.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +54,17 @@ class Elementwise:
         tensors: tuple[Tensor, ...],
         scalars: tuple[int | float, ...] = (),
         *,
-        tile: int = _FLAT_TILE,
+        tile: int = FLAT_TILE,
         warps: int = _WARPS,
         registers: int | None = None,
     ) -> None:
-        """Launch a kernel over all elements, which are its first scalar."""
+        """Launch a kernel over all elements: their number is its first scalar, what divides that its last constant.
+
+        Where the tile does, kernels need no masks; where 16 does, a mask is constant over each access of 16 bytes.
+        """
         numel = self.layout.shape.numel()
-        start = launcher(kernels, name, constants, warps, self.device, registers)
+        unit = next(unit for unit in (tile, 16, 1) if numel % unit == 0)
+        start = launcher(kernels, name, (*constants, unit), warps, self.device, registers)
         start(-(-numel // tile), tensors, (numel, *scalars))
 
 

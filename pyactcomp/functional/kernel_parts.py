@@ -18,6 +18,16 @@ FLAT_GROUPS = tl.constexpr(1024 // 64)
 
 
 @triton.jit
+def place(numel, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """Return where the program's tile begins, the last one first, and how many of its elements exist.
+
+    UNIT, which divides ``numel``, is TILE where all tiles are whole. Elsewhere masks are constant over UNIT elements.
+    """
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    return start, tl.multiple_of(tl.minimum(numel - start, TILE).to(tl.int32), UNIT)
+
+
+@triton.jit
 def restore(
     packed,
     start,

@@ -349,7 +349,8 @@ def store_codes(
     code_pointer = tl.max_contiguous(out + start // PER_BYTE + byte, [1, RUN // PER_BYTE])
     if PARTIAL:
         # The zero bytes up to the parameters are codes of absent elements.
-        end = (((left * BITS + 7) >> 3) + (_ALIGNMENT - 1)) & -_ALIGNMENT
+        # As a product the compiler knows what divides it: consecutive codes are present or absent together.
+        end = (((left * BITS + 7) >> 3) + (_ALIGNMENT - 1)) // _ALIGNMENT * _ALIGNMENT
         codes = tl.where(tile_offsets(GROUP, GROUPS) < left, codes, 0)
         tl.store(code_pointer, _pack(codes, BITS), mask=byte < end)
         tl.store(parameter_pointer, parameters, mask=group * GROUP < left)

@@ -13,7 +13,6 @@ from triton.language.extra import libdevice
 
 from ...kernels.triton_ops import (
     element_index,
-    encode_any_tile,
     encode_tile,
     load_tile,
     power_of_two,
@@ -22,7 +21,7 @@ from ...kernels.triton_ops import (
     store_raw,
     to_raw,
 )
-from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, restore, rounded
+from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
 # gelu(x) by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): nothing cancels.
 _TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -93,51 +92,20 @@ def gelu_forward_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute gelu of [numel] elements and pack them, unless BITS are 0; last tile first, as ``encode_kernel``."""
-    TILE: tl.constexpr = GROUPS * GROUP
+    """Compute gelu of [numel] elements and pack them, unless BITS are 0."""
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     DTYPE: tl.constexpr = out.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
-    index, high = element_index(start, key1, GROUP, GROUPS)
-    key = key0.to(tl.uint32)
-    if numel - start >= TILE:
-        values = load_tile(x + start, TILE, GROUP, GROUPS, False)
-        if BITS != 0:
-            codes, parameters = encode_tile(values, index, high, key, BITS, STOCHASTIC, False, COMPILED)
-            store_codes(packed, codes, parameters, start, TILE, numel, BITS, RUN, False)
-        store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), TILE, False)
-    else:
-        left = (numel - start).to(tl.int32)
-        values = load_tile(x + start, left, GROUP, GROUPS, True)
-        if BITS != 0:
-            codes, parameters = encode_any_tile(values, index, high, key, BITS, STOCHASTIC, False)
-            store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, True)
-        store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), left, True)
-
-
-@triton.jit
-def _gelu_backward(
-    packed,
-    grad,
-    out,
-    start,
-    left,
-    numel,
-    TANH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    store_raw(
-        out + start, to_raw(g * _gelu_derivative(x, TANH, COMPILED), out.dtype.element_ty, COMPILED), left, PARTIAL
-    )
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    values = load_tile(x + start, left, GROUP, GROUPS, PARTIAL)
+    if BITS != 0:
+        index, high = element_index(start, key1, GROUP, GROUPS)
+        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
+        store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -150,35 +118,16 @@ def gelu_backward_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute the gradient of gelu from codes."""
-    TILE: tl.constexpr = GROUPS * GROUP
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
-    if numel - start >= TILE:
-        _gelu_backward(packed, grad, out, start, TILE, numel, TANH, BITS, GROUP, GROUPS, COMPILED, False)
-    else:
-        left = (numel - start).to(tl.int32)
-        _gelu_backward(packed, grad, out, start, left, numel, TANH, BITS, GROUP, GROUPS, COMPILED, True)
-
-
-@triton.jit
-def _gelu_redo(
-    packed,
-    out,
-    start,
-    left,
-    numel,
-    TANH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    store_raw(out + start, to_raw(_gelu(x, TANH, COMPILED), out.dtype.element_ty, COMPILED), left, PARTIAL)
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
+    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
+    store_raw(out + start, to_raw(g * _gelu_derivative(x, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -190,16 +139,15 @@ def gelu_redo_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute gelu from codes."""
-    TILE: tl.constexpr = GROUPS * GROUP
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
-    if numel - start >= TILE:
-        _gelu_redo(packed, out, start, TILE, numel, TANH, BITS, GROUP, GROUPS, COMPILED, False)
-    else:
-        left = (numel - start).to(tl.int32)
-        _gelu_redo(packed, out, start, left, numel, TANH, BITS, GROUP, GROUPS, COMPILED, True)
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(x, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
 
 
 @triton.jit
@@ -216,8 +164,12 @@ def _chain(x, X: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr):
     return rounded(0.5 * x, X, COMPILED), rounded(1.0 + tanh, C, COMPILED), tanh
 
 
-@triton.jit
-def _new_gelu(x, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+@triton.jit(do_not_specialize=["numel"])
+def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute HF's chain of operators with their roundings; WIDE as autocast, which makes them float32 after pow."""
+    PARTIAL: tl.constexpr = UNIT != FLAT_TILE
+    C: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    start, left = place(numel, FLAT_TILE, UNIT)
     values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     half, factor, _ = _chain(values, x.dtype.element_ty, C, COMPILED)
     y = rounded(half * factor, C, COMPILED)
@@ -225,19 +177,14 @@ def _new_gelu(x, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PART
 
 
 @triton.jit(do_not_specialize=["numel"])
-def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, COMPILED: tl.constexpr):
-    """Compute HF's chain of operators with their roundings; WIDE as autocast, which makes them float32 after pow."""
-    C: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
-    if numel - start >= FLAT_TILE:
-        _new_gelu(x, out, start, FLAT_TILE, C, COMPILED, False)
-    else:
-        _new_gelu(x, out, start, (numel - start).to(tl.int32), C, COMPILED, True)
-
-
-@triton.jit
-def _new_gelu_backward(x, grad, out, start, left, C: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+def new_gelu_backward_kernel(
+    x, grad, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr, COMPILED: tl.constexpr
+):
+    """Compute the gradient of ``new_gelu_kernel`` as autograd does, operator by operator."""
+    PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     X: tl.constexpr = out.dtype.element_ty
+    C: tl.constexpr = tl.float32 if WIDE else X
+    start, left = place(numel, FLAT_TILE, UNIT)
     values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     g = load_tile(grad + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     half, factor, tanh = _chain(values, X, C, COMPILED)
@@ -256,14 +203,3 @@ def _new_gelu_backward(x, grad, out, start, left, C: tl.constexpr, COMPILED: tl.
     total = rounded(rounded(of_inner, X, COMPILED) + through_cube, X, COMPILED)
     total += rounded(0.5 * of_half, X, COMPILED)
     store_raw(out + start, to_raw(total, X, COMPILED), left, PARTIAL)
-
-
-@triton.jit(do_not_specialize=["numel"])
-def new_gelu_backward_kernel(x, grad, out, numel: tl.int64, WIDE: tl.constexpr, COMPILED: tl.constexpr):
-    """Compute the gradient of ``new_gelu_kernel`` as autograd does, operator by operator."""
-    C: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
-    if numel - start >= FLAT_TILE:
-        _new_gelu_backward(x, grad, out, start, FLAT_TILE, C, COMPILED, False)
-    else:
-        _new_gelu_backward(x, grad, out, start, (numel - start).to(tl.int32), C, COMPILED, True)

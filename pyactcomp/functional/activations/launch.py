@@ -15,8 +15,7 @@ from ...kernels import triton as codec_kernels
 from ...layouts import elementwise_layout, layout_of
 from ...redo import Compute, is_reported
 from ...torch_private import dispatch_mode_active
-from ..elementwise import Elementwise, dense, elementwise
-from ..kernel_parts import FLAT_TILE
+from ..elementwise import FLAT_TILE, Elementwise, dense, elementwise
 from ..launch import buffer, keys, written_bits
 from ..saving import Saving
 from . import gelu_kernels, silu_mul_kernels
@@ -131,7 +130,7 @@ def silu_mul(
     exact = how.bits is None
     keeps_up = up_again is None
     # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
-    groups = (how.bits, how.group_size, FLAT_TILE.value // how.group_size)
+    groups = (how.bits, how.group_size, FLAT_TILE // how.group_size)
     form = () if exact else (*groups, keeps_up)
     operands = (gate, up) if keeps_up else (gate,)
     kept = operands if exact else tuple(buffer(x, how) for x in operands)

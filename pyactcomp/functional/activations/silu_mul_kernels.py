@@ -2,8 +2,6 @@
 
 torch's CUDA kernels are compiled with contraction: where their formulas add to a product there is a ``tl.fma``.
 The functions are Triton's language, not Python.
-
-Longer than 400 lines: the formulas are those of one operator, forward, backward and again, with codes and without.
 """
 # mypy: ignore-errors
 
@@ -30,7 +28,7 @@ from ...kernels.triton_ops import (
     to_raw,
     without_code,
 )
-from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, restore, rounded
+from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
 # Further from zero, 1 + exp(-x) or x over it may leave the range in which the short ways are exact.
 _FAR = tl.constexpr(64.0)
@@ -96,15 +94,12 @@ def _ordinary_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _exact_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+def _exact_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     """Return the EXACT silu(x) of any x."""
-    if PARTIAL:
+    silu = _ordinary_silu(x, DTYPE, COMPILED)
+    # An infinity too. A NaN is no maximum, but here it stays one.
+    if tl.max(tl.abs(x)) > _FAR:
         _, silu = _silu(x, DTYPE, True, COMPILED)
-    else:
-        silu = _ordinary_silu(x, DTYPE, COMPILED)
-        # An infinity too. A NaN is no maximum, but here it stays one.
-        if tl.max(tl.abs(x)) > _FAR:
-            _, silu = _silu(x, DTYPE, True, COMPILED)
     return silu
 
 
@@ -114,87 +109,6 @@ def _silu_mul_gradients(gate, up, grad, DTYPE: tl.constexpr, EXACT: tl.constexpr
     sigmoid, silu = _silu(gate, DTYPE, EXACT, COMPILED)
     of_silu = rounded(grad * up, DTYPE, COMPILED)
     return of_silu * sigmoid * tl.fma(gate, 1.0 - sigmoid, 1.0), grad * silu
-
-
-@triton.jit
-def _compute_any(
-    gate,
-    up,
-    index,
-    high,
-    key,
-    up_index,
-    up_high,
-    up_key,
-    DTYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PACK_UP: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """Return silu of a gate tile, and codes and parameters of it and of ``up`` if PACK_UP, whatever they hold."""
-    _, silu = _silu(gate, DTYPE, True, COMPILED)
-    codes, parameters = encode_any_tile(gate, index, high, key, BITS, STOCHASTIC, False)
-    up_codes, up_parameters = codes, parameters
-    if PACK_UP:
-        up_codes, up_parameters = encode_any_tile(up, up_index, up_high, up_key, BITS, STOCHASTIC, False)
-    return silu, codes, parameters, up_codes, up_parameters
-
-
-@triton.jit
-def _silu_mul_forward(
-    gate,
-    up,
-    out,
-    packed_gate,
-    packed_up,
-    start,
-    left,
-    numel,
-    key0,
-    key1,
-    up_key0,
-    up_key1,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PACK_UP: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-    g = load_tile(gate + start, left, GROUP, GROUPS, PARTIAL)
-    u = load_tile(up + start, left, GROUP, GROUPS, PARTIAL)
-    index, high = element_index(start, key1, GROUP, GROUPS)
-    key = key0.to(tl.uint32)
-    up_index, up_high = element_index(start, up_key1, GROUP, GROUPS)
-    up_key = up_key0.to(tl.uint32)
-    # To the bit as torch: a deep model amplifies roundings to bfloat16 that turn, to 2.7 % of the gradient of a Llama.
-    if PARTIAL:
-        silu, g_codes, g_parameters, u_codes, u_parameters = _compute_any(
-            g, u, index, high, key, up_index, up_high, up_key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
-        )
-    else:
-        silu = _ordinary_silu(g, DTYPE, COMPILED)
-        g_bits, g_parameters = encode_ordinary_tile(g, index, high, key, BITS, STOCHASTIC, False, COMPILED)
-        u_bits, u_parameters = g_bits, g_parameters
-        if PACK_UP:
-            u_bits, u_parameters = encode_ordinary_tile(u, up_index, up_high, up_key, BITS, STOCHASTIC, False, COMPILED)
-        g_codes = g_bits.to(tl.uint8)
-        u_codes = u_bits.to(tl.uint8)
-        # One test for all that may be out of the ordinary: each is an exchange between the warps.
-        lowest, highest = bounds_of(g_parameters, BITS)
-        far = tl.where(tl.maximum(highest, negative(lowest)) > _FAR, NO_CODE_BITS, 0).to(tl.uint32)
-        if without_code(tl.maximum(tl.maximum(g_bits, u_bits), far)):
-            silu, g_codes, g_parameters, u_codes, u_parameters = _compute_any(
-                g, u, index, high, key, up_index, up_high, up_key, DTYPE, BITS, STOCHASTIC, PACK_UP, COMPILED
-            )
-    store_raw(out + start, to_raw(silu * u, DTYPE, COMPILED), left, PARTIAL)
-    store_codes(packed_gate, g_codes, g_parameters, start, left, numel, BITS, RUN, PARTIAL)
-    if PACK_UP:
-        store_codes(packed_up, u_codes, u_parameters, start, left, numel, BITS, RUN, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel", "key0", "key1", "up_key0", "up_key1"])
@@ -214,56 +128,41 @@ def silu_mul_forward_kernel(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PACK_UP: tl.constexpr,
+    UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute silu(gate) * up of [numel] elements and pack both, or gate alone."""
-    TILE: tl.constexpr = GROUPS * GROUP
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
-    if numel - start >= TILE:
-        _silu_mul_forward(
-            gate,
-            up,
-            out,
-            packed_gate,
-            packed_up,
-            start,
-            TILE,
-            numel,
-            key0,
-            key1,
-            up_key0,
-            up_key1,
-            BITS,
-            GROUP,
-            GROUPS,
-            STOCHASTIC,
-            PACK_UP,
-            COMPILED,
-            False,
-        )
-    else:
-        left = (numel - start).to(tl.int32)
-        _silu_mul_forward(
-            gate,
-            up,
-            out,
-            packed_gate,
-            packed_up,
-            start,
-            left,
-            numel,
-            key0,
-            key1,
-            up_key0,
-            up_key1,
-            BITS,
-            GROUP,
-            GROUPS,
-            STOCHASTIC,
-            PACK_UP,
-            COMPILED,
-            True,
-        )
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    g = load_tile(gate + start, left, GROUP, GROUPS, PARTIAL)
+    u = load_tile(up + start, left, GROUP, GROUPS, PARTIAL)
+    index, high = element_index(start, key1, GROUP, GROUPS)
+    key = key0.to(tl.uint32)
+    up_index, up_high = element_index(start, up_key1, GROUP, GROUPS)
+    up_key = up_key0.to(tl.uint32)
+    # To the bit as torch: a deep model amplifies roundings to bfloat16 that turn, to 2.7 % of the gradient of a Llama.
+    silu = _ordinary_silu(g, DTYPE, COMPILED)
+    g_bits, g_parameters = encode_ordinary_tile(g, index, high, key, BITS, STOCHASTIC, False, COMPILED)
+    u_bits, u_parameters = g_bits, g_parameters
+    if PACK_UP:
+        u_bits, u_parameters = encode_ordinary_tile(u, up_index, up_high, up_key, BITS, STOCHASTIC, False, COMPILED)
+    g_codes = g_bits.to(tl.uint8)
+    u_codes = u_bits.to(tl.uint8)
+    # One test for all that may be out of the ordinary: each is an exchange between the warps.
+    lowest, highest = bounds_of(g_parameters, BITS)
+    far = tl.where(tl.maximum(highest, negative(lowest)) > _FAR, NO_CODE_BITS, 0).to(tl.uint32)
+    if without_code(tl.maximum(tl.maximum(g_bits, u_bits), far)):
+        _, silu = _silu(g, DTYPE, True, COMPILED)
+        g_codes, g_parameters = encode_any_tile(g, index, high, key, BITS, STOCHASTIC, False)
+        u_codes, u_parameters = g_codes, g_parameters
+        if PACK_UP:
+            u_codes, u_parameters = encode_any_tile(u, up_index, up_high, up_key, BITS, STOCHASTIC, False)
+    store_raw(out + start, to_raw(silu * u, DTYPE, COMPILED), left, PARTIAL)
+    store_codes(packed_gate, g_codes, g_parameters, start, left, numel, BITS, RUN, PARTIAL)
+    if PACK_UP:
+        store_codes(packed_up, u_codes, u_parameters, start, left, numel, BITS, RUN, PARTIAL)
 
 
 @triton.jit
@@ -286,33 +185,6 @@ def _load_up(
     return values
 
 
-@triton.jit
-def _silu_mul_backward(
-    packed_gate,
-    up,
-    grad,
-    grad_gate,
-    grad_up,
-    start,
-    left,
-    numel,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    UP_PACKED: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    DTYPE: tl.constexpr = grad_gate.dtype.element_ty
-    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-    gate = restore(packed_gate, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    up = _load_up(up, start, left, numel, BITS, GROUP, GROUPS, RUN, UP_PACKED, PARTIAL)
-    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    of_gate, of_up = _silu_mul_gradients(gate, up, g, DTYPE, False, COMPILED)
-    store_raw(grad_gate + start, to_raw(of_gate, DTYPE, COMPILED), left, PARTIAL)
-    store_raw(grad_up + start, to_raw(of_up, DTYPE, COMPILED), left, PARTIAL)
-
-
 @triton.jit(do_not_specialize=["numel"])
 def silu_mul_backward_kernel(
     packed_gate,
@@ -325,69 +197,20 @@ def silu_mul_backward_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UP_PACKED: tl.constexpr,
+    UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute the gradients of silu(gate) * up from codes, those of up or up itself."""
-    TILE: tl.constexpr = GROUPS * GROUP
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
-    if numel - start >= TILE:
-        _silu_mul_backward(
-            packed_gate,
-            up,
-            grad,
-            grad_gate,
-            grad_up,
-            start,
-            TILE,
-            numel,
-            BITS,
-            GROUP,
-            GROUPS,
-            UP_PACKED,
-            COMPILED,
-            False,
-        )
-    else:
-        left = (numel - start).to(tl.int32)
-        _silu_mul_backward(
-            packed_gate,
-            up,
-            grad,
-            grad_gate,
-            grad_up,
-            start,
-            left,
-            numel,
-            BITS,
-            GROUP,
-            GROUPS,
-            UP_PACKED,
-            COMPILED,
-            True,
-        )
-
-
-@triton.jit
-def _silu_mul_redo(
-    packed_gate,
-    up,
-    out,
-    start,
-    left,
-    numel,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    UP_PACKED: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    DTYPE: tl.constexpr = out.dtype.element_ty
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    DTYPE: tl.constexpr = grad_gate.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    start, left = place(numel, GROUPS * GROUP, UNIT)
     gate = restore(packed_gate, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     up = _load_up(up, start, left, numel, BITS, GROUP, GROUPS, RUN, UP_PACKED, PARTIAL)
-    _, silu = _silu(gate, DTYPE, False, COMPILED)
-    store_raw(out + start, to_raw(silu * up, DTYPE, COMPILED), left, PARTIAL)
+    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
+    of_gate, of_up = _silu_mul_gradients(gate, up, g, DTYPE, False, COMPILED)
+    store_raw(grad_gate + start, to_raw(of_gate, DTYPE, COMPILED), left, PARTIAL)
+    store_raw(grad_up + start, to_raw(of_up, DTYPE, COMPILED), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -400,65 +223,43 @@ def silu_mul_redo_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UP_PACKED: tl.constexpr,
+    UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute silu(gate) * up from codes, those of up or up itself."""
-    TILE: tl.constexpr = GROUPS * GROUP
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
-    if numel - start >= TILE:
-        _silu_mul_redo(packed_gate, up, out, start, TILE, numel, BITS, GROUP, GROUPS, UP_PACKED, COMPILED, False)
-    else:
-        left = (numel - start).to(tl.int32)
-        _silu_mul_redo(packed_gate, up, out, start, left, numel, BITS, GROUP, GROUPS, UP_PACKED, COMPILED, True)
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    gate = restore(packed_gate, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    up = _load_up(up, start, left, numel, BITS, GROUP, GROUPS, RUN, UP_PACKED, PARTIAL)
+    _, silu = _silu(gate, DTYPE, False, COMPILED)
+    store_raw(out + start, to_raw(silu * up, DTYPE, COMPILED), left, PARTIAL)
 
 
-@triton.jit
-def _silu_mul_exact(gate, up, out, start, left, COMPILED: tl.constexpr, PARTIAL: tl.constexpr):
+@triton.jit(do_not_specialize=["numel"])
+def silu_mul_exact_kernel(gate, up, out, numel: tl.int64, UNIT: tl.constexpr, COMPILED: tl.constexpr):
+    """Compute silu(gate) * up of [numel] elements."""
+    PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     DTYPE: tl.constexpr = gate.dtype.element_ty
+    start, left = place(numel, FLAT_TILE, UNIT)
     g = load_tile(gate + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     u = load_tile(up + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
-    silu = _exact_silu(g, DTYPE, COMPILED, PARTIAL)
-    y = rounded(silu * u, DTYPE, COMPILED)
+    y = rounded(_exact_silu(g, DTYPE, COMPILED) * u, DTYPE, COMPILED)
     store_raw(out + start, to_raw(y, out.dtype.element_ty, COMPILED), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def silu_mul_exact_kernel(gate, up, out, numel: tl.int64, COMPILED: tl.constexpr):
-    """Compute silu(gate) * up of [numel] elements."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
-    if numel - start >= FLAT_TILE:
-        _silu_mul_exact(gate, up, out, start, FLAT_TILE, COMPILED, False)
-    else:
-        _silu_mul_exact(gate, up, out, start, (numel - start).to(tl.int32), COMPILED, True)
-
-
-@triton.jit
-def _silu_mul_exact_backward(
-    gate, up, grad, grad_gate, grad_up, start, left, COMPILED: tl.constexpr, PARTIAL: tl.constexpr
+def silu_mul_exact_backward_kernel(
+    gate, up, grad, grad_gate, grad_up, numel: tl.int64, UNIT: tl.constexpr, COMPILED: tl.constexpr
 ):
+    """Compute the gradients of silu(gate) * up."""
+    PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     DTYPE: tl.constexpr = gate.dtype.element_ty
+    start, left = place(numel, FLAT_TILE, UNIT)
     a = load_tile(gate + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     b = load_tile(up + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     g = load_tile(grad + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     of_gate, of_up = _silu_mul_gradients(a, b, g, DTYPE, True, COMPILED)
     store_raw(grad_gate + start, to_raw(of_gate, DTYPE, COMPILED), left, PARTIAL)
     store_raw(grad_up + start, to_raw(of_up, DTYPE, COMPILED), left, PARTIAL)
-
-
-@triton.jit(do_not_specialize=["numel"])
-def silu_mul_exact_backward_kernel(
-    gate,
-    up,
-    grad,
-    grad_gate,
-    grad_up,
-    numel: tl.int64,
-    COMPILED: tl.constexpr,
-):
-    """Compute the gradients of silu(gate) * up."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * FLAT_TILE
-    if numel - start >= FLAT_TILE:
-        _silu_mul_exact_backward(gate, up, grad, grad_gate, grad_up, start, FLAT_TILE, COMPILED, False)
-    else:
-        left = (numel - start).to(tl.int32)
-        _silu_mul_exact_backward(gate, up, grad, grad_gate, grad_up, start, left, COMPILED, True)
