@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import reference
-from pyactcomp.functional import Codes
-from pyactcomp.functional.convolutional import batch_norm
+from pyactcomp.functional import Codes, batch_norm
 from pyactcomp.redo import Recipe
 
 ROWS = (0, 2, 3)

@@ -22,13 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pyactcomp
 from pyactcomp import codec, functional, redo
 from pyactcomp.codec import Packed, dequantize
-from pyactcomp.functional import Codes
+from pyactcomp.functional import Codes, dropout, new_gelu, relu, rope, silu_mul
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
-from pyactcomp.functional.activations import new_gelu, silu_mul
 from pyactcomp.functional.attention import launch as rope_launch
-from pyactcomp.functional.attention import rope
-from pyactcomp.functional.masks import dropout, relu
 from pyactcomp.functional.masks import launch as mask_launch
 from pyactcomp.functional.norms import launch as norm_launch
 from pyactcomp.functional.saving import Saving

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp import reference
-from pyactcomp.functional import Codes
-from pyactcomp.functional.convolutional import batch_norm, max_pool2d
+from pyactcomp.functional import Codes, batch_norm, max_pool2d
 from pyactcomp.functional.convolutional import launch as fused
 from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
-from pyactcomp.functional import Codes
+from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pyactcomp.functional.masks import noise
 from pyactcomp.functional.masks.noise import QUIET, Noise, draw
-from pyactcomp.functional.norms import add_layer_norm, add_rms_norm, launch, layer_norm, rms_norm
+from pyactcomp.functional.norms import launch
 from pyactcomp.functional.saving import saving
 from pyactcomp.kernels import triton as kernels
 

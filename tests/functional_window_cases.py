@@ -13,9 +13,10 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of, restored
 
 from pyactcomp import codec
-from pyactcomp.functional import Codes
+from pyactcomp.functional import Codes, residual_add, window_attention
 from pyactcomp.functional.saving import saving
-from pyactcomp.functional.windows import launch, residual_add, take_rows, window_attention
+from pyactcomp.functional.windows import launch
+from pyactcomp.functional.windows.take_rows import take_rows
 from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")

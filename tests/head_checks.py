@@ -9,7 +9,7 @@ from functional_checks import EPS, assert_within, normal
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp.functional.head import linear_cross_entropy
+from pyactcomp.functional import linear_cross_entropy
 
 
 def inputs(

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyactcomp import redo, reference
 from pyactcomp.codec import Impl
-from pyactcomp.functional import Codes
-from pyactcomp.functional.norms import add_layer_norm, layer_norm, rms_norm
+from pyactcomp.functional import Codes, add_layer_norm, layer_norm, rms_norm
 
 EPSILON = 1e-5
 

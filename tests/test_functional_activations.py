@@ -18,11 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec, dequantize, functional, quantize, redo
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import INT8, Codes
-from pyactcomp.functional.activations import silu_mul
+from pyactcomp.functional import INT8, Codes, dropout, relu, rope, silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
-from pyactcomp.functional.attention import rope
-from pyactcomp.functional.masks import dropout, relu
 from pyactcomp.torch_private import top_saved_tensor_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes
-from pyactcomp.functional.convolutional import batch_norm, max_pool2d
+from pyactcomp.functional import Codes, batch_norm, max_pool2d
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from pyactcomp import redo
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes
-from pyactcomp.functional.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]

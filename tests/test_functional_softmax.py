@@ -10,8 +10,7 @@ from functional_checks import EPS, SEED, assert_codes_saved, assert_within, erro
 from torch import Tensor
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes
-from pyactcomp.functional.attention import softmax
+from pyactcomp.functional import Codes, softmax
 
 MASK = torch.where(normal(2, 9, 9, seed=8) > 0, -100.0, 0.0)
 

@@ -17,7 +17,7 @@ from works_with_text import transformers
 
 import pyactcomp
 from pyactcomp.config import Config
-from pyactcomp.functional.head import linear_cross_entropy
+from pyactcomp.functional import linear_cross_entropy
 from pyactcomp.fusions import head as heads
 from pyactcomp.fusions.base import ATTRIBUTE, Fusing
 from pyactcomp.fusions.fusion import original_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,9 @@ import pyactcomp
 from pyactcomp import functional
 
 PACKAGE = Path(pyactcomp.__file__).parent
+
+# Whose functions call those of another.
+CALLS = {"norms": {"masks"}, "windows": {"attention"}}
 
 STEP = """
 import torch, pyactcomp
@@ -40,8 +44,20 @@ def test_package_runs_without_a_room(
     copy = tmp_path / "pyactcomp"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(copy / "functional" / room)
+    # Git leaves what it ignores.
+    (copy / "functional" / room / "__pycache__").mkdir(parents=True)
     (copy / "fusions" / "families" / f"{family}.py").unlink()
     code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + STEP.format(root=str(tmp_path))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert set(ran.stdout.split()) == set(functional.__all__) - functions | {"BatchNorm2d", "GELU"} - modules
+
+
+def test_rooms_import_these_of_each_other_alone() -> None:
+    rooms = {path.parent.name for path in (PACKAGE / "functional").glob("*/__init__.py")}
+    found: dict[str, set[str]] = {}
+    for path in (PACKAGE / "functional").glob("*/*.py"):
+        others = set(re.findall(r"^\s*from \.\.(\w+)\.\w+ import", path.read_text(), re.MULTILINE)) & rooms
+        if others:
+            found.setdefault(path.parent.name, set()).update(others)
+    assert found == CALLS

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from pyactcomp import codec
 from pyactcomp.codec import Impl
-from pyactcomp.functional import Codes
-from pyactcomp.functional.windows import window_attention
+from pyactcomp.functional import Codes, window_attention
 from pyactcomp.redo import Recipe
 
 

@@ -8,20 +8,27 @@ codes, and a float that such a function saves stays as it is.
 
 :class:`Codes` says how a function stores tensors: ``functional.gelu(x, codes=Codes(bits=4))``; ``Codes(bits=None)``
 stores them as they are. A function is differentiable once unless it says otherwise: backward with
-``create_graph=True`` raises PyactcompError.
+``create_graph=True`` raises PyactcompError. Arguments that are no floating-point tensors raise TypeError, and shapes
+that do not match ValueError.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from .activations import gelu, new_gelu, silu_mul
-from .attention import rope, softmax
+from .activations.gelu import gelu
+from .activations.new_gelu import new_gelu
+from .activations.silu_mul import silu_mul
+from .attention.rope import rope
+from .attention.softmax import softmax
 from .codes import INT8, Codes
-from .head import linear_cross_entropy
+from .head.linear_cross_entropy import linear_cross_entropy
 from .linear import linear
-from .masks import dropout, relu
-from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .masks.dropout import dropout
+from .masks.relu import relu
+from .norms.add_rms_norm import add_rms_norm
+from .norms.layer_norm import add_layer_norm, layer_norm
+from .norms.rms_norm import rms_norm
 
 __all__ = [
     "INT8",
@@ -41,13 +48,22 @@ __all__ = [
     "softmax",
 ]
 
-# The rooms of one family of models each, which can be removed from the tree.
-if find_spec(f"{__name__}.convolutional") is not None:
-    from .convolutional import batch_norm, max_pool2d
+
+def _has(room: str) -> bool:
+    """Return whether a folder is there, with more in it than what Python has cached."""
+    spec = find_spec(f"{__name__}.{room}")
+    return spec is not None and spec.origin is not None
+
+
+# Each serves one family of models alone, and can be removed from the tree.
+if _has("convolutional"):
+    from .convolutional.batch_norm import batch_norm
+    from .convolutional.max_pool import max_pool2d
 
     __all__ += ["batch_norm", "max_pool2d"]
 
-if find_spec(f"{__name__}.windows") is not None:
-    from .windows import residual_add, window_attention
+if _has("windows"):
+    from .windows.residual_add import residual_add
+    from .windows.window_attention import window_attention
 
     __all__ += ["residual_add", "window_attention"]

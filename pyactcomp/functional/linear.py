@@ -79,13 +79,6 @@ def linear(
     -------
     Tensor, [..., out]
 
-    Raises
-    ------
-    TypeError
-        If an argument is no floating-point tensor.
-    ValueError
-        If the shapes do not match.
-
     Notes
     -----
     With an error of at most ``e`` in each element of ``x`` (:func:`pyactcomp.reference.error_bound`), an element of

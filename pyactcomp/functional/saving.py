@@ -228,6 +228,11 @@ def recorded(*tensors: Tensor | None) -> bool:
     return False
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums over a tensor of ``dtype`` are carried in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def check_float_tensor(name: str, x: Tensor | None) -> None:
     """Raise TypeError unless ``x`` is a floating-point tensor."""
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:

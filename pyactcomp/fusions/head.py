@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..codec import Impl
 from ..errors import PyactcompError
-from ..functional.head import linear_cross_entropy
+from ..functional import linear_cross_entropy
 from .base import fusing
 from .fusion import Fused, form_of, linear_dtype, original_of
 from .untouched import plain, untouched

@@ -67,11 +67,6 @@ def gelu(
     -------
     Tensor, the shape and dtype of ``x``
 
-    Raises
-    ------
-    TypeError
-        If ``x`` is no floating-point tensor.
-
     Notes
     -----
     The derivative changes by at most 2 / sqrt(2 pi) (0.8) times a change of its argument, so that an error of at

@@ -94,11 +94,6 @@ def new_gelu(
     Tensor, the shape of ``x``
         In the dtype of ``x``; with ``bits=None``, or where no gradient is recorded, in that of the chain.
 
-    Raises
-    ------
-    TypeError
-        If ``x`` is no floating-point tensor.
-
     Notes
     -----
     The formula is the approximation of Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), and the

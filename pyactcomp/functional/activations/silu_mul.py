@@ -118,11 +118,8 @@ def silu_mul(
 
     Raises
     ------
-    TypeError
-        If ``gate`` or ``up`` is no floating-point tensor.
     ValueError
-        If their shapes differ, or ``inplace`` is asked for with ``bits=None``, which keeps
-        ``up`` itself.
+        If ``inplace`` is asked for with ``bits=None``, which keeps ``up`` itself.
 
     Notes
     -----

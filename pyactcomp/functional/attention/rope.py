@@ -130,10 +130,6 @@ def rope(
 
     Raises
     ------
-    TypeError
-        If an argument is no floating-point tensor.
-    ValueError
-        If the shapes do not fit.
     ImplementationUnavailableError
         If ``impl`` cannot serve their device.
 

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from ...redo import offer
 from ..codes import INT8, Codes, one_option
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _softmax(x: Tensor, dim: int, bias: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def probabilities(x: Tensor, dim: int, bias: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the softmax of ``x + bias + mask``, computed in float32 or wider, in ``dtype``."""
     with torch.autocast(x.device.type, enabled=False):
-        scores = x.to(_wide(x.dtype))
+        scores = x.to(wide(x.dtype))
         if bias is not None:
             scores = scores + bias
         if mask is not None:
@@ -33,9 +30,9 @@ class _Softmax(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.dtype = dim, x.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out = _softmax(x, dim, bias, mask, dtype)
+        out = probabilities(x, dim, bias, mask, dtype)
         # Where the sum is wider than the result, that is a cast of what softmax saves.
-        saved = how.bits is not None and (dtype is _wide(x.dtype) or (bias is None and mask is None))
+        saved = how.bits is not None and (dtype is wide(x.dtype) or (bias is None and mask is None))
         begin(ctx, out if saved else None)
         kept, restore = how.keep(out)
         ctx.restore = restore
@@ -49,9 +46,9 @@ class _Softmax(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        wide = _wide(ctx.dtype)
-        p = ctx.restore(kept).to(wide)
-        grad_scores = torch._softmax_backward_data(grad.to(wide), p, ctx.dim, wide)
+        exact = wide(ctx.dtype)
+        p = ctx.restore(kept).to(exact)
+        grad_scores = torch._softmax_backward_data(grad.to(exact), p, ctx.dim, exact)
         grad_bias = None
         if ctx.bias is not None and ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias
@@ -96,9 +93,7 @@ def softmax(
     Raises
     ------
     TypeError
-        If ``x``, ``bias`` or ``mask`` is no floating-point tensor, or ``dtype`` no floating-point dtype.
-    ValueError
-        If the shapes do not match.
+        If ``dtype`` is no floating-point dtype.
 
     Notes
     -----
@@ -130,11 +125,11 @@ def softmax(
             f"multiple of n, got {(*mask.shape,)} for {(*x.shape,)}"
         )
     if dtype is None:
-        dtype = _wide(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        dtype = wide(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
     elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     if not recorded(x, bias):
-        return _softmax(x, dim, bias, mask, dtype)
+        return probabilities(x, dim, bias, mask, dtype)
     return cast(Tensor, _Softmax.apply(x, dim, bias, mask, dtype, how))  # type: ignore[no-untyped-call]
 
 

@@ -12,7 +12,7 @@ from ...policy import PLAIN
 from ...redo import held, offer
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
 
 # The smallest normal value of float16: what was positive comes back positive in every dtype.
 _SMALLEST = 2.0**-14
@@ -46,9 +46,9 @@ def _normalise(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised ``x``, mean and rstd, all in float32 (float64 for float64), and update ``running``."""
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    mean, var = (_to(t, wide) for t in running)
-    result = torch.native_batch_norm(x.to(wide), _to(weight, wide), _to(bias, wide), mean, var, True, momentum, eps)
+    exact = wide(x.dtype)
+    mean, var = (_to(t, exact) for t in running)
+    result = torch.native_batch_norm(x.to(exact), _to(weight, exact), _to(bias, exact), mean, var, True, momentum, eps)
     for own, updated in zip(running, (mean, var), strict=True):
         if own is not None and updated is not None and own is not updated:
             own.copy_(updated)
@@ -222,10 +222,8 @@ def batch_norm(
 
     Raises
     ------
-    TypeError
-        If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match, a channel has a single element.
+        If a channel has a single element.
 
     Notes
     -----

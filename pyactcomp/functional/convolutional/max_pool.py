@@ -100,9 +100,7 @@ def max_pool2d(
     Raises
     ------
     TypeError
-        If ``x`` is no floating-point tensor, or a size is no integer and no pair of them.
-    ValueError
-        If ``x`` does not have four dimensions.
+        If a size is no integer and no pair of them.
     RuntimeError
         As torch's, if the sizes do not fit.
 

@@ -14,7 +14,7 @@ from ...errors import check_choice
 from ...layouts import layout_of
 from ...torch_private import graph_is_retained
 from ..codes import one_option
-from ..saving import begin, check_float_tensor, differentiable_once, recorded
+from ..saving import begin, check_float_tensor, differentiable_once, recorded, wide
 
 Reduction = Literal["mean", "sum"]
 
@@ -119,7 +119,7 @@ def _walk(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the losses of rows and the gradients of x, weight and bias, times scale, that are needed."""
     count, vocabulary = x.shape[0], weight.shape[0]
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    exact = wide(dtype)
     matrix, offset = cast(Tensor, _padded(weight, dtype)), _padded(bias, dtype)
     padded = matrix.shape[0]
     rows = loss_of.rows(count, padded * dtype.itemsize)
@@ -243,9 +243,9 @@ def linear_cross_entropy(
     Raises
     ------
     TypeError
-        If ``x``, ``weight`` or ``bias`` is no floating-point tensor, or ``labels`` none of int64.
+        If ``labels`` is no tensor of int64.
     ValueError
-        If shapes, dtypes or devices do not match, or an option has no such value.
+        If dtypes or devices do not match, or an option has no such value.
     IndexError
         If a label is no class, on the CPU. On other devices, where looking would make the host wait, the loss is NaN
         then, and so is the gradient of its row.
@@ -309,7 +309,7 @@ def linear_cross_entropy(
         if len(wrong):
             raise IndexError(f"labels must be from 0 to {weight.shape[0] - 1} or {ignore_index}, got {int(wrong[0])}")
 
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    exact = wide(dtype)
     rows, loss_of = x.reshape(-1, x.shape[-1]), _Loss(ignore_index, chunk, impl)
     if reduction == "mean":
         by = counted.sum().to(exact)

@@ -86,8 +86,6 @@ def dropout(
 
     Raises
     ------
-    TypeError
-        If ``x`` is no floating-point tensor.
     ValueError
         If ``p`` is not from 0 to 1.
     ImplementationUnavailableError

@@ -67,8 +67,6 @@ def relu(
 
     Raises
     ------
-    TypeError
-        If ``x`` is no floating-point tensor.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 

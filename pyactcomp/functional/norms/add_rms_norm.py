@@ -112,10 +112,6 @@ def add_rms_norm(
 
     Raises
     ------
-    TypeError
-        If an argument is no floating-point tensor.
-    ValueError
-        If the shapes do not match.
     RuntimeError
         In backward, autograd's own, if the sum was written to.
 

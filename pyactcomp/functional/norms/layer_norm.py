@@ -15,7 +15,7 @@ from ...redo import held, offer
 from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
 from .launch import Norm, norm_of, serves
 
 
@@ -69,11 +69,9 @@ class _LayerNorm(torch.autograd.Function):
 
         x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
         # Exactly as torch, or with statistics in float32 whatever the dtype, which torch keeps in bfloat16 on the CPU.
-        ctx.wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        if exact and not _under_autocast(x):
-            ctx.wide = None
-        wide, wide_gamma, wide_beta = (_to(t, ctx.wide) for t in (x, gamma, beta))
-        out, mean, rstd = torch.native_layer_norm(cast(Tensor, wide), shape, wide_gamma, wide_beta, eps)
+        ctx.wide = None if exact and not _under_autocast(x) else wide(x.dtype)
+        exactly, wide_gamma, wide_beta = (_to(t, ctx.wide) for t in (x, gamma, beta))
+        out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
         out = out.to(dtype)
         if ctx.keeps:
             kept, restore = how.keep(x)
@@ -239,9 +237,7 @@ def layer_norm(
     Raises
     ------
     TypeError
-        If an argument is no floating-point tensor, ``rows`` no tensor of indices, or ``dtype`` not floating point.
-    ValueError
-        If the shapes do not match.
+        If ``rows`` is no tensor of indices, or ``dtype`` not floating point.
 
     Notes
     -----
@@ -304,9 +300,9 @@ def add_layer_norm(
     Raises
     ------
     TypeError
-        If an argument is no floating-point tensor, or ``dtype`` not floating point.
+        If ``dtype`` is not floating point.
     ValueError
-        If the shapes do not match, ``p`` is not from 0 to 1.
+        If ``p`` is not from 0 to 1.
 
     Notes
     -----

@@ -147,11 +147,8 @@ def rms_norm(
 
     Raises
     ------
-    TypeError
-        If an argument is no floating-point tensor.
     ValueError
-        If the shapes do not match, or ``copy`` is asked for with ``bits=None``, which
-        keeps ``x`` itself.
+        If ``copy`` is asked for with ``bits=None``, which keeps ``x`` itself.
 
     Notes
     -----

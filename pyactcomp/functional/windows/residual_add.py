@@ -96,9 +96,7 @@ def residual_add(
     Raises
     ------
     TypeError
-        If ``x``, ``branch`` or ``scale`` is no floating-point tensor, or ``rows`` no index tensor.
-    ValueError
-        If the shapes do not match or an option has no such value.
+        If ``rows`` is no index tensor.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from ...redo import offer
+from ..attention.softmax import probabilities
 from ..codes import INT8, Codes, one_option
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
 
 
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
@@ -30,10 +27,7 @@ def _merge(x: Tensor) -> Tensor:
 
 
 def _probabilities(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = ((q * scale) @ k.transpose(-2, -1)).to(_wide(q.dtype)) + bias
-    if mask is not None:
-        scores = (torch.unflatten(scores, 0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
-    return scores.softmax(-1)
+    return probabilities((q * scale) @ k.transpose(-2, -1), -1, bias, mask, wide(q.dtype))
 
 
 def _attend(qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -130,13 +124,6 @@ def window_attention(
     Returns
     -------
     Tensor, [windows, tokens, heads * head_dim], the dtype of ``qkv``
-
-    Raises
-    ------
-    TypeError
-        If ``qkv``, ``bias`` or ``mask`` is no floating-point tensor.
-    ValueError
-        If the shapes do not match.
 
     Notes
     -----

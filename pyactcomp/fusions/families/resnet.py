@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ...functional.codes import Codes
-from ...functional.convolutional import batch_norm, max_pool2d
+from ...functional import Codes
+from ...functional.convolutional.batch_norm import batch_norm
+from ...functional.convolutional.max_pool import max_pool2d
 from ..base import codes_again
 from ..fusion import Fused, Fusion, codes_for, form_of, of_one_dtype
 from ..untouched import plain, untouched

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ...functional.codes import Codes
-from ...functional.norms import layer_norm
-from ...functional.windows import residual_add, take_rows, window_attention
+from ...functional import Codes, layer_norm
+from ...functional.windows.residual_add import residual_add
+from ...functional.windows.take_rows import take_rows
+from ...functional.windows.window_attention import window_attention
 from ..base import codes_again
 from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, form_of, linear_dtype
 from ..untouched import plain

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....functional.attention import rope
-from ....functional.codes import Codes
+from ....functional import Codes, rope
 from ...base import fusing
 from ...formulas import definition, formula
 from ...fusion import Fused, autocast_dtype

@@ -20,8 +20,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from .... import redo
-from ....functional.activations import gelu, new_gelu, silu_mul
-from ....functional.norms import add_layer_norm, add_rms_norm, rms_norm
+from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, rms_norm, silu_mul
 from ....saved import check_version
 from ....torch_private import under_checkpoint
 from ...base import codes_again
