@@ -18,6 +18,8 @@ WITH_EXAMPLES = sorted(
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_doctest_examples_give_what_they_say(name: str) -> None:
+    if name.startswith("pyactcomp.integrations."):
+        pytest.importorskip(name.rpartition(".")[2], reason=f"{name} needs it")
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0

@@ -1,0 +1,72 @@
+"""Lightning, imported as ``lightning`` or as ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from ..compress import compress, compressed, decompress
+from ..report import Report, report
+
+
+def _callback_classes() -> tuple[type, ...]:
+    """Return the callback classes that are installed: each Trainer wants its own."""
+    packages = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
+    if not packages:
+        raise ModuleNotFoundError("neither lightning nor pytorch_lightning is installed; run: pip install lightning")
+    modules = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+    return tuple(importlib.import_module(modules[name]).Callback for name in packages)
+
+
+class Compression(*_callback_classes()):  # type: ignore[misc]
+    """Compresses a LightningModule while it is fitted, with the loss that its ``training_step`` computes.
+
+    Parameters
+    ----------
+    **options
+        Those of :func:`pyactcomp.compress`. ``fuse_head=True`` needs a language model of transformers that takes
+        ``labels`` and computes the loss; a loss that ``training_step`` computes from logits is covered anyway.
+
+    Attributes
+    ----------
+    report : Report or None
+        Once fitting has ended: of the first forward of the LightningModule, or of the first training step where that
+        calls modules of it and not ``self(...)``.
+
+    Examples
+    --------
+    >>> import lightning
+    >>> from pyactcomp.integrations.lightning import Compression
+    >>> callback = Compression(mode="lossless")
+    >>> trainer = lightning.Trainer(callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False)
+    >>> callback in trainer.callbacks           # trainer.fit(module) compresses it, and decompresses it at the end
+    True
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.report: Report | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Compress; Lightning calls ``training_step`` and not the module, so that is covered by a context."""
+        around = {name: value for name, value in self.options.items() if name not in ("fuse", "fuse_head")}
+        compress(pl_module, **self.options)
+        self._step = compressed(pl_module, **around)
+        pl_module.training_step = self._step(pl_module.training_step)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the report and decompress."""
+        of_forward = report(pl_module)
+        self.report = of_forward if of_forward.tensors else report(self._step)
+        self._undo(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Decompress a module whose fitting failed."""
+        if "training_step" in vars(pl_module):
+            self._undo(pl_module)
+
+    def _undo(self, pl_module: Any) -> None:
+        del pl_module.training_step
+        decompress(pl_module)
