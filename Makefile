@@ -17,11 +17,11 @@ ARGS ?=
 # Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
 PROGRAMS ?= 100000
 
-LINTED := bench pyactcomp requirements setup.py tests
+LINTED := bench examples pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint bench soak sweep clean
+.PHONY: demo test lint bench docs examples wheel soak sweep clean
 
 demo: $(VENV)/package
 	$(RUN) -m pyactcomp demo $(ARGS)
@@ -34,6 +34,13 @@ lint: $(VENV)/package $(VENV)/tools
 	$(RUN) -m ruff format --check $(LINTED)
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+
+# Each example as it stands; timm's where timm is installed, whose torchvision has no build for the CPU on PyPI.
+examples: $(VENV)/package $(VENV)/tools
+	for each in examples/*.py; do \
+	  if [[ $$each = *timm* ]] && ! $(RUN) -c 'import timm' 2>/dev/null; then echo "$$each: needs timm"; continue; fi; \
+	  echo "$$each"; $(RUN) $$each; \
+	done
 
 bench: $(VENV)/package
 	for suite in codec overhead frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 from ..compress import compress, compressed, decompress
@@ -59,7 +60,8 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the report and decompress."""
         of_forward = report(pl_module)
-        self.report = of_forward if of_forward.tensors else report(self._step)
+        names = {"fused": of_forward.fused, "left_alone": of_forward.left_alone}
+        self.report = of_forward if of_forward.tensors else replace(report(self._step), **names)
         self._undo(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
