@@ -7,7 +7,8 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+PIP_COMMAND := $(RUN) -m pip --quiet --disable-pip-version-check
+PIP := $(PIP_COMMAND) install
 PINNED := --constraint requirements/constraints.txt --constraint $(VENV)/present.txt
 HAS_TORCH := -c "import torch; exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11))"
 
@@ -17,7 +18,7 @@ ARGS ?=
 # Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
 PROGRAMS ?= 100000
 
-LINTED := bench examples pyactcomp requirements setup.py tests
+LINTED := bench docs/site examples pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
@@ -35,12 +36,28 @@ lint: $(VENV)/package $(VENV)/tools
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
+# The site in build/site; every warning is an error.
+docs: $(VENV)/package $(VENV)/docs
+	$(RUN) docs/site/drawings.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 # Each example as it stands; timm's where timm is installed, whose torchvision has no build for the CPU on PyPI.
 examples: $(VENV)/package $(VENV)/tools
 	for each in examples/*.py; do \
 	  if [[ $$each = *timm* ]] && ! $(RUN) -c 'import timm' 2>/dev/null; then echo "$$each: needs timm"; continue; fi; \
 	  echo "$$each"; $(RUN) $$each; \
 	done
+
+# One wheel without CUDA C++, which Triton makes up for, and one with it where nvcc is found; then they are installed
+# where no compiler is on PATH. Both are for this machine's Python, platform and C library, and hold csrc.
+wheel: $(VENV)/package $(VENV)/tools
+	rm -rf dist build/lib* build/bdist*
+	PAC_CUDA=OFF $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	if command -v nvcc >/dev/null; then \
+	  rm -rf build/lib* build/bdist*; PAC_CUDA=ON $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir dist .; \
+	fi
+	$(RUN) -m pytest -q tests/test_wheel.py
+	ls -l dist
 
 bench: $(VENV)/package
 	for suite in codec overhead frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
@@ -72,6 +89,10 @@ $(VENV)/torch: requirements/present.py
 $(VENV)/package: $(VENV)/torch requirements/build.txt requirements/constraints.txt $(NATIVE)
 	$(PIP) $(PINNED) --requirement requirements/build.txt
 	$(PIP) $(PINNED) --no-build-isolation --editable '.[cli,bench]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/torch requirements/docs.txt requirements/constraints.txt
+	$(PIP) $(PINNED) --requirement requirements/docs.txt
 	touch $@
 
 $(VENV)/tools: $(VENV)/torch requirements/dev.txt requirements/constraints.txt

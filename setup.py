@@ -1,17 +1,20 @@
 """Builds pyactcomp._core with CMake and ninja, and the libraries for torch; everything else is in pyproject.toml.
 
-``PAC_CUDA=AUTO|ON|OFF`` in the environment decides about the CUDA kernels; AUTO builds them where nvcc is found.
+``PAC_CUDA=AUTO|ON|OFF`` in the environment decides about the CUDA kernels; AUTO builds them where nvcc is found. A
+wheel with ``ON`` has the build number ``1cuda``, which pip prefers to a wheel without one.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -75,7 +78,17 @@ class CMakeBuild(build_ext):
                 self.warn(f"pyactcomp.{name} was not built, {otherwise}: {done.stderr.strip()}")
 
 
+class BuildWithSources(build_py):
+    """Puts ``csrc`` into the wheel: the libraries for torch are compiled from it for any later release of torch."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "pyactcomp" / "csrc", dirs_exist_ok=True)
+
+
 setup(
     ext_modules=[Extension("pyactcomp._core", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildWithSources},
+    options={"bdist_wheel": {"build_number": "1cuda"}} if os.environ.get("PAC_CUDA") == "ON" else {},
 )

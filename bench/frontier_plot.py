@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .frontier_report import TITLES
 from .plots import GRID, INK, MUTED, pyplot
 from .rows import Row
 
@@ -17,10 +18,6 @@ DRAWN = {
     "liger+ckpt": PEERS, "compile": PEERS, "compile0.5": PEERS, "compile-blocks": PEERS, "save_on_cpu": PEERS,
 }  # fmt: skip
 """The methods that are drawn, and their colours; variants of int8 are in the tables only."""
-TITLES = {
-    "bert_large_amp": "BERT-large", "llama_1b_bf16": "Llama, 1.2 B", "gpt2_medium_amp": "GPT-2 medium",
-    "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50",
-}  # fmt: skip
 RIGHT, TOP = 1.14, 1.5
 """Ends of the axes in vanilla's memory and steps; what is beyond is drawn at the edge with its figure."""
 PLACES = (

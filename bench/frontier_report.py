@@ -11,6 +11,10 @@ from .rows import NOT_APPLICABLE, Row, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
 GIB = 2**30
+TITLES = {
+    "bert_large_amp": "BERT-large", "llama_1b_bf16": "Llama, 1.2 B", "gpt2_medium_amp": "GPT-2 medium",
+    "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50",
+}  # fmt: skip
 METHOD_ORDER = (
     "vanilla", "vanilla-again", "lossless", "int8", "int8-attention", "int8-nohead", "int8-unfused", "int8-g128",
     "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile0.5", "compile-blocks", "save_on_cpu",
@@ -175,8 +179,50 @@ def bars_table(rows: Iterable[Row]) -> str:
     return section(table(names, lines), summary, undetermined, conditions(held), reasons(held))
 
 
+PEERS = ("liger", "liger+ckpt", "compile", "compile0.5", "compile-blocks", "save_on_cpu", "ckpt2")
+
+
+def summary_table(rows: Iterable[Row]) -> str:
+    """Return the table of the front page: ours, checkpointing and the quickest peer, against plain PyTorch."""
+    found = {(row["workload"], row["method"]): row for row in latest_rows(rows) if "time_x" in row}
+    shown: list[Row] = []
+    lines = []
+    for workload, name in TITLES.items():
+        if (workload, "vanilla") not in found or (workload, "int8") not in found:
+            continue
+        plain = found[workload, "vanilla"]
+        size = [plain["median_ms"], plain["act_bytes"] / GIB, plain["peak_minus_base_bytes"] / GIB]
+        cells = [name, "{:.0f} ms, {:.0f}, {:.0f} GiB".format(*size)]
+        shown.append(plain)
+        peers = [found[workload, peer] for peer in PEERS if (workload, peer) in found]
+        for row in (found[workload, "int8"], found.get((workload, "ckpt")), min(peers, key=_ratio, default=None)):
+            cells.append(_ratios(row))
+            shown += [row] if row else []
+        cells[-1] += f" ({shown[-1]['method']})" if peers else ""
+        lines.append(cells)
+    if not lines:
+        return ""
+    header = ("", "plain PyTorch", "pyactcomp int8", "checkpointing", "quickest peer")
+    note = (
+        "Step, activations, peak above weights and optimizer: absolute for plain PyTorch, for the others as multiples. "
+        "Quickest peer: the shortest step among " + ", ".join(PEERS) + "."
+    )
+    on = f"Measured on {shown[0]['origin']['device']}, torch {shown[0]['origin']['torch']}."
+    more = "All methods, their errors and the conditions of each row: [docs/benchmarks.md](docs/benchmarks.md)."
+    return section(table(header, lines), f"{note} {on} {more}")
+
+
+def _ratio(row: Row) -> float:
+    return float(row["time_x"])
+
+
+def _ratios(row: Row | None) -> str:
+    return "" if row is None else f"{row['time_x']:.2f}, {row['act_x']:.2f}, {row['peak_x']:.2f}"
+
+
 TABLES = {
     "frontier": ("frontier", steps_table),
+    "frontier-summary": ("frontier", summary_table),
     "frontier-bars": ("frontier", bars_table),
 }
 """The suite and the table of each block."""

@@ -110,6 +110,24 @@ def test_report_shows_no_step_measured_on_a_cpu_or_at_tiny_size() -> None:
     tiny = step_row("vanilla", 1.0, 1, 1, "r", scale="tiny")
     assert frontier_report.steps_table([on_cpu, tiny]) == ""
     assert frontier_report.bars_table([on_cpu, tiny]) == ""
+    assert frontier_report.summary_table([on_cpu, tiny]) == ""
+
+
+def test_the_front_page_has_the_quickest_peer_and_ratios_to_plain_of_the_same_run() -> None:
+    found = [
+        step_row("vanilla", 100.0, 20, 24, "r"),
+        step_row("int8", 90.0, 5, 6, "r"),
+        step_row("ckpt", 130.0, 4, 12, "r"),
+        step_row("compile", 80.0, 18, 24, "r"),
+        step_row("compile0.5", 120.0, 10, 12, "r"),
+    ]
+    table = frontier_report.summary_table(found)
+    assert (
+        "| BERT-large | 100 ms, 20, 24 GiB | 0.90, 0.25, 0.25 | 1.30, 0.20, 0.50 | 0.80, 0.90, 1.00 (compile) |"
+        in table
+    )
+    assert "NVIDIA H200, torch 2.11.0" in table
+    assert "| BERT-large | 100 ms, 20, 24 GiB | 0.90, 0.25, 0.25 |  |  |" in frontier_report.summary_table(found[:2])
 
 
 def test_frontier_is_what_nothing_beats_in_both() -> None:

@@ -87,13 +87,20 @@ def run(
     raise Program(target, arguments or [], module)
 
 
+def _sources() -> Path | None:
+    """Return ``csrc`` of an installed wheel; in a checkout it is beside the package, where it is looked for."""
+    inside = Path(__file__).parents[1] / "csrc"
+    return inside if inside.exists() else None
+
+
 @app.command()
 def build_allocator() -> None:
     """Compile the allocator's subclass of torch's for the installed torch."""
     from ..allocator.build import build_torch_allocator
 
+    console.print(f"compiling for torch {torch.__version__}: about ten seconds", soft_wrap=True)
     try:
-        path = build_torch_allocator()
+        path = build_torch_allocator(source=_sources())
     except PyactcompError as error:
         fail(error)
     console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
@@ -104,8 +111,9 @@ def build_observer() -> None:
     """Compile the observer, which tells the operator that saves a tensor, for the installed torch."""
     from .. import extensions
 
+    console.print(f"compiling for torch {torch.__version__}: about half a minute", soft_wrap=True)
     try:
-        path = extensions.build("_observer")
+        path = extensions.build("_observer", source=_sources())
     except PyactcompError as error:
         fail(error)
     console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)

@@ -1,0 +1,63 @@
+"""The pages: every public name is in the reference, every page in the navigation, and drawings are current."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pyactcomp
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+REFERENCE = [
+    path for page in (DOCS / "api").glob("*.md") for path in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+]
+
+
+def found(path: str) -> object:
+    """Return the object of a dotted path whose last part is a name of the module before it."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("room", [pyactcomp, pyactcomp.functional, pyactcomp.allocator], ids=lambda room: room.__name__)
+def test_every_public_name_is_documented(room: ModuleType) -> None:
+    documented = {id(found(path)) for path in REFERENCE}
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    for name in room.__all__:
+        public = getattr(room, name)
+        if isinstance(public, (ModuleType, str)):
+            assert f"`{room.__name__}.{name}`" in pages, f"{room.__name__}.{name} is in no page of docs/api"
+        else:
+            assert id(public) in documented, f"{room.__name__}.{name} is in no page of docs/api"
+            assert public.__doc__, f"{room.__name__}.{name} has no docstring"
+
+
+def test_the_reference_has_nothing_twice() -> None:
+    assert len(REFERENCE) == len(set(REFERENCE))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert {page for page in pages if f": {page}\n" not in navigation} == set()
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "examples" / "README.md"):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+        assert links
+        assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_drawings_are_those_of_their_program(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    subprocess.run([sys.executable, str(DOCS / "site" / "drawings.py")], cwd=tmp_path, check=True)
+    drawn = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.svg")}
+    assert drawn == {path.name: path.read_text() for path in DOCS.glob("drawing_*.svg")}

@@ -1,0 +1,77 @@
+"""The wheels of ``make wheel``: they install and work where there is no compiler, and bring their sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WHEELS = sorted((ROOT / "dist").glob("*.whl"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not WHEELS, reason="dist has no wheel: run make wheel"),
+]
+SNIPPETS = [
+    text
+    for text in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    if "cuda" not in text
+]
+
+
+@pytest.fixture(scope="module", params=WHEELS, ids=lambda path: path.name)
+def wheel(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of a fresh environment with the wheel, which sees the torch that is here."""
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    # The folders alone: their .pth files, one of which may be this checkout's, are not read.
+    (packages / "torch.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, wheel]
+    subprocess.run(install, check=True, env={**os.environ, "PATH": str(folder / "bin")})
+    return folder / "bin" / "python"
+
+
+def run(python: Path, folder: Path, *arguments: str, path: str = "") -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CC")}
+    environment["PATH"] = os.pathsep.join(filter(None, [str(python.parent), path]))
+    ran = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_wheel_holds_its_sources_and_native_module(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert {f"pyactcomp/{source}" for source in sources} <= set(names)
+    assert sum(name.startswith("pyactcomp/_core.") and name.endswith(".so") for name in names) == 1
+    assert not [name for name in names if name.startswith(("tests/", "bench/", "csrc/"))]
+
+
+def test_readme_runs_from_the_wheel_without_a_compiler(python: Path, wheel: Path, tmp_path: Path) -> None:
+    where = run(
+        python, tmp_path, "-c", "import pyactcomp, pyactcomp._core as c; print(pyactcomp.__file__, c.cuda_built)"
+    )
+    assert where.startswith(str(python.parents[1]))
+    assert where.split()[-1] == str("1cuda" in wheel.name)
+    assert SNIPPETS
+    for snippet in SNIPPETS:
+        run(python, tmp_path, "-c", snippet)
+
+
+def test_the_observer_is_recompiled_from_the_wheel(python: Path, tmp_path: Path) -> None:
+    said = run(python, tmp_path, "-m", "pyactcomp", "build-observer", path=os.environ["PATH"])
+    assert "half a minute" in said
+    code = "from pyactcomp import extensions; print(extensions.load('_observer')[1])"
+    assert run(python, tmp_path, "-c", code).strip() == "None"
