@@ -80,6 +80,7 @@ clean:
 
 $(VENV)/torch: requirements/present.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
+	@echo "making $(VENV); torch 2.13.0 is downloaded unless $(PYTHON) has one: minutes with a slow network"
 	system=; if $(PYTHON) $(HAS_TORCH) 2>/dev/null; then system=--system-site-packages; fi; \
 	$(PYTHON) -m venv $$system $(VENV)
 	$(RUN) $(HAS_TORCH) 2>/dev/null || $(PIP) torch==2.13.0
@@ -87,7 +88,9 @@ $(VENV)/torch: requirements/present.py
 	touch $@
 
 $(VENV)/package: $(VENV)/torch requirements/build.txt requirements/constraints.txt $(NATIVE)
+	@echo "installing cmake, ninja and pybind11"
 	$(PIP) $(PINNED) --requirement requirements/build.txt
+	@echo "compiling pyactcomp: about a minute, with CUDA kernels three; two libraries for torch: half a minute each"
 	$(PIP) $(PINNED) --no-build-isolation --editable '.[cli,bench]'
 	touch $@
 
@@ -96,5 +99,6 @@ $(VENV)/docs: $(VENV)/torch requirements/docs.txt requirements/constraints.txt
 	touch $@
 
 $(VENV)/tools: $(VENV)/torch requirements/dev.txt requirements/constraints.txt
+	@echo "installing what tests and lint need: transformers, lightning, diffusers, ..."
 	$(PIP) $(PINNED) --requirement requirements/dev.txt
 	touch $@

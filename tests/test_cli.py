@@ -36,7 +36,8 @@ def test_demo_writes_rows_and_picture(tmp_path: Path) -> None:
     assert ran.stderr == ""
     written = json.loads(rows_path.read_text())
     assert list(written) == ["rows"]
-    assert [row["method"] for row in written["rows"]] == ["vanilla", "int8", "checkpoint"]
+    methods = ["vanilla", "lossless", "int8", "checkpoint", "int8 + checkpoint"]
+    assert [row["method"] for row in written["rows"]] == methods
     for row in written["rows"]:
         assert list(row) == ["method", "saved_bytes", "peak_bytes", "step_ms", "val_loss"]
     picture = tmp_path / "out" / "demo.png"

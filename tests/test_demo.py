@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from pyactcomp.cli.demo import memory
+from pyactcomp.cli.demo import measured, memory
 from pyactcomp.cli.demo import model as models
 from pyactcomp.cli.demo import text as texts
 from pyactcomp.cli.demo import training as demo
@@ -23,14 +24,17 @@ def result() -> demo.Result:
 
 
 def test_demo_int8_loss_is_within_two_hundredths_of_vanilla(result: demo.Result) -> None:
-    vanilla, int8, _ = result.rows
-    assert abs(int8.val_loss - vanilla.val_loss) <= 0.02
+    rows = {row.method: row for row in result.rows}
+    vanilla = rows["vanilla"]
+    for method in ("int8", "int8 + checkpoint"):
+        assert abs(rows[method].val_loss - vanilla.val_loss) <= 0.02
     # It has learnt something: the guess of a uniform distribution costs log(256) = 5.55 nats a byte.
     assert vanilla.val_loss < 4.0
 
 
-def test_demo_checkpoint_computes_the_same_as_vanilla(result: demo.Result) -> None:
-    assert result.training["checkpoint"] == result.training["vanilla"]
+@pytest.mark.parametrize("method", ["checkpoint", "lossless"])
+def test_demo_exact_methods_compute_the_same_as_vanilla(result: demo.Result, method: str) -> None:
+    assert result.training[method] == result.training["vanilla"]
 
 
 def test_demo_first_forward_is_the_same_for_all_methods(result: demo.Result) -> None:
@@ -39,11 +43,14 @@ def test_demo_first_forward_is_the_same_for_all_methods(result: demo.Result) -> 
 
 
 def test_demo_int8_saves_a_third_and_less(result: demo.Result) -> None:
-    vanilla, int8, checkpoint = result.rows
+    rows = {row.method: row for row in result.rows}
+    vanilla, int8, checkpoint = rows["vanilla"], rows["int8"], rows["checkpoint"]
     # Packed float32 takes 8.5 of 32 bits; what stays as it is, small tensors and integers, is under a twentieth.
     assert int8.saved_bytes <= (8.5 / 32 + 1 / 20) * vanilla.saved_bytes
     assert int8.saved_bytes >= 8.5 / 32 * checkpoint.saved_bytes
     assert checkpoint.saved_bytes < vanilla.saved_bytes
+    assert int8.saved_bytes < rows["lossless"].saved_bytes < vanilla.saved_bytes
+    assert rows["int8 + checkpoint"].saved_bytes < checkpoint.saved_bytes
     for row in result.rows:
         assert row.peak_bytes >= row.saved_bytes
 
@@ -62,6 +69,34 @@ def test_demo_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
     demo.run(demo.Config(CPU, 32, 1, 2, 16, 4, demo.MINIMUM_STEPS, 1e-3))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_summary_without_a_gpu_says_which_figures_are_of_one(result: demo.Result) -> None:
+    figures = measured.load()
+    assert set(figures) == set(demo.METHODS)
+    text = demo.summary(result, figures)
+    assert "On this CPU" in text
+    assert f"{figures['int8'].step:.2f}x for GPT-2 medium on an {figures['int8'].device}" in text
+    assert "not of this run" in text
+    assert "GPU" not in demo.summary(result, {})
+
+
+def test_committed_figures_are_ratios_within_a_run(tmp_path: Path) -> None:
+    def row(run: str, method: str, step: float, device: str = "H200") -> dict[str, object]:
+        sizes = {"act_bytes": 10 * step, "peak_minus_base_bytes": 20 * step, "median_ms": step}
+        about = {"workload": "gpt2_medium_amp", "scale": "full", "status": "ok"}
+        return {"run": run, "method": method, **sizes, **about, "origin": {"device": device}}
+
+    rows = [
+        row("a", "vanilla", 4.0), row("a", "int8", 2.0), row("b", "int8", 1.0), row("c", "vanilla", 2.0),
+        row("c", "ckpt", 3.0), row("d", "vanilla", 1.0, "cpu"), row("d", "lossless", 1.0, "cpu"),
+    ]  # fmt: skip
+    path = tmp_path / "frontier.json"
+    path.write_text(json.dumps({"rows": rows}))
+    found = measured.load(path)
+    # Run b has no vanilla row, run d no GPU.
+    assert {method: one.step for method, one in found.items()} == {"vanilla": 1.0, "int8": 0.5, "checkpoint": 1.5}
+    assert found["int8"].saved == found["int8"].peak == 0.5
 
 
 def test_memory_counts_what_the_graph_holds() -> None:
@@ -132,7 +167,8 @@ def test_windows_are_pieces_of_the_text_shifted_by_one() -> None:
 def test_demo_on_the_gpu_compresses_and_learns() -> None:
     # 64 x 256 tokens of width 256 under autocast: every activation is far above the smallest compressed size.
     config = demo.Config(torch.device("cuda"), 256, 2, 4, 256, 64, 40, 1e-3)
-    vanilla, int8, checkpoint = demo.run(config).rows
+    rows = {row.method: row for row in demo.run(config).rows}
+    vanilla, int8, checkpoint = rows["vanilla"], rows["int8"], rows["checkpoint"]
     assert int8.saved_bytes < vanilla.saved_bytes
     assert checkpoint.saved_bytes < vanilla.saved_bytes
     assert abs(int8.val_loss - vanilla.val_loss) <= 0.02

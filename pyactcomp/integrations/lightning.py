@@ -60,8 +60,10 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the report and decompress."""
         of_forward = report(pl_module)
-        names = {"fused": of_forward.fused, "left_alone": of_forward.left_alone}
-        self.report = of_forward if of_forward.tensors else replace(report(self._step), **names)
+        if not of_forward.tensors:
+            whole = report(self._step)
+            of_forward = replace(whole, fused=of_forward.fused, left_alone=of_forward.left_alone)
+        self.report = of_forward
         self._undo(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from ..shared import console
 
 if TYPE_CHECKING:
+    from .measured import Measured
     from .training import Row
 
 
@@ -47,16 +48,16 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
     device: Annotated[DeviceChoice, typer.Option(help="auto takes the GPU if there is one.")] = DeviceChoice.auto,
 ) -> None:
-    """Train a small transformer plain, compressed and checkpointed, and compare memory, speed and loss."""
+    """Train a small transformer plain, compressed, checkpointed and both, and compare memory, speed and loss."""
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("the demo draws a picture with matplotlib; run: pip install 'pyactcomp[bench]'")
-    from . import plot, training
+    from . import measured, plot, training
 
     try:
         config = training.default_config(_device(device), steps=steps, seed=seed)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--steps") from error
-    console.print(f"training on {config.device}: plain, compressed and checkpointed, step by step in turn")
+    console.print(f"training on {config.device}, step by step in turn: {', '.join(training.METHODS)}", soft_wrap=True)
     with Progress(
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=20),
@@ -67,33 +68,45 @@ def demo(
         task = progress.add_task("", total=config.steps)
 
         def on_step(finished: int, losses: Mapping[str, float]) -> None:
-            shown = ", ".join(f"{method} {loss:.3f}" for method, loss in losses.items())
-            progress.update(task, completed=finished, description=shown)
+            shown = [f"{method} {losses[method]:.3f}" for method in ("vanilla", "int8") if method in losses]
+            progress.update(task, completed=finished, description=", ".join(shown))
 
         result = training.run(config, on_step)
 
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "demo.png"
     plot.draw(result, picture)
+    on_gpu = {} if config.device.type == "cuda" else measured.load()
+    console.print(f"\n{training.summary(result, on_gpu)}\n", soft_wrap=True)
+    console.print(f"this run, on {config.device}:")
+    console.print(_table(result.rows))
+    if on_gpu:
+        console.print(f"not this run: GPT-2 medium on an {on_gpu['int8'].device}, from bench/results/frontier.json:")
+        console.print(_gpu_table([on_gpu[method] for method in training.METHODS if method in on_gpu]))
     if json_path is not None:
         json_path.write_text(json.dumps(result.as_json(), indent=2) + "\n")
         console.print(f"rows: {json_path}", soft_wrap=True)
-    console.print(_table(result.rows))
     console.print(f"picture: {picture.resolve()}", soft_wrap=True)
-    console.print(training.summary(result), soft_wrap=True)
+
+
+def _empty(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _gpu_table(rows: Sequence[Measured]) -> Table:
+    table = _empty("saved for\nbackward", "peak", "step")
+    for row in rows:
+        table.add_row(row.method, f"{row.saved:.2f}x", f"{row.peak:.2f}x", f"{row.step:.2f}x")
+    return table
 
 
 def _table(rows: Sequence[Row]) -> Table:
     vanilla = rows[0]
-    table = Table(
-        title="memory and time of a training step, loss on held-out modules",
-        box=box.SIMPLE,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("method", no_wrap=True)
-    for heading in ("saved for\nbackward", "peak", "step", "validation\nloss"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _empty("saved for\nbackward", "peak", "step", "validation loss\non held-out modules")
     for row in rows:
         table.add_row(
             row.method,

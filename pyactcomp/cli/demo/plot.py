@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 _STYLES = {
     "vanilla": {"color": "#9aa5b1", "linewidth": 5.0, "linestyle": "-"},
     "checkpoint": {"color": "#c2410c", "linewidth": 2.0, "linestyle": "-"},
+    "lossless": {"color": "#0f766e", "linewidth": 2.0, "linestyle": (0, (1, 3))},
     "int8": {"color": "#1d4ed8", "linewidth": 2.0, "linestyle": (0, (3, 2))},
+    "int8 + checkpoint": {"color": "#7c3aed", "linewidth": 1.5, "linestyle": (0, (2, 4))},
 }
 
 
@@ -36,7 +38,7 @@ def draw(result: Result, path: Path) -> None:
     # The object interface alone: pyplot would keep global state and look for a display.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
     loss_axes, bytes_axes = figure.subplots(1, 2, width_ratios=[3, 2])
     _draw_losses(loss_axes, result)
     _draw_bytes(bytes_axes, result)
@@ -78,7 +80,7 @@ def _draw_bytes(axes: Axes, result: Result) -> None:
             bar = axes.bar(index + offset, nbytes / unit, width, color=color, alpha=alpha)
             axes.bar_label(bar, fmt="%.3g", padding=2)
     axes.margins(y=0.1)
-    axes.set_xticks(range(len(result.rows)), [row.method for row in result.rows])
+    axes.set_xticks(range(len(result.rows)), [row.method.replace(" + ", " +\n") for row in result.rows])
     axes.set_ylabel(name)
     axes.set_title("left: saved for backward, right: peak of a step")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,10 @@
-"""The demo: one small transformer trained three ways on the same text, and the cost of each way.
+"""The demo: one small transformer trained five ways on the same text, and the cost of each way.
 
-``vanilla`` is plain PyTorch, ``int8`` the same model after :func:`pyactcomp.compress`, ``checkpoint`` the same
-with ``torch.utils.checkpoint`` around every block. All three start from the same weights and see the same
-batches; their steps are interleaved, so that a change in the machine's speed meets all of them alike.
-Nothing here prints: ``command`` shows the progress and the result.
+``vanilla`` is plain PyTorch, ``lossless`` and ``int8`` the same model after :func:`pyactcomp.compress` in that mode,
+``checkpoint`` the same with ``torch.utils.checkpoint`` around every block, and ``int8 + checkpoint`` that model after
+:func:`pyactcomp.compress`. All start from the same weights and see the same batches; their steps are interleaved, so
+that a change in the machine's speed meets all of them alike. Nothing here prints: ``command`` shows the progress and
+the result.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor
 from ...compress import compress
 from . import memory as step_memory
 from . import text as library_text
+from .measured import Measured
 from .model import ByteTransformer
 
-METHODS = ("vanilla", "int8", "checkpoint")
+METHODS = ("vanilla", "lossless", "int8", "checkpoint", "int8 + checkpoint")
 
 # The first step allocates the optimizer's state and the second still differs; the third is typical.
 _MEMORY_STEP = 2
@@ -130,7 +132,7 @@ class _Run:
 
 
 def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | None = None) -> Result:
-    """Train the three models and measure them.
+    """Train a model each way and measure them.
 
     Parameters
     ----------
@@ -182,9 +184,11 @@ def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | No
 
 
 def _prepare(method: str, model: ByteTransformer, config: Config) -> _Run:
-    if method == "int8":
+    if method == "lossless":
+        compress(model, mode="lossless")
+    elif method.startswith("int8"):
         compress(model)
-    model.checkpoint_blocks = method == "checkpoint"
+    model.checkpoint_blocks = method.endswith("checkpoint")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=config.device.type == "cuda"
     )
@@ -273,15 +277,33 @@ def _row(method: str, one: _Run) -> Row:
     )
 
 
-def summary(result: Result) -> str:
-    """Return one sentence that sums up the rows."""
+def summary(result: Result, gpu: Mapping[str, Measured]) -> str:
+    """Return what to take from the rows: of this run, then, where it ran without a GPU, of one.
+
+    Parameters
+    ----------
+    result : Result
+    gpu : mapping of str to Measured
+        Committed figures by method, to stand beside those of a CPU.
+    """
     rows = {row.method: row for row in result.rows}
-    vanilla, int8, checkpoint = rows["vanilla"], rows["int8"], rows["checkpoint"]
-    return (
+    vanilla, int8, exact = rows["vanilla"], rows["int8"], rows["checkpoint"]
+    text = (
         f"With one call, pyactcomp.compress(model), training kept {int8.saved_bytes / vanilla.saved_bytes:.0%} of the "
-        f"bytes that autograd saves for backward, and its validation loss differs by "
-        f"{abs(int8.val_loss - vanilla.val_loss):.4f} nats per byte (checkpointing's, which is exact, by "
-        f"{abs(checkpoint.val_loss - vanilla.val_loss):.4f}: the run's own noise); a step took "
-        f"{int8.step_ms / vanilla.step_ms:.2f}x plain PyTorch's time, with checkpointing "
-        f"{checkpoint.step_ms / vanilla.step_ms:.2f}x."
+        f"bytes that autograd saves for backward. Its validation loss differs by "
+        f"{abs(int8.val_loss - vanilla.val_loss):.4f} nats per byte; that of checkpointing, which is exact, by "
+        f"{abs(exact.val_loss - vanilla.val_loss):.4f}. "
     )
+    here = f"{int8.step_ms / vanilla.step_ms:.2f}x plain PyTorch's time, with checkpointing {_over(exact, vanilla)}"
+    if result.config.device.type == "cuda" or "int8" not in gpu or "checkpoint" not in gpu:
+        return f"{text}A step took {here}."
+    measured = gpu["int8"]
+    return (
+        f"{text}On this CPU, where packing is no cheaper than computing, a step took {here}. On a GPU it is quicker: "
+        f"{measured.step:.2f}x for GPT-2 medium on an {measured.device}, with checkpointing "
+        f"{gpu['checkpoint'].step:.2f}x (committed figures, not of this run)."
+    )
+
+
+def _over(row: Row, vanilla: Row) -> str:
+    return f"{row.step_ms / vanilla.step_ms:.2f}x"
