@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp import codec, engine, functional
+from pyactcomp import codec, functional, packing
 from pyactcomp.functional import Codes
 from pyactcomp.seeds import Seeds, second_of
 
@@ -47,7 +47,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return kernel if dtype is torch.bool else Noted(kernel, seeds)
 
     monkeypatch.setattr(codec, "bind", noting)
-    monkeypatch.setattr(engine, "bind", noting)
+    monkeypatch.setattr(packing, "bind", noting)
     return seeds
 
 
