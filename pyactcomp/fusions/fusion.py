@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -78,8 +79,16 @@ def is_form(cls: type) -> bool:
 
 def original_of(cls: type[Module]) -> type[Module]:
     """Return the class that a module had before it was fused; any other class is its own original."""
-    # A class made of a form, as fully_shard makes one, has its original too.
-    return next((base.__bases__[1] for base in cls.__mro__ if is_form(base)), cls)
+    original = _originals.get(cls)
+    if original is None:
+        # A class made of a form, as fully_shard makes one, has its original too.
+        original = next((base.__bases__[1] for base in cls.__mro__ if is_form(base)), cls)
+        _originals[cls] = original
+    return original
+
+
+# Asked many times in each forward; the classes of a program are few.
+_originals: dict[type[Module], type[Module]] = {}
 
 
 def _blank(fused: type[Fused], original: type[Module]) -> Module:
@@ -107,7 +116,12 @@ def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
 def attention_codes(module: Module, codes: Codes) -> Codes:
     """Return ``codes`` for queries and keys: 16 bits where ``config.attention`` is "exact", as the engine has them."""
     state: Fusing = module.__dict__[ATTRIBUTE]
-    return replace(codes, bits=16) if codes.bits is not None and state.config.attention == "exact" else codes
+    return _sixteen_bits(codes) if codes.bits is not None and state.config.attention == "exact" else codes
+
+
+@functools.lru_cache(maxsize=8)
+def _sixteen_bits(codes: Codes) -> Codes:
+    return replace(codes, bits=16)
 
 
 def fits(norm: nn.LayerNorm, x: Tensor) -> bool:
