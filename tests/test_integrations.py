@@ -108,7 +108,8 @@ class Held:
         loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
         # log_softmax's node: what it gives back is its result, or, packed, a tensor made anew at each look.
         node = loss.grad_fn.next_functions[0][0]
-        self.packed.append(node._saved_result.data_ptr() != node._saved_result.data_ptr())
+        first, second = node._saved_result, node._saved_result  # both alive, or one may get the other's memory
+        self.packed.append(first.data_ptr() != second.data_ptr())
         return loss
 
 
