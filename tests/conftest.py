@@ -1,12 +1,17 @@
-"""What tests share: the ``gpu`` marker, threads, hypothesis' settings, and an allocator that nobody has enabled."""
+"""What tests share: the ``gpu`` marker, threads, seeds, hypothesis' settings, and an allocator that nobody enabled."""
 
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+# Another seed finds tests that pass by the luck of a draw: PYACTCOMP_TEST_SEED=1 make test.
+SEED = int(os.environ.get("PYACTCOMP_TEST_SEED", "0"))
 
 # A shared machine's pauses are no failures; the same examples in each run make a failure one to look into.
 settings.register_profile("pyactcomp", deadline=None, derandomize=True)
@@ -17,6 +22,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Every worker would otherwise use all cores, and all of them would wait for each other.
         torch.set_num_threads(1)
+
+
+def seed() -> None:
+    torch.manual_seed(SEED)
+    np.random.seed(SEED)
+    random.seed(SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """A module draws the same tensors wherever it is imported, whichever modules were before it."""
+    seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test draws the same tensors alone, after others and on any worker."""
+    seed()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

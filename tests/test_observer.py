@@ -157,7 +157,7 @@ class RunsOperators(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         with torch.enable_grad():
             inner = x.detach().requires_grad_()
-            out = F.gelu(inner @ y.detach())
+            out = inner.amax(1, keepdim=True) + y.detach()
         ctx.save_for_backward(inner, out)
         return out.detach()
 
@@ -196,7 +196,7 @@ def test_an_unknown_function_keeps_what_it_saves(function: type[torch.autograd.F
 def test_operators_inside_a_function_are_named_by_themselves() -> None:
     found = [operator for operator, _ in named(lambda: RunsOperators.apply(A, B))]
     name = f"{__name__}.RunsOperators"
-    assert found == ["aten::gelu", name, name] or found == ["aten::mm", "aten::gelu", name, name]
+    assert found == ["aten::amax", "aten::amax", name, name]
 
 
 def test_an_exception_leaves_no_call_behind(watching: Observer) -> None:
