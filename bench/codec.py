@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyactcomp import format as fmt
-from pyactcomp import reference
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
 
 from .measure import CONTENDED, buffer_sets, device_task, host_task, interleave
 from .rows import Options, Row, failure, quantile, summary
@@ -77,7 +77,7 @@ def _memcpy(_: Case, __: torch.device) -> Provider:
 
 def _ours(implementation: str) -> Callable[[Case, torch.device], Provider]:
     def make(case: Case, device: torch.device) -> Provider:
-        module = importlib.import_module(f"pyactcomp.kernels.{implementation}")
+        module = importlib.import_module(f"pyactcomp.codec.kernels.{implementation}")
         if (reason := module.unavailable_reason()) is not None:
             raise ImportError(reason)
         dtype = DTYPES[case.dtype]

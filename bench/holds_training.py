@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyactcomp
-from pyactcomp import policy
 from pyactcomp.config import MIN_BYTES
+from pyactcomp.engine import policy
 
 from . import holds_data as data
 from . import holds_models as models

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import pyactcomp
-from pyactcomp import observer
 from pyactcomp.cli.demo.model import VOCABULARY, ByteTransformer
-from pyactcomp.engine import Packing
-from pyactcomp.forms import Form, Reading
+from pyactcomp.engine.frame import Packing
+from pyactcomp.readers import observer
+from pyactcomp.readers.forms import Form, Reading
 
 from .measure import on_quick_cpu, turn_times
 from .rows import Options, Row, failure, quantile

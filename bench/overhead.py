@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp import format as fmt
+from pyactcomp.codec import format as fmt
 
 from .rows import Options, Row, failure, quantile
 
@@ -72,7 +72,7 @@ def _per_call_us(function: Callable[[], object], calls: int, device: str) -> flo
 
 def launches(x: Tensor, calls: int, device: str) -> Row:
     """Return the host time of what every pack and unpack cannot do without: an allocation and a launch each."""
-    module = importlib.import_module(f"pyactcomp.kernels.{'cuda' if device == 'cuda' else 'cpu'}")
+    module = importlib.import_module(f"pyactcomp.codec.kernels.{'cuda' if device == 'cuda' else 'cpu'}")
     if (reason := module.unavailable_reason()) is not None:
         raise ImportError(reason)
     kernel = module.bind(x.dtype, 8, 64, False, False, x.device)

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import functional, ops
+from . import functional
 from ._version import __version__
-from .codec import Packed, dequantize, quantize
+from .codec import Packed, dequantize, ops, quantize
 from .compress import compress, compressed, decompress
 from .config import Config
 from .errors import HookConflictError, ImplementationUnavailableError, PyactcompError

@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from . import codec
 from .config import Config
+from .engine.policy import SKIPPED
+from .engine.recompute import offer_layer_norm
+from .engine.session import Session
 from .errors import PyactcompError
 from .fusions import Fusing, fuse, unfuse
 from .fusions.base import ATTRIBUTE
+from .fusions.scriptable import Scriptable
 from .fusions.untouched import untouched
-from .policy import SKIPPED
-from .redo import offer_layer_norm
-from .scriptable import Scriptable
-from .session import Session
 from .torch_private import constant_in_graphs
 
 # Compressed roots of this process, to notice a submodule that is compressed already through its root.

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from . import format as fmt
 from .codec import IMPLS, ROUNDINGS, Impl, Rounding
+from .codec import format as fmt
 from .errors import check_choice, check_integer
 
 Mode = Literal["int8", "lossless"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from torch.nn import Module
 
-from . import policy
 from .compress import Compressed, session_of
+from .engine import policy
+from .engine.record import SavedTensor
+from .engine.session import Session
 from .fusions import fused_modules, left_alone
-from .record import SavedTensor
-from .session import Session
 
 _MODULE_ROWS = 20
 

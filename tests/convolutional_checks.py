@@ -9,9 +9,9 @@ from functional_checks import EPS, SEED, assert_within, normal
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import reference
+from pyactcomp.codec import reference
+from pyactcomp.engine.recompute import Recipe
 from pyactcomp.functional import Codes, batch_norm
-from pyactcomp.redo import Recipe
 
 ROWS = (0, 2, 3)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyactcomp import format as fmt
+from pyactcomp.codec import format as fmt
 
 # A test whose outcome is random fails by chance once in a million choices of its (fixed) seeds.
 CHANCE = 1e-6

@@ -20,8 +20,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import pyactcomp
-from pyactcomp import codec, functional, redo
+from pyactcomp import codec, functional
 from pyactcomp.codec import Packed, dequantize
+from pyactcomp.codec.kernels import triton as kernels
+from pyactcomp.codec.seeds import second_of
+from pyactcomp.engine import recompute
 from pyactcomp.functional import Codes, dropout, new_gelu, relu, rope, silu_mul
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
@@ -29,8 +32,6 @@ from pyactcomp.functional.attention import launch as rope_launch
 from pyactcomp.functional.masks import launch as mask_launch
 from pyactcomp.functional.norms import launch as norm_launch
 from pyactcomp.functional.saving import Saving
-from pyactcomp.kernels import triton as kernels
-from pyactcomp.seeds import second_of
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 EXACT = Codes(bits=None, impl="triton")
@@ -52,8 +53,8 @@ def restored(codes: Tensor, numel: int, bits: int, group_size: int) -> Tensor:
     return dequantize(packed, impl="reference").double()
 
 
-def recipe_of(out: Tensor) -> redo.Recipe:
-    recipe: redo.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+def recipe_of(out: Tensor) -> recompute.Recipe:
+    recipe: recompute.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
     return recipe
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyactcomp import functional, reference
+from pyactcomp import functional
+from pyactcomp.codec import reference
 from pyactcomp.functional import Codes
 
 EPS = torch.finfo(torch.float32).eps

@@ -14,11 +14,11 @@ from native_cases import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import reference
+from pyactcomp.codec import reference
+from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.functional import Codes, batch_norm, max_pool2d
 from pyactcomp.functional.convolutional import launch as fused
 from pyactcomp.functional.saving import saving
-from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 HOW = saving(Codes(seed=SEED, impl="triton"))

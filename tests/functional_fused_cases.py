@@ -12,9 +12,9 @@ from native_cases import DTYPES
 from torch import Tensor
 
 from pyactcomp import functional
+from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.functional import Codes
 from pyactcomp.functional.saving import saving
-from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]

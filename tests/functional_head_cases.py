@@ -10,8 +10,8 @@ import pytest
 import torch
 from head_checks import check, inputs, relative_errors
 
+from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.functional.head.linear_cross_entropy import BLOCK, linear_cross_entropy
-from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 # Rows of less than a block, of one with padding, of whole blocks and of several with padding.

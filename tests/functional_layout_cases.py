@@ -9,7 +9,7 @@ import pytest
 import torch
 from layout_checks import LAYOUTS, PAIRS, check
 
-from pyactcomp.kernels import triton as kernels
+from pyactcomp.codec.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 # No kernels of Triton's serve them, or none without a GPU.

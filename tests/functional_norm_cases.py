@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
+from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pyactcomp.functional.masks import noise
 from pyactcomp.functional.masks.noise import QUIET, Noise, draw
 from pyactcomp.functional.norms import launch
 from pyactcomp.functional.saving import saving
-from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from triton_ptx_cases import GROUP, RCP, assert_exact, assert_no_spills, multiply_adds, ptx
 
+from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.functional.norms import kernels as norm_kernels
-from pyactcomp.kernels import triton as kernels
 
 # Types of x and of the output (of the gradient and of that of x, in backward), elements of a row, groups of its tile,
 # rows and warps of a program: BERT's, GPT-2's, Llama's and Swin's rows, and one that is no power of two.

@@ -13,11 +13,11 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of, restored
 
 from pyactcomp import codec
+from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.functional import Codes, residual_add, window_attention
 from pyactcomp.functional.saving import saving
 from pyactcomp.functional.windows import launch
 from pyactcomp.functional.windows.take_rows import take_rows
-from pyactcomp.kernels import triton as kernels
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 # Dtype, tokens, heads and their width, group, mask: Swin's twice, a window with no padding, one group of all heads.

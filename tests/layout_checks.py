@@ -11,7 +11,8 @@ from functional_checks import normal
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import functional, redo
+from pyactcomp import functional
+from pyactcomp.engine import recompute
 from pyactcomp.functional import Codes
 
 WIDTH = 64
@@ -230,7 +231,7 @@ def check(name: str, layout: str, bits: int | None, impl: str, device: torch.dev
             assert torch.equal(grad, true) or not to_the_bit, layout_of_grad
     if bits is None and to_the_bit:
         assert torch.equal(out, expected)
-    again = redo.again(out)
+    again = recompute.again(out)
     if again is not None:
         assert again().stride() == out.stride()
         assert off_by(again(), out) < FAR

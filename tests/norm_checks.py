@@ -9,8 +9,8 @@ import torch
 from functional_checks import EPS, SEED, assert_within, error_of, normal
 from torch import Tensor
 
-from pyactcomp import redo, reference
-from pyactcomp.codec import Impl
+from pyactcomp.codec import Impl, reference
+from pyactcomp.engine import recompute
 from pyactcomp.functional import Codes, add_layer_norm, layer_norm, rms_norm
 
 EPSILON = 1e-5
@@ -137,10 +137,10 @@ def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: boo
             assert_within(leaf.grad, expected, limit)
 
 
-def recipe_of(tensor: Tensor) -> redo.Recipe:
+def recipe_of(tensor: Tensor) -> recompute.Recipe:
     """Return the recipe that an operator which saves ``tensor`` finds."""
     assert tensor.grad_fn is not None
-    found = redo.source_of(tensor, tensor.grad_fn)
+    found = recompute.source_of(tensor, tensor.grad_fn)
     assert found is not None
     return found[0]
 

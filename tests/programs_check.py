@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp import packing
+from pyactcomp.engine import packing
+from pyactcomp.engine.saved import ModifiedError
 from pyactcomp.fusions.base import ATTRIBUTE
-from pyactcomp.saved import ModifiedError
 
 # Errors of int8 gradients, over all of them together: this much is right at all times, and so many times what rounding
 # the same tensors to bfloat16 costs. A step of 8-bit codes is the range of a group of 64 normal numbers, five

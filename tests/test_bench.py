@@ -35,7 +35,7 @@ from bench import (
     worker,
 )
 from bench.workloads import WORKLOADS
-from pyactcomp import reference
+from pyactcomp.codec import reference
 
 # Rows
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp import ImplementationUnavailableError, Packed, PyactcompError, codec, reference
-from pyactcomp import format as fmt
-from pyactcomp.layouts import is_dense
+from pyactcomp import ImplementationUnavailableError, Packed, PyactcompError, codec
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
+from pyactcomp.codec.layouts import is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyactcomp import Config, codec
-from pyactcomp import format as fmt
+from pyactcomp.codec import format as fmt
 
 
 def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:

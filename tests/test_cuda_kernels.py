@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyactcomp import format as fmt
-from pyactcomp import reference
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
+from pyactcomp.codec.kernels import cpu, cuda
 from pyactcomp.errors import ImplementationUnavailableError
-from pyactcomp.kernels import cpu, cuda
 
 CANARY = 0xA5
 SEED = 0x1234_5678_9ABC_DEF0

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pyactcomp import codec, reference, torch_private_tests
+from pyactcomp import codec
 from pyactcomp.cli import examine
+from pyactcomp.codec import reference
+from pyactcomp.torch_private import tests as torch_private_tests
 
 
 def test_examine_is_plain_data_with_a_reason_for_each_missing_implementation() -> None:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp import codec
-from pyactcomp import format as fmt
-from pyactcomp.reference import error_bound
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec.reference import error_bound
 
 pytestmark = pytest.mark.gpu
 

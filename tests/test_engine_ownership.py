@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import pyactcomp
-from pyactcomp import format as fmt
-from pyactcomp import policy
+from pyactcomp.codec import format as fmt
+from pyactcomp.engine import policy
+from pyactcomp.engine.session import Session
 from pyactcomp.report import Report
-from pyactcomp.session import Session
 
 
 def reasons(report: Report) -> dict[str, int]:
@@ -319,9 +319,9 @@ def test_additive_masks_and_softmax_statistics_are_kept_exact(masked: float) -> 
 
 
 def test_walks_for_weight_copies_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyactcomp.engine._MOST_CASTS", 2)
+    monkeypatch.setattr("pyactcomp.engine.frame._MOST_CASTS", 2)
     walked: list[str] = []
-    monkeypatch.setattr("pyactcomp.engine.cast_parameter", lambda node: walked.append(node.name()))
+    monkeypatch.setattr("pyactcomp.engine.frame.cast_parameter", lambda node: walked.append(node.name()))
     with pyactcomp.compressed(min_bytes=0):
         x = torch.randn(64, requires_grad=True) * 2
         for _ in range(5):
@@ -347,7 +347,7 @@ def test_a_dtensor_is_compressed_by_its_local_tensor() -> None:
         plain = local.clone().requires_grad_()
         (exact,) = torch.autograd.grad(nn.functional.silu(plain * 2).sum(), plain)
         # d/dx = 2 silu'(2x), whose slope is at most silu''(0) = 1/2.
-        bound = 2 / 2 * pyactcomp.reference.error_bound((2 * local).flatten()).view(64, 64) + 1e-6
+        bound = 2 / 2 * pyactcomp.codec.reference.error_bound((2 * local).flatten()).view(64, 64) + 1e-6
         assert bool(((grad - exact).abs() <= bound).all())
     finally:
         dist.destroy_process_group()

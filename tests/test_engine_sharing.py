@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyactcomp
-from pyactcomp import format as fmt
-from pyactcomp.reference import error_bound
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec.reference import error_bound
 
 
 def stored(report: pyactcomp.Report) -> list[int]:
@@ -202,7 +202,7 @@ def test_an_operator_that_saves_its_output_does_not_leak(min_bytes: int) -> None
 
 def test_packed_buffers_are_freed_with_their_graph() -> None:
     model = pyactcomp.compress(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), min_bytes=0)
-    from pyactcomp.saved import Region
+    from pyactcomp.engine.saved import Region
 
     loss = model(torch.randn(32, 64, requires_grad=True) * 1).sum()
     gc.collect()
@@ -213,7 +213,7 @@ def test_packed_buffers_are_freed_with_their_graph() -> None:
 
 
 def test_a_shared_tensor_is_restored_once_for_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyactcomp.saved import Region
+    from pyactcomp.engine.saved import Region
 
     decoded: list[Region] = []
     real = Region._make

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp import policy
+from pyactcomp.engine import policy
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
 BAR = 0.02

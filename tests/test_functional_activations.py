@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pyactcomp import codec, dequantize, functional, quantize, redo
+from pyactcomp import codec, dequantize, functional, quantize
+from pyactcomp.engine import recompute
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import INT8, Codes, dropout, relu, rope, silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
@@ -150,8 +151,8 @@ def test_dropout_has_its_second_derivative() -> None:
     assert float(theirs.abs().sum()) > 0
 
 
-def recipe_of(out: Tensor) -> redo.Recipe:
-    recipe: redo.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+def recipe_of(out: Tensor) -> recompute.Recipe:
+    recipe: recompute.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
     return recipe
 
 
@@ -211,7 +212,7 @@ def test_silu_mul_makes_up_again_once_a_backward_and_keeps_no_codes_of_it() -> N
     restored = dequantize(quantize(gate.detach())).requires_grad_()
     exact = torch.autograd.grad((F.silu(restored) * up) @ weight, (restored, up), torch.ones(64, 64))
     for backwards in (1, 2):
-        redo.source_of(outputs[0], outputs[0].grad_fn)[0].compute(torch.float32)
+        recompute.source_of(outputs[0], outputs[0].grad_fn)[0].compute(torch.float32)
         grads = torch.autograd.grad(outputs[0] @ weight, (gate, up), torch.ones(64, 64), retain_graph=True)
         assert len(made) == backwards
         for ours, theirs in zip(grads, exact, strict=True):

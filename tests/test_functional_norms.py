@@ -12,7 +12,7 @@ from norm_checks import Case, case, check, recipe_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyactcomp import redo
+from pyactcomp.engine import recompute
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -217,7 +217,7 @@ def test_output_is_offered_to_what_saves_it(bits: int | None, c: Case) -> None:
     assert recipe_of(out.view(24, 96)) is recipe
     cast = out.to(torch.float16)
     assert cast.grad_fn is not None
-    found = redo.source_of_cast(cast, cast.grad_fn, redo.cast_recipe(cast, cast.grad_fn))
+    found = recompute.source_of_cast(cast, cast.grad_fn, recompute.cast_recipe(cast, cast.grad_fn))
     assert found is not None
     assert found[0] is recipe
     assert found[2] is torch.float16

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression, relative_error
 
 import pyactcomp
-from pyactcomp import PyactcompError, policy
+from pyactcomp import PyactcompError
 from pyactcomp.config import Config
+from pyactcomp.engine import policy
 from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
 from pyactcomp.fusions.families import torch_modules
 from pyactcomp.fusions.formulas import children_fed, definition, formula

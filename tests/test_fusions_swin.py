@@ -12,8 +12,8 @@ from functional_checks import normal, saved_by
 from torch import Tensor
 from torch.nn import functional as F
 
+from pyactcomp.codec.format import packed_nbytes
 from pyactcomp.config import Config
-from pyactcomp.format import packed_nbytes
 from pyactcomp.fusions import fuse, fused_modules, unfuse
 from pyactcomp.fusions.base import ATTRIBUTE, Fusing
 from pyactcomp.fusions.families import swin

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pyactcomp
-from pyactcomp import format as fmt
-from pyactcomp.forms import ARTANH, BFLOAT16, LOG, LOGIT, SCALED, Comparison, Form
-from pyactcomp.halves import BitsKernel, half_kernel, half_nbytes
+from pyactcomp.codec import format as fmt
+from pyactcomp.engine.halves import BitsKernel, half_kernel, half_nbytes
+from pyactcomp.readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, SCALED, Comparison, Form
 
 FORMS = [BFLOAT16, LOG, LOGIT, ARTANH, SCALED]
 WIDE = [torch.float32, torch.float64]
@@ -246,7 +246,7 @@ def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str) -> 
     # A pair for each: the two sides of one bound, or inside of two.
     yes, no = {"above": (2.0, -2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
     comparison = Comparison(relation, -0.5, 0.5, yes, no)  # type: ignore[arg-type]
-    packing = pyactcomp.packing.Packing(pyactcomp.Config())
+    packing = pyactcomp.engine.packing.Packing(pyactcomp.Config())
     kernel = packing.storing(torch.empty(1), Form("1 bit", 1, comparison)).kernel
     assert isinstance(kernel, BitsKernel)
     x = torch.tensor([math.nan, -math.inf, -1.0, -0.5, 0.0, 0.5, 1.0, math.inf])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyactcomp.layouts import is_dense, layout_of, suggested_layout
+from pyactcomp.codec.layouts import is_dense, layout_of, suggested_layout
 
 
 @given(

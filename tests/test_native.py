@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyactcomp import format as fmt
-from pyactcomp import reference
-from pyactcomp.kernels import cpu
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
+from pyactcomp.codec.kernels import cpu
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 CANARY = 0xA5

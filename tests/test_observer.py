@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import pyactcomp
 from pyactcomp import extensions
 from pyactcomp.cli import examine
-from pyactcomp.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
-from pyactcomp.observer import Observer, WithoutLibrary, observer
+from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
+from pyactcomp.readers.observer import Observer, WithoutLibrary, observer
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
 BAR = 0.02
@@ -35,7 +35,7 @@ def library() -> Observer:
 def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Observer:
     """Return one of the observers, which the engine asks as well."""
     chosen = library() if request.param == "library" else WithoutLibrary()
-    for module in ("observer", "engine", "saved"):
+    for module in ("readers.observer", "engine.frame", "engine.saved"):
         monkeypatch.setattr(f"pyactcomp.{module}.observer", lambda: chosen)
     return chosen
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyactcomp
-from pyactcomp import PyactcompError, codec, reference
-from pyactcomp import format as fmt
+from pyactcomp import PyactcompError, codec
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
 QUANTIZE = torch.ops.pyactcomp.quantize.default

@@ -21,8 +21,8 @@ from programs_scope import Statement
 from programs_statements import EDITS, MODULES, SILENT_EDITS
 from torch import Tensor
 
-from pyactcomp import saved
-from pyactcomp.kernels.cpu import CpuKernel
+from pyactcomp.codec.kernels.cpu import CpuKernel
+from pyactcomp.engine import saved
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS, CHUNKS = 500, 10
@@ -175,7 +175,7 @@ def test_the_script_of_a_failure_fails_alone(tmp_path: Path) -> None:
     program = written("t1 = F.silu(x0 * 1.0)", "t2 = F.gelu(t1)", LOSS.format("t2"))
     assert script(program, tmp_path).stdout == "as plain torch\n"
     damage = (
-        "from pyactcomp.kernels.cpu import CpuKernel\n"
+        "from pyactcomp.codec.kernels.cpu import CpuKernel\n"
         "decode = CpuKernel.decode\n"
         "CpuKernel.decode = lambda self, packed, out: (decode(self, packed, out), out.mul_(1.5))\n"
     )

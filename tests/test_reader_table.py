@@ -10,9 +10,10 @@ from derivatives import saved_by_operator
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp import policy, readers
-from pyactcomp.forms import AS_SHAPE
-from pyactcomp.reader_table import DECIDING, ELEMENTWISE, READERS
+from pyactcomp.engine import policy
+from pyactcomp.readers import lookup as readers
+from pyactcomp.readers.forms import AS_SHAPE
+from pyactcomp.readers.table import DECIDING, ELEMENTWISE, READERS
 
 SAVING = sorted(
     operator for operator, saved in saved_by_operator().items() if saved and not operator.startswith("_test")

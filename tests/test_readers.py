@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyactcomp
-from pyactcomp import forms, readers
-from pyactcomp.forms import (
+from pyactcomp.readers import forms
+from pyactcomp.readers import lookup as readers
+from pyactcomp.readers.forms import (
     AS_CODES,
     AS_SHAPE,
     BFLOAT16,
@@ -28,9 +29,9 @@ from pyactcomp.forms import (
     Form,
     Reading,
 )
-from pyactcomp.observer import observer
-from pyactcomp.reader_table import READERS
-from pyactcomp.readers import register_reader
+from pyactcomp.readers.lookup import register_reader
+from pyactcomp.readers.observer import observer
+from pyactcomp.readers.table import READERS
 
 N = 16
 

@@ -24,8 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyactcomp import format as fmt
-from pyactcomp import reference
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 63, 64, 65)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyactcomp import format as fmt
-from pyactcomp import reference
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
 
 
 def on_unit_grid(bits: int, groups: int) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import pyactcomp
-from pyactcomp import PyactcompError, policy
+from pyactcomp import PyactcompError
+from pyactcomp.engine import policy
 from pyactcomp.report import Line, Report
 
 ROWS = 1024

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp import codec, functional, packing
+from pyactcomp import codec, functional
+from pyactcomp.codec.seeds import Seeds, second_of
+from pyactcomp.engine import packing
 from pyactcomp.functional import Codes
-from pyactcomp.seeds import Seeds, second_of
 
 OPTIONS: dict[str, Any] = {"rounding": "stochastic", "min_bytes": 0, "seed": 3}
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyactcomp import torch_private, torch_private_tests
+from pyactcomp import torch_private
+from pyactcomp.torch_private import tests as torch_private_tests
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from child_pytest import run_cases
 from numpy.typing import NDArray
 
 from pyactcomp import ImplementationUnavailableError, codec
-from pyactcomp import format as fmt
+from pyactcomp.codec import format as fmt
 
 Floats = NDArray[np.float32]
 
@@ -27,7 +27,7 @@ def test_compiled_kernels_hold_no_inexact_instruction() -> None:
 
 
 def test_triton_serves_cpu_tensors_only_in_the_interpreter() -> None:
-    triton = pytest.importorskip("pyactcomp.kernels.triton")
+    triton = pytest.importorskip("pyactcomp.codec.kernels.triton")
     cpu = torch.device("cpu")
     if triton.interpreted():
         assert codec.unavailable_reason("triton", cpu) is None

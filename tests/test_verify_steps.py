@@ -18,7 +18,7 @@ from verify_checks import Stateful, batch, hooks, perceptron, square
 
 import pyactcomp
 from pyactcomp import PyactcompError, verify
-from pyactcomp import state as states
+from pyactcomp.verify import state as states
 
 CLASSES = 64
 

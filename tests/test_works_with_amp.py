@@ -22,7 +22,7 @@ from works_with import (
 )
 
 import pyactcomp
-from pyactcomp import policy
+from pyactcomp.engine import policy
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from works_with import DEVICES, MIN_BYTES, WIDTH, Block, Transformer, assert_step_agrees, regression
 
 import pyactcomp
-from pyactcomp import format as fmt
-from pyactcomp import policy
+from pyactcomp.codec import format as fmt
+from pyactcomp.engine import policy
 
 BLOCKS = 3
 

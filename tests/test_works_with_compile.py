@@ -14,7 +14,7 @@ from torch._dynamo import lookup_backend
 from works_with import GRADIENT_BOUND, MIN_BYTES, Transformer, gradients, regression, relative_error
 
 import pyactcomp
-from pyactcomp import policy
+from pyactcomp.engine import policy
 
 # torch's own: of tracing a block whose input has a grad_fn, and inductor's advice.
 pytestmark = [

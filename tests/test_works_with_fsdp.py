@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from works_with import GRADIENT_BOUND, WIDTH, assert_compressed, assert_step_agrees, relative_error
 
-from pyactcomp import policy
+from pyactcomp.engine import policy
 
 WORLD = 2
 

@@ -10,7 +10,7 @@ from torch import nn
 from works_with import DEVICES, assert_step_agrees, gradients, kept_for
 from works_with_text import gpt2, llama, text
 
-from pyactcomp import policy
+from pyactcomp.engine import policy
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 

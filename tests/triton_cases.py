@@ -12,10 +12,10 @@ import triton.language as tl
 from native_cases import CASES, DTYPES, SIZES, assert_same_bytes
 from torch import Tensor
 
-from pyactcomp import format as fmt
-from pyactcomp import reference
-from pyactcomp.kernels import triton as kernels
-from pyactcomp.kernels.triton_ops import element_index, uniform
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
+from pyactcomp.codec.kernels import triton as kernels
+from pyactcomp.codec.kernels.triton_ops import element_index, uniform
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 SEED = 0x0123_4567_89AB_CDEF

@@ -15,6 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from pyactcomp.codec.kernels import triton as kernels
+from pyactcomp.codec.kernels import triton_kernels
 from pyactcomp.functional.activations import gelu_kernels, silu_mul_kernels
 from pyactcomp.functional.attention import kernels as rope_kernels
 from pyactcomp.functional.convolutional import batch_norm_kernels, max_pool_kernels
@@ -22,8 +24,6 @@ from pyactcomp.functional.elementwise import FLAT_TILE
 from pyactcomp.functional.masks import kernels as mask_kernels
 from pyactcomp.functional.norms import kernels as norm_kernels
 from pyactcomp.functional.windows import kernels as window_kernels
-from pyactcomp.kernels import triton as kernels
-from pyactcomp.kernels import triton_kernels
 
 CODEC_KERNELS = [
     triton_kernels.encode_kernel,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pyactcomp import codec
 from pyactcomp.codec import Impl
+from pyactcomp.engine.recompute import Recipe
 from pyactcomp.functional import Codes, window_attention
-from pyactcomp.redo import Recipe
 
 
 def inputs(

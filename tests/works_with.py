@@ -117,7 +117,7 @@ def assert_step_agrees(
     return report
 
 
-def kept_for(report: pyactcomp.Report, reason: str) -> list[pyactcomp.record.SavedTensor]:
+def kept_for(report: pyactcomp.Report, reason: str) -> list[pyactcomp.engine.record.SavedTensor]:
     """Return the saved tensors that were not compressed for ``reason``."""
     return [tensor for tensor in report.tensors if tensor.kept == reason]
 

@@ -1,6 +1,6 @@
 // The packed format: its layout, and the arithmetic of one group and one element.
 //
-// pyactcomp/reference.py is the definition; host and device share these functions, so that there is one
+// pyactcomp/codec/reference.py is the definition; host and device share these functions, so that there is one
 // place where the C++ could differ from it. All arithmetic is IEEE float32, one rounding for each operation:
 // compile without contraction and without flushing of subnormal numbers.
 #pragma once

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from .. import codec, extensions, reference, torch_private_tests
+from .. import codec, extensions
 from .._version import __version__
+from ..codec import reference
+from ..torch_private import tests as torch_private_tests
 
 # Each implementation's native device; without CUDA, Triton can still be tried through its interpreter.
 _IMPLEMENTATIONS = {"reference": "cpu", "cpu": "cpu", "cuda": "cuda", "triton": "cuda"}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import ParamSpec, TypeVar
 
 from .. import codec
-from .. import format as fmt
 from ..codec import Impl, Rounding
+from ..codec import format as fmt
 from ..errors import check_choice
 
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..layouts import Layout, arranged, elementwise_layout, layout_of
+from ..codec.layouts import Layout, arranged, elementwise_layout, layout_of
 from . import kernel_parts
 from .launch import launcher
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, tile_offsets, to_raw
+from ..codec.kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, tile_offsets, to_raw
 
 # Tiles of kernels that know no groups.
 FLAT_TILE = tl.constexpr(1024)

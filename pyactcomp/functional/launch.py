@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import format as fmt
-from ..kernels import triton as codec_kernels
-from ..redo import stand_for
+from ..codec import format as fmt
+from ..codec.kernels import triton as codec_kernels
+from ..engine.recompute import stand_for
 from ..torch_private import saves_are_dropped
 from .saving import Saving
 

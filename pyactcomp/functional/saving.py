@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from .. import codec
-from .. import format as fmt
 from ..codec import Impl, Packed
+from ..codec import format as fmt
+from ..codec.seeds import calls, second_of
+from ..engine.halves import half_kernel, half_nbytes
+from ..engine.policy import PLAIN
+from ..engine.recompute import stand_for
+from ..engine.saved import Versioned
 from ..errors import PyactcompError
-from ..forms import SCALED
-from ..halves import half_kernel, half_nbytes
-from ..observer import being_traced, observer, transformed
-from ..policy import PLAIN
-from ..redo import stand_for
-from ..saved import Versioned
-from ..seeds import calls, second_of
+from ..readers.forms import SCALED
+from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
     dispatch_mode_active,
     forward_ad_active,
@@ -35,6 +35,25 @@ Restore = Callable[[Tensor], Tensor]
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 _SCALED = half_kernel(SCALED, by_triton=False)
+
+
+class Recomputed:
+    """A tensor that backward recomputes once, for the next layer's product and for the gradients."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._tensor: Tensor | None = None
+
+    def peek(self) -> Tensor:
+        """Return the tensor, and hold it for the gradients, which are computed next."""
+        if self._tensor is None:
+            self._tensor = self._compute().detach()
+        return self._tensor
+
+    def take(self) -> Tensor:
+        """Return the tensor for the last time."""
+        tensor, self._tensor = self.peek(), None
+        return tensor
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 
 from torch.nn import Module
 
+from ..codec.seeds import Seeds
 from ..config import Config
-from ..seeds import Seeds
 from . import families, head
 from .base import ATTRIBUTE, Fusing, LeftAlone
 from .fusion import Fused, Fusion, is_form, original_of

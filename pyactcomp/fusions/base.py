@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from ..codec.seeds import Seeds
 from ..config import Config
 from ..functional.codes import Codes
-from ..observer import transformed
-from ..seeds import Seeds
+from ..readers.observer import transformed
 
 ATTRIBUTE = "_pyactcomp_fusing"
 

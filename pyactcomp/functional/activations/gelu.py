@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import redo
+from ...engine import recompute
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
@@ -25,7 +25,7 @@ class _Gelu(torch.autograd.Function):
 
             out, kept, ctx.fused_backward, compute = launch.gelu(x, approximate, how)
             ctx.save_for_backward(kept)
-            redo.offer(ctx, out, compute)
+            recompute.offer(ctx, out, compute)
             return out
         ctx.fused_backward = None
         kept, restore = how.keep(x)
@@ -33,7 +33,7 @@ class _Gelu(torch.autograd.Function):
         ctx.save_for_backward(kept)
         out = F.gelu(x, approximate=approximate)
         source = kept.detach()
-        redo.offer(ctx, out, lambda dtype: F.gelu(restore(source), approximate=approximate).to(dtype), source)
+        recompute.offer(ctx, out, lambda dtype: F.gelu(restore(source), approximate=approximate).to(dtype), source)
         return out
 
     @staticmethod

@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...kernels import triton as codec_kernels
-from ...layouts import elementwise_layout, layout_of
-from ...redo import Compute, is_reported
+from ...codec.kernels import triton as codec_kernels
+from ...codec.layouts import elementwise_layout, layout_of
+from ...engine.recompute import Compute, is_reported
 from ...torch_private import dispatch_mode_active
 from ..elementwise import FLAT_TILE, Elementwise, dense, elementwise
 from ..launch import buffer, keys, written_bits
-from ..saving import Saving
+from ..saving import Recomputed, Saving
 from . import gelu_kernels, silu_mul_kernels
-
-if TYPE_CHECKING:
-    from .silu_mul import UpAgain
 
 # Without codes, 25 instructions an element with 16 a thread instead of 29 with 8: among matrix products, where clocks
 # are lower, 0.94 of the copy's rate instead of 0.89. Without a limit a thread takes 91 registers: 0.87.
@@ -71,7 +67,7 @@ class _Gelu:
         )
         return self.on.as_torch(grad_x, grad)
 
-    def redo(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    def recompute(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         again = self.on.empty(dtype)
         self.on.launch(
             gelu_kernels,
@@ -90,11 +86,11 @@ _gelu_of = functools.lru_cache(maxsize=256)(_Gelu)
 def gelu(
     x: Tensor, approximate: str, how: Saving
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return gelu of x, the packed x, the function from that and the output's gradient to that of x, and the redo."""
+    """Return gelu of x, the packed x, its backward (packed x, output's gradient -> gradient) and its recompute."""
     x = dense(x)
     fused = _gelu_of(elementwise(x), approximate == "tanh", how)
     out, packed = fused.forward(x)
-    return out, packed, fused.backward, functools.partial(_Gelu.redo, fused, packed)
+    return out, packed, fused.backward, functools.partial(_Gelu.recompute, fused, packed)
 
 
 def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:
@@ -106,9 +102,9 @@ PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def silu_mul(
-    gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving
+    gate: Tensor, up: Tensor, up_again: Recomputed | None, inplace: bool, how: Saving
 ) -> tuple[Tensor, tuple[Tensor, ...], PairBackward, Compute]:
-    """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the redo.
+    """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the recomputing.
 
     In place, an element is written where the only thread that reads it has read it, and its value depends on that. A
     dispatch mode may hold what it has seen, as selective checkpointing does.

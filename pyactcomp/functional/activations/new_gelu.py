@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ... import redo
+from ...engine import recompute
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .gelu import gelu
@@ -45,7 +45,7 @@ class _NewGelu(torch.autograd.Function):
             # Autocast on CUDA computes pow in float32, and what follows then is float32 by promotion.
             out, kept, ctx.fused_backward, compute = launch.new_gelu(x, x.is_cuda and state.enabled)
             ctx.save_for_backward(kept)
-            redo.offer(ctx, out, compute, kept.detach())
+            recompute.offer(ctx, out, compute, kept.detach())
             return out
         ctx.fused_backward, ctx.autocast = None, state
         ctx.save_for_backward(x)
@@ -56,7 +56,7 @@ class _NewGelu(torch.autograd.Function):
             with torch.no_grad(), state.again():
                 return _chain(source).to(dtype)
 
-        redo.offer(ctx, out, compute_eagerly, source)
+        recompute.offer(ctx, out, compute_eagerly, source)
         return out
 
     @staticmethod

@@ -9,36 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import redo
+from ...engine import recompute
 from ..codes import INT8, Codes, one_option
-from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..saving import Recomputed, Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
 """Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
 
 
-class UpAgain:
-    """Makes ``up`` again in backward, once for the product that the next layer needs and for the gradients."""
-
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute = compute
-        self._up: Tensor | None = None
-
-    def peek(self) -> Tensor:
-        """Return it, and hold it for the gradients, which are computed next."""
-        if self._up is None:
-            self._up = self._compute().detach()
-        return self._up
-
-    def take(self) -> Tensor:
-        """Return it for the last time."""
-        up, self._up = self.peek(), None
-        return up
-
-
 class _SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: UpAgain | None, inplace: bool, how: Saving) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: Recomputed | None, inplace: bool, how: Saving) -> Tensor:
         exact = how.bits is None
         # What may be written over is read by nobody else.
         begin(ctx, None if exact else gate, None if inplace or (exact and up_again is None) else up)
@@ -49,7 +30,7 @@ class _SiluMul(torch.autograd.Function):
 
             out, kept, ctx.fused_backward, compute = launch.silu_mul(gate, up, up_again, inplace, how)
             ctx.save_for_backward(*kept)
-            redo.offer(ctx, out, compute, *(t.detach() for t in kept))
+            recompute.offer(ctx, out, compute, *(t.detach() for t in kept))
             return out
         ctx.fused_backward = None
         kept_gate, restore_gate = how.keep(gate)
@@ -64,7 +45,7 @@ class _SiluMul(torch.autograd.Function):
             again = _up(source_up, restore_up) if up_again is None else up_again.peek()
             return (F.silu(restore_gate(source_gate)) * again).to(dtype)
 
-        redo.offer(ctx, out, compute_eagerly, source_gate, *(() if source_up is None else (source_up,)))
+        recompute.offer(ctx, out, compute_eagerly, source_gate, *(() if source_up is None else (source_up,)))
         return out
 
     @staticmethod
@@ -145,5 +126,5 @@ def silu_mul(
         raise ValueError("inplace=True writes over up, which bits=None keeps; leave one of them out")
     if not recorded(gate, up):
         return F.silu(gate) * up
-    again = None if up_again is None else UpAgain(up_again)
+    again = None if up_again is None else Recomputed(up_again)
     return cast(Tensor, _SiluMul.apply(gate, up, again, inplace, how))  # type: ignore[no-untyped-call]

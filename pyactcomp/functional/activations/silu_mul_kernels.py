@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ...kernels.triton_ops import (
+from ...codec.kernels.triton_ops import (
     NO_CODE_BITS,
     ROUNDER,
     bounds_of,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton_ops import load_float, to_raw
+from ...codec.kernels.triton_ops import load_float, to_raw
 from ..kernel_parts import rounded
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codec import Impl
-from ...layouts import arranged, contiguous_layout, layout_of
+from ...codec.layouts import arranged, contiguous_layout, layout_of
 from ..codes import one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, kernels_of, recorded
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...layouts import arranged, layout_of, overlaps, suggested_layout
-from ...policy import PLAIN
-from ...redo import held, offer
+from ...codec.layouts import arranged, layout_of, overlaps, suggested_layout
+from ...engine.policy import PLAIN
+from ...engine.recompute import held, offer
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
@@ -176,7 +176,7 @@ def _forward_fused(
     if packed_out is None:
         gamma, beta = held(weight), held(bias)
         operands = [t for t in (gamma, beta) if t is not None]
-        offer(ctx, out, lambda dtype: norm.redo(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
+        offer(ctx, out, lambda dtype: norm.recompute(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
     else:
         codes = packed_out
         offer(ctx, out, lambda dtype: norm.restore(codes, dtype))

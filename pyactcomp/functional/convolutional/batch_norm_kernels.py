@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton_ops import (
+from ...codec.kernels.triton_ops import (
     any_flagged,
     decode_tile,
     element_index,

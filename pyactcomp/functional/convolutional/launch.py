@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ... import codec
-from ...kernels import triton as codec_kernels
-from ...layouts import elementwise_layout, layout_of
+from ...codec.kernels import triton as codec_kernels
+from ...codec.layouts import elementwise_layout, layout_of
 from ..launch import buffer, keys, launcher, processors
 from ..saving import Saving
 from . import batch_norm_kernels, max_pool_kernels
@@ -160,7 +160,7 @@ class BatchNorm:
         words = self._tiles * self._rows * self.shape[1] // 16
         return torch.empty(words, dtype=torch.int16, device=self.device)
 
-    def redo(
+    def recompute(
         self,
         packed: Tensor,
         mean: Tensor,

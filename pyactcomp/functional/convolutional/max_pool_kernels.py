@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton_ops import load_float
+from ...codec.kernels.triton_ops import load_float
 from .batch_norm_kernels import store_rounded
 
 

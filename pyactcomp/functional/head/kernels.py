@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton_ops import load_float, tile_offsets, to_raw
+from ...codec.kernels.triton_ops import load_float, tile_offsets, to_raw
 
 # Below every finite logit, and finite: -inf - (-inf) would be NaN where a part of a row holds nothing.
 _LOWEST = tl.constexpr(-3.4028234663852886e38)

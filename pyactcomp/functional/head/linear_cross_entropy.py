@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ... import codec
 from ...codec import Impl
+from ...codec.layouts import layout_of
 from ...errors import check_choice
-from ...layouts import layout_of
 from ...torch_private import graph_is_retained
 from ..codes import one_option
 from ..saving import begin, check_float_tensor, differentiable_once, recorded, wide

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...codec import Impl
-from ...layouts import layout_of
+from ...codec.layouts import layout_of
 from ..codes import one_option
 from ..saving import Saving, begin, check_float_tensor, kernels_of, recorded
 

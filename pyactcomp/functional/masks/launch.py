@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ... import format as fmt
-from ...redo import stand_for
+from ...codec import format as fmt
+from ...engine.recompute import stand_for
 from ..elementwise import elementwise
 from . import kernels
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...layouts import layout_of
-from ...redo import held, offer
-from ...saved import Versioned
+from ...codec.layouts import layout_of
+from ...engine.recompute import held, offer
+from ...engine.saved import Versioned
 from ...torch_private import under_checkpoint
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
@@ -51,7 +51,7 @@ class _AddRmsNorm(torch.autograd.Function):
         # torch.utils.checkpoint does not look whether what it keeps was written to.
         ctx.version = Versioned(total) if itself and under_checkpoint() else None
         ctx.save_for_backward(packed, rstd, weight)
-        compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, None, layout_of(out).shape)
+        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
         read = packed if itself else None, gamma
         offer(ctx, out, compute, *(t for t in read if t is not None))
         if not any(ctx.needs_input_grad[:2]):

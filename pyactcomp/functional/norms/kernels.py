@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ...kernels.triton_ops import (
+from ...codec.kernels.triton_ops import (
     element_index,
     encode_tile,
     load_float,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import triton as codec_kernels
+from ...codec.kernels import triton as codec_kernels
 from ..launch import buffer, bytes_of, copy_buffer, keys, launcher, processors, written_bits
 from ..masks.noise import QUIET, Noise
 from ..saving import Saving
@@ -18,12 +18,12 @@ from ..saving import Saving
 # A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
 LONGEST_ROW = 8192
 _MOST_WARPS = 16
-# Elements of a program and of a thread, where a row is not longer. Forward and redo move what the codec's kernels move,
-# and take over their tiles. Backward holds two sums beside: with 8 elements a thread it compiles to 64 registers, or 80
-# to 93 where gradients are of two types, so that 32 warps run on a multiprocessor, or 16; and those that share a
-# program leave one row of sums between them.
+# Elements of a program and of a thread, where a row is not longer. Forward and recompute move what the codec's
+# kernels move, and take over their tiles. Backward holds two sums beside: with 8 elements a thread it compiles to 64
+# registers, or 80 to 93 where gradients are of two types, so that 32 warps run on a multiprocessor, or 16; and warps
+# that share a program leave one row of sums between them.
 _FORWARD = codec_kernels.TILE, 16
-_REDO = codec_kernels.DECODE_TILE, 16
+_RECOMPUTE = codec_kernels.DECODE_TILE, 16
 _BACKWARD = 2048, 8
 _RESIDENT_WARPS = 32
 
@@ -107,7 +107,7 @@ class Norm:
         plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how), *noise.arguments(False)))
         return out, packed, rstd
 
-    def redo(
+    def recompute(
         self,
         packed: Tensor,
         rstd: Tensor,
@@ -120,7 +120,7 @@ class Norm:
         out = torch.empty(shape, dtype=dtype, device=packed.device)
         numel = out.numel()
         plan = _plan(
-            self._form, "norm_redo_kernel", numel, _REDO, (weight is not None, bias is not None), (), out.device
+            self._form, "norm_redo_kernel", numel, _RECOMPUTE, (weight is not None, bias is not None), (), out.device
         )
         tensors = (self._elements(packed), rstd, _dense(weight, rstd), _dense(bias, rstd), out)
         plan.launch(plan.tiles, tensors, (numel,))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...layouts import layout_of
-from ...redo import held, offer
+from ...codec.layouts import layout_of
+from ...engine.recompute import held, offer
 from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
@@ -63,7 +63,7 @@ class _LayerNorm(torch.autograd.Function):
             ctx.norm = norm = norm_of(shape, True, eps, how)
             out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, noise=noise)
             ctx.save_for_backward(packed, rstd, weight, rows)
-            compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, beta, layout_of(out).shape)
+            compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, beta, layout_of(out).shape)
             offer(ctx, out, compute, *parameters)
             return out
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...layouts import layout_of
-from ...redo import held, offer
+from ...codec.layouts import layout_of
+from ...engine.recompute import held, offer
 from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .launch import Norm, norm_of, serves
@@ -47,7 +47,7 @@ class _RmsNorm(torch.autograd.Function):
             ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
             out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype)
             ctx.save_for_backward(packed, rstd, weight)
-            compute = functools.partial(Norm.redo, norm, packed, rstd, gamma, None, layout_of(out).shape)
+            compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
             offer(ctx, out, compute, *parameters)
             return out
 

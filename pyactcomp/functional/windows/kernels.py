@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton_ops import (
+from ...codec.kernels.triton_ops import (
     _parameter_pointer,
     any_flagged,
     decode_tile,

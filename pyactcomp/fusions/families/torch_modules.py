@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ...engine.recompute import is_result_to_store
 from ...functional import dropout, gelu, layer_norm, rms_norm
-from ...redo import is_result_to_store
 from ..formulas import children_fed, forward_of
 from ..fusion import Fused, Fusion, codes_for, fits, form_of, linear_dtype, original_of
 from ..untouched import plain, untouched

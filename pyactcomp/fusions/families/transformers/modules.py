@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn import functional as F
 
-from .... import redo
+from ....engine import recompute
+from ....engine.saved import check_version
 from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, rms_norm, silu_mul
-from ....saved import check_version
 from ....torch_private import under_checkpoint
 from ...base import codes_again
 from ...formulas import children_fed, formula, forward_of
@@ -126,7 +126,7 @@ def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
     torch.utils.checkpoint what is saved lives for one block only, and is being computed again as it is.
     """
     weight, bias = linear.weight, linear.bias
-    x_again = redo.again(x)
+    x_again = recompute.again(x)
     if x_again is None or under_checkpoint():
         return None
     version, device = weight._version, x.device.type

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 import torch
 
-from .errors import check_choice
+from ..errors import check_choice
 from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, VECTORS, Comparison, Form, Reading, strictest
-from .reader_table import ELEMENTWISE, FUNCTIONS, NAMESPACES, READERS
+from .table import ELEMENTWISE, FUNCTIONS, NAMESPACES, READERS
 
 Exactness = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
 Row = tuple[tuple[Reading, ...] | None, Reading, Reading, Reading | None, bool]

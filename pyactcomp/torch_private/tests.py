@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from .torch_private import (
+from . import (
     being_traced,
     checkpointed_run,
     constant_in_graphs,

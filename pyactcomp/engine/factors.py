@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from .forms import CODES, Reading
-from .reader_table import PRODUCTS, SHORT_PRODUCTS
+from ..readers.forms import CODES, Reading
+from ..readers.table import PRODUCTS, SHORT_PRODUCTS
+from ..torch_private import saved_form
 from .saved import Gathered, Pending, Region, Same, View
-from .torch_private import saved_form
 
 # Nodes that one walk visits: twice the longest of norms that are composed of operators.
 _FARTHEST = 32

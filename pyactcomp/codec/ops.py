@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import codec
+from .. import codec
 from . import format as fmt
 from .layouts import is_dense
 

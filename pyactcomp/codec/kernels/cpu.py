@@ -12,7 +12,7 @@ from . import Kernel, native_dtype
 def unavailable_reason() -> str | None:
     """Return why this implementation cannot run here, or None."""
     try:
-        from .. import _core  # noqa: F401
+        from ... import _core  # noqa: F401
     except ImportError as error:
         return f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp with a C++17 compiler"
     return None
@@ -46,7 +46,7 @@ class CpuKernel:
         *,
         simd: bool = True,
     ) -> None:
-        from .. import _core
+        from ... import _core
 
         codec = _core.CpuCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, simd)
         self._encode = codec.encode

@@ -1,6 +1,6 @@
 """Every private name of torch that pyactcomp relies on, in one place.
 
-``torch_private_tests.py`` tests what each must do.
+``tests.py`` tests what each must do.
 """
 
 from __future__ import annotations

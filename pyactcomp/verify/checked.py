@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .compress import Compressed
-from .config import Config
-from .engine import Frame
-from .errors import PyactcompError
-from .forms import BITS
-from .packing import Packing
-from .policy import MADE_AGAIN, PLAIN, RECAST
-from .record import Recorder, SavedTensor
-from .saved import Region, Saved, Shapeless, View
-from .session import Session
-from .torch_private import never_traced
+from ..compress import Compressed
+from ..config import Config
+from ..engine.frame import Frame
+from ..engine.packing import Packing
+from ..engine.policy import MADE_AGAIN, PLAIN, RECAST
+from ..engine.record import Recorder, SavedTensor
+from ..engine.saved import Region, Saved, Shapeless, View
+from ..engine.session import Session
+from ..errors import PyactcompError
+from ..readers.forms import BITS
+from ..torch_private import never_traced
 
 
 class _Expected(NamedTuple):

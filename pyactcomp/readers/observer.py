@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import readers, torch_private
-from .extensions import load
+from .. import torch_private
+from ..extensions import load
+from . import lookup
 from .forms import AS_CODES, ITSELF, Reading, strictest
-from .reader_table import DECIDING, ELEMENTWISE, READERS
+from .table import DECIDING, ELEMENTWISE, READERS
 
 
 class Version(Protocol):
@@ -77,8 +78,8 @@ def observer() -> Observer:
     library, _ = load("_observer")
     if library is None:
         return WithoutLibrary()
-    library.configure(readers.of_operator, readers.of_function, readers.weakest_need, DECIDING)
-    readers.on_change.append(library.forget)
+    library.configure(lookup.of_operator, lookup.of_function, lookup.weakest_need, DECIDING)
+    lookup.on_change.append(library.forget)
     return library
 
 
@@ -269,6 +270,6 @@ class WithoutLibrary:
         return node.name()
 
 
-_weakest = functools.lru_cache(maxsize=1024)(readers.weakest_need)
-readers.on_change.append(_weakest.cache_clear)
-readers.on_change.append(_of_name.cache_clear)
+_weakest = functools.lru_cache(maxsize=1024)(lookup.weakest_need)
+lookup.on_change.append(_weakest.cache_clear)
+lookup.on_change.append(_of_name.cache_clear)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...errors import ImplementationUnavailableError
+from ...torch_private import current_raw_stream
 from .. import format as fmt
-from ..errors import ImplementationUnavailableError
-from ..torch_private import current_raw_stream
 from . import Kernel, native_dtype
 
 
 def unavailable_reason() -> str | None:
     """Return why this implementation cannot run here, or None."""
     try:
-        from .. import _core
+        from ... import _core
     except ImportError as error:
         return f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp with a C++17 compiler"
     if not _core.cuda_built:
@@ -55,7 +55,7 @@ class CudaKernel:
         keep_positive: bool,
         device_index: int,
     ) -> None:
-        from .. import _core
+        from ... import _core
 
         codec = _core.CudaCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, device_index)
         self._encode = codec.encode

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from .forms import AS_CODES, ITSELF
-from .layouts import arranged, layout_of
-from .observer import being_traced, observer
+from ..codec.layouts import arranged, layout_of
+from ..readers.forms import AS_CODES, ITSELF
+from ..readers.observer import being_traced, observer
+from ..torch_private import saved_form, saves_are_dropped, top_saved_tensor_hooks
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
 from .saved import (
@@ -39,7 +40,6 @@ from .saved import (
     check_reader,
     check_version,
 )
-from .torch_private import saved_form, saves_are_dropped, top_saved_tensor_hooks
 
 Compute = Callable[[torch.dtype], Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .torch_private import saved_as_it_is
+from ..torch_private import saved_as_it_is
 
 _NEARLY_UNIFORM = 0.9
 """Share of the largest entropy above which a model looks untrained; Llamas of 256 to 32,000 tokens are initialised at

@@ -11,9 +11,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from ..errors import ImplementationUnavailableError, PyactcompError, check_choice, check_integer
 from . import format as fmt
 from . import reference
-from .errors import ImplementationUnavailableError, PyactcompError, check_choice, check_integer
 from .kernels import Kernel
 from .layouts import is_dense
 

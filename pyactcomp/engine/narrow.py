@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .kernels import triton
+from ..codec.kernels import triton
 
 
 class NarrowKernel:

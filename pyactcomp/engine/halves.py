@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .forms import ARTANH, BFLOAT16, LOG, LOGIT, SCALED, Comparison, Form
-from .kernels import Kernel
+from ..codec.kernels import Kernel
+from ..readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, SCALED, Comparison, Form
 from .narrow import NarrowKernel
 
 _HALF_MAX = 65504.0

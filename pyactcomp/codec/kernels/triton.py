@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...errors import PyactcompError
+from ...torch_private import current_raw_stream
 from .. import format as fmt
-from ..errors import PyactcompError
-from ..torch_private import current_raw_stream
 
 if TYPE_CHECKING:
     from . import Kernel

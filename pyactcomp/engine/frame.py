@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
-from .errors import ImplementationUnavailableError
-from .factors import coded_behind, is_factor
-from .forms import (
+from ..codec.layouts import Layout, layout_of, overlaps, without_expanded
+from ..errors import ImplementationUnavailableError
+from ..readers.forms import (
     AS_CODES,
     AS_SHAPE,
     BFLOAT16,
@@ -29,9 +29,17 @@ from .forms import (
     Form,
     Reading,
 )
-from .layouts import Layout, layout_of, overlaps, without_expanded
+from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
+from ..readers.observer import observer, transformed
+from ..readers.table import AMPLIFYING, NOT_DROPPED
+from ..torch_private import (
+    current_raw_stream,
+    never_traced,
+    profiler_enabled,
+    source_dtype,
+)
+from .factors import coded_behind, is_factor
 from .narrow import NarrowKernel, is_exact_cast
-from .observer import observer, transformed
 from .packing import HALF_BYTES, Packing
 from .policy import (
     CAST,
@@ -52,10 +60,8 @@ from .policy import (
     producer,
     spans_magnitudes,
 )
-from .reader_table import AMPLIFYING, NOT_DROPPED
-from .readers import CHECKPOINT, CHECKPOINTED, of_no_operator
+from .recompute import Recipe, Redone, cast_recipe, is_exact, source_of, source_of_cast
 from .record import Recorder
-from .redo import Recipe, Redone, cast_recipe, is_exact, source_of, source_of_cast
 from .saved import (
     Distributed,
     Gathered,
@@ -72,12 +78,6 @@ from .saved import (
     View,
     unpack,
     unpack_profiled,
-)
-from .torch_private import (
-    current_raw_stream,
-    never_traced,
-    profiler_enabled,
-    source_dtype,
 )
 
 # A forward that saves more casts than this is a loop; looking for weight copies in it is not worth its time.

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from . import format as fmt
-from .codec import bind
-from .config import Config
-from .forms import (
+from ..codec import bind
+from ..codec import format as fmt
+from ..codec.kernels import Kernel
+from ..codec.layouts import layout_of
+from ..codec.seeds import Seeds
+from ..config import Config
+from ..readers.forms import (
     AS_CODES,
     BFLOAT16,
     BITS,
@@ -30,11 +33,8 @@ from .forms import (
     Reading,
 )
 from .halves import BitsKernel, half_kernel, half_nbytes
-from .kernels import Kernel
-from .layouts import layout_of
 from .policy import CARRIER
 from .saved import Storing
-from .seeds import Seeds
 
 # Batches of vectors, or of sequences of them, have at most so many dimensions; images have more.
 _VECTORS = 3

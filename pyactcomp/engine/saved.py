@@ -15,12 +15,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .errors import PyactcompError
-from .forms import AS_SHAPE, EXACT, ITSELF, Form
-from .kernels import Kernel
-from .layouts import Layout, layout_of
-from .observer import Version, observer
-from .torch_private import current_raw_stream, never_traced, running_node
+from ..codec.kernels import Kernel
+from ..codec.layouts import Layout, layout_of
+from ..errors import PyactcompError
+from ..readers.forms import AS_SHAPE, EXACT, ITSELF, Form
+from ..readers.observer import Version, observer
+from ..torch_private import current_raw_stream, never_traced, running_node
 
 
 class Packs(NamedTuple):

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from ..compress import Compressed, fused_by, paused, session_of
+from ..config import Config
+from ..errors import PyactcompError, check_integer
 from .checked import Checked
-from .compress import Compressed, fused_by, paused, session_of
-from .config import Config
-from .errors import PyactcompError, check_integer
 from .state import State, state_of
 
 MakeOptimizer = Callable[[list[Parameter]], Optimizer]

@@ -23,7 +23,7 @@ class Kernel(Protocol):
 
 def native_dtype(dtype: torch.dtype) -> int:
     """Return the number by which the native module knows ``dtype``."""
-    from .. import _core
+    from ... import _core
 
     return {
         torch.float32: _core.FLOAT32,

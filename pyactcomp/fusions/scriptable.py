@@ -8,9 +8,9 @@ from weakref import ref
 
 from torch.nn import Module
 
-from .errors import PyactcompError
-from .fusions.base import ATTRIBUTE
-from .fusions.fusion import is_form, original_of
+from ..errors import PyactcompError
+from .base import ATTRIBUTE
+from .fusion import is_form, original_of
 
 
 class Scriptable:

@@ -11,14 +11,14 @@ from weakref import ref
 import torch
 from torch.nn import Module
 
-from .config import Config
-from .engine import Frame
-from .errors import HookConflictError
-from .observer import transformed
+from ..codec.seeds import Seeds
+from ..config import Config
+from ..errors import HookConflictError
+from ..readers.observer import transformed
+from ..torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks
+from .frame import Frame
 from .packing import Packing
 from .record import Recorder
-from .seeds import Seeds
-from .torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks
 
 
 def _close_abandoned() -> None:

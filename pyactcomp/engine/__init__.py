@@ -1,0 +1,1 @@
+"""The engine: the hooks of a forward, and everything that they decide and leave with autograd."""
