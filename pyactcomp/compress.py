@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from . import codec
 from .config import Config
+from .engine.marks import FUSING
 from .engine.policy import SKIPPED
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session
 from .errors import PyactcompError
 from .fusions import Fusing, fuse, unfuse
-from .fusions.base import ATTRIBUTE
 from .fusions.scriptable import Scriptable
 from .fusions.untouched import untouched
 from .torch_private import constant_in_graphs
@@ -124,14 +124,15 @@ def session_of(model: Module) -> Session:
 
 def _fusings(model: Module) -> Iterator[Fusing]:
     for module in model.modules():
-        if ATTRIBUTE in module.__dict__:
-            yield module.__dict__[ATTRIBUTE]
+        state: Fusing | None = FUSING.get(module)
+        if state is not None:
+            yield state
 
 
 @contextlib.contextmanager
 def fused_by(model: Module, config: Config) -> Iterator[None]:
     """Fuse the modules of a model as another configuration says, for a while."""
-    before = [(module, module.__class__, module.__dict__.get(ATTRIBUTE)) for module in model.modules()]
+    before = [(module, module.__class__, FUSING.get(module)) for module in model.modules()]
     unfuse(model)
     try:
         fuse(model, config, _skipped_modules(model, config))
@@ -141,7 +142,7 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
         for module, cls, state in before:
             module.__class__ = cls
             if state is not None:
-                module.__dict__[ATTRIBUTE] = state
+                FUSING.set(module, state)
 
 
 @contextlib.contextmanager

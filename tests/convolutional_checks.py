@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp.codec import reference
-from pyactcomp.engine.recompute import Recipe
+from pyactcomp.engine.marks import RECIPE
+from pyactcomp.engine.recipes import Recipe
 from pyactcomp.functional import Codes, batch_norm
 
 ROWS = (0, 2, 3)
@@ -67,7 +68,7 @@ class Case:
 
 def recipe_of(out: Tensor) -> Recipe | None:
     """Return how an output that nothing was written to since can be computed again."""
-    recipe: Recipe | None = getattr(out, "_pyactcomp_recipe", None)
+    recipe = RECIPE.get(out)
     return recipe if recipe is not None and recipe.serves(out) else None
 
 

@@ -24,7 +24,8 @@ from pyactcomp import codec, functional
 from pyactcomp.codec import Packed, dequantize
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.codec.seeds import second_of
-from pyactcomp.engine import recompute
+from pyactcomp.engine.marks import RECIPE
+from pyactcomp.engine.recipes import Recipe
 from pyactcomp.functional import Codes, dropout, new_gelu, relu, rope, silu_mul
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
@@ -53,8 +54,9 @@ def restored(codes: Tensor, numel: int, bits: int, group_size: int) -> Tensor:
     return dequantize(packed, impl="reference").double()
 
 
-def recipe_of(out: Tensor) -> recompute.Recipe:
-    recipe: recompute.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+def recipe_of(out: Tensor) -> Recipe:
+    recipe = RECIPE.get(out)
+    assert recipe is not None
     return recipe
 
 
@@ -283,6 +285,17 @@ def test_silu_mul_keeps_what_is_not_finite(bits: int | None) -> None:
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     out: Tensor = checkpoint(function, x, use_reentrant=False)
     return out
+
+
+def test_a_report_counts_the_same_in_place() -> None:
+    x, *weights = (on_device(normal(64, 64, seed=seed), torch.float32).requires_grad_() for seed in range(4))
+    counted = []
+    for inplace in (False, True):
+        with pyactcomp.compressed(min_bytes=0, impl="triton") as c:
+            silu_mul(x @ weights[0], x @ weights[1], inplace=inplace, codes=Codes(impl="triton")) @ weights[2]
+        counted.append([(t.shape, t.unique_bytes, t.stored_bytes) for t in pyactcomp.report(c).tensors])
+    assert counted[0] == counted[1]
+    assert sum(unique for shape, unique, _ in counted[0] if shape == (64, 64)) >= 3 * x.nbytes
 
 
 @pytest.mark.parametrize(

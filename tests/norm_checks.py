@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyactcomp.codec import Impl, reference
 from pyactcomp.engine import recompute
+from pyactcomp.engine.recipes import Recipe
 from pyactcomp.functional import Codes, add_layer_norm, layer_norm, rms_norm
 
 EPSILON = 1e-5
@@ -137,7 +138,7 @@ def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: boo
             assert_within(leaf.grad, expected, limit)
 
 
-def recipe_of(tensor: Tensor) -> recompute.Recipe:
+def recipe_of(tensor: Tensor) -> Recipe:
     """Return the recipe that an operator which saves ``tensor`` finds."""
     assert tensor.grad_fn is not None
     found = recompute.source_of(tensor, tensor.grad_fn)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import pyactcomp
 from pyactcomp.engine import packing
+from pyactcomp.engine.marks import FUSING
 from pyactcomp.engine.saved import ModifiedError
-from pyactcomp.fusions.base import ATTRIBUTE
 
 # Errors of int8 gradients, over all of them together: this much is right at all times, and so many times what rounding
 # the same tensors to bfloat16 costs. A step of 8-bit codes is the range of a group of 64 normal numbers, five
@@ -75,7 +75,7 @@ def run(program, **options) -> Outcome:
             hooks = contextlib.nullcontext()
             if options and how == "compress":
                 pyactcomp.compress(model, **options)
-                out.fused = any(ATTRIBUTE in module.__dict__ for module in model.modules())
+                out.fused = any(FUSING.get(module) is not None for module in model.modules())
             elif options:
                 hooks = pyactcomp.compressed(model if how == "compressed(model)" else None, **options)
             phase = "forward"

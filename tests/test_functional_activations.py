@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec, dequantize, functional, quantize
 from pyactcomp.engine import recompute
+from pyactcomp.engine.marks import RECIPE
+from pyactcomp.engine.recipes import Recipe
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import INT8, Codes, dropout, relu, rope, silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
@@ -151,8 +153,9 @@ def test_dropout_has_its_second_derivative() -> None:
     assert float(theirs.abs().sum()) > 0
 
 
-def recipe_of(out: Tensor) -> recompute.Recipe:
-    recipe: recompute.Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+def recipe_of(out: Tensor) -> Recipe:
+    recipe = RECIPE.get(out)
+    assert recipe is not None
     return recipe
 
 

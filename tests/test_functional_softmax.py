@@ -9,6 +9,7 @@ import torch
 from functional_checks import EPS, SEED, assert_codes_saved, assert_within, error_of, normal, saved_by
 from torch import Tensor
 
+from pyactcomp.engine.marks import RECIPE
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import Codes, softmax
 
@@ -68,7 +69,9 @@ def test_softmax_saves_the_codes_of_its_output_and_offers_them() -> None:
     saved = saved_by(lambda: outputs.append(softmax(x, dtype=torch.bfloat16, codes=Codes(seed=SEED))) or outputs[0])
     assert len(saved) == 1
     assert_codes_saved(saved, outputs[0], 8, 64, None)
-    restored = outputs[0]._pyactcomp_recipe.compute(torch.bfloat16)  # type: ignore[attr-defined]
+    recipe = RECIPE.get(outputs[0])
+    assert recipe is not None
+    restored = recipe.compute(torch.bfloat16)
     assert_within(restored, outputs[0].detach().double(), error_of(outputs[0].detach(), 8, 64))
 
 

@@ -17,9 +17,10 @@ from works_with_text import transformers
 
 import pyactcomp
 from pyactcomp.config import Config
+from pyactcomp.engine.marks import FUSING
 from pyactcomp.functional import linear_cross_entropy
 from pyactcomp.fusions import head as heads
-from pyactcomp.fusions.base import ATTRIBUTE, Fusing
+from pyactcomp.fusions.base import Fusing
 from pyactcomp.fusions.fusion import original_of
 
 VOCABULARY, WIDTH, ROWS = 211, 32, 48
@@ -65,7 +66,7 @@ def fused(model: nn.Module) -> nn.Module:
     cls = heads.fused_head_class(model)
     assert cls is not None
     model.__class__ = cls
-    model.__dict__[ATTRIBUTE] = Fusing(Config())
+    FUSING.set(model, Fusing(Config()))
     return model
 
 
@@ -191,7 +192,7 @@ def test_bfloat16(name: str, autocast: bool) -> None:
     [
         lambda model, inputs: model.eval(),
         lambda model, inputs: inputs.pop("labels"),
-        lambda model, inputs: setattr(model.__dict__[ATTRIBUTE], "paused", True),
+        lambda model, inputs: setattr(FUSING.get(model), "paused", True),
         lambda model, inputs: model.lm_head.register_forward_hook(lambda *_: None),
         lambda model, inputs: setattr(model, "lm_head", nn.Sequential(model.lm_head)),
     ],

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from pyactcomp.codec.format import packed_nbytes
 from pyactcomp.config import Config
+from pyactcomp.engine.marks import FUSING, RECIPE
 from pyactcomp.fusions import fuse, fused_modules, unfuse
-from pyactcomp.fusions.base import ATTRIBUTE, Fusing
+from pyactcomp.fusions.base import Fusing
 from pyactcomp.fusions.families import swin
 
 pytest.importorskip("timm", reason="the fused blocks are timm's; pip install timm")
@@ -36,7 +37,7 @@ def fused(original: torch.nn.Module, **options: Any) -> torch.nn.Module:
     for module in result.modules():
         if type(module) in swin.by_class(()):
             module.__class__ = swin.by_class(())[type(module)].fused
-            module.__dict__[ATTRIBUTE] = state
+            FUSING.set(module, state)
     return result
 
 
@@ -139,7 +140,7 @@ def test_norms_and_attention_keep_no_floats() -> None:
             if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
                 # What is offered is computed again, and costs nothing.
                 source = x if x._base is None else x._base
-                if not hasattr(source, "_pyactcomp_recipe"):
+                if RECIPE.get(source) is None:
                     sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
                     alive.append(x)
             return x

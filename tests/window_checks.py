@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pyactcomp import codec
 from pyactcomp.codec import Impl
-from pyactcomp.engine.recompute import Recipe
+from pyactcomp.engine.marks import RECIPE
+from pyactcomp.engine.recipes import Recipe
 from pyactcomp.functional import Codes, window_attention
 
 
@@ -39,7 +40,8 @@ def attention(qkv: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
 
 def recipe_of(out: Tensor) -> Recipe:
     """Return what an output offers to operators that save it."""
-    recipe: Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
+    recipe = RECIPE.get(out)
+    assert recipe is not None
     assert recipe.serves(out.view(-1))
     return recipe
 

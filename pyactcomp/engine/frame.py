@@ -39,6 +39,7 @@ from ..torch_private import (
     source_dtype,
 )
 from .factors import coded_behind, is_factor
+from .marks import PACKS
 from .narrow import NarrowKernel, is_exact_cast
 from .packing import HALF_BYTES, Packing
 from .policy import (
@@ -60,13 +61,13 @@ from .policy import (
     producer,
     spans_magnitudes,
 )
-from .recompute import Recipe, Redone, cast_recipe, is_exact, source_of, source_of_cast
+from .recipes import Recipe, Redone
+from .recompute import cast_recipe, is_exact, source_of, source_of_cast
 from .record import Recorder
 from .saved import (
     Distributed,
     Gathered,
     Kept,
-    Packs,
     Pending,
     Recast,
     Recent,
@@ -143,6 +144,8 @@ class Frame:
         """Activate the hooks, for as long as ``caller`` runs if it is given."""
         self._caller = caller
         observer().start()
+        if self.recorder is not None:
+            self.recorder.open()
         self._context.__enter__()
 
     def close(self) -> None:
@@ -470,7 +473,7 @@ class Frame:
 
     def _record_kept(self, tensor: Tensor, reason: str, reading: Reading | None, recorder: Recorder) -> None:
         """Record a tensor that is kept; codes that a fused function keeps stand for the tensor that they pack."""
-        packs: Packs | None = getattr(tensor, "_pyactcomp_packs", None)
+        packs = PACKS.get(tensor)
         if packs is None:
             recorder.add(tensor, reason, unknown=None if reading is None or reading.known else reading.operator)
         else:

@@ -20,168 +20,26 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from ..codec.layouts import arranged, layout_of
-from ..readers.forms import AS_CODES, ITSELF
+from ..codec.layouts import layout_of
+from ..readers.forms import ITSELF
 from ..readers.observer import being_traced, observer
-from ..torch_private import saved_form, saves_are_dropped, top_saved_tensor_hooks
+from ..torch_private import saved_form, saves_are_dropped
+from .marks import PACKS, RECIPE, Packs, attach, output_of
 from .policy import CAST, PLAIN, source
 from .policy import producer as made_by
+from .recipes import Compute, Recipe, Redone
+from .record import is_recording
 from .saved import (
     Kept,
-    ModifiedError,
-    Packs,
     Pending,
-    Recent,
     Region,
     Same,
-    Shared,
-    Versioned,
     View,
-    check_reader,
-    check_version,
 )
-
-Compute = Callable[[torch.dtype], Tensor]
-
 
 # A recipe may rest on an operand that is itself computed again, as SwiGLU's product does on SiLU's result, but on no
 # longer chain of them.
 _DEEPEST = 2
-
-
-_NOT_HELD = (
-    "An output of it was not kept but was to be computed again from it: write out of place, hold on to that output "
-    "until backward, or name the module in skip."
-)
-
-
-class Recipe:
-    """How to compute an output again.
-
-    Parameters
-    ----------
-    out : Tensor
-        The output. It must be dense and own its storage.
-    compute : callable, optional
-        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values and shape of
-        ``out``, in any layout. It must hold what the operator keeps for backward, never ``out`` or the graph. Without
-        it the output is stored, but casts of it once.
-    operands : tuple of Tensor
-        Tensors that ``compute`` reads as they are, such as a weight: written to since, they raise autograd's error.
-    depth : int
-        Recipes that ``compute`` rests on, itself included.
-    casts : bool
-        Whether autocast's casts of the output are computed again too.
-    exact : bool
-        Whether ``compute`` gives the output bit by bit.
-    """
-
-    __slots__ = (
-        "_compute",
-        "_copies",
-        "_operands",
-        "_out",
-        "_redone",
-        "_versions",
-        "casts",
-        "depth",
-        "dtype",
-        "exact",
-        "layout",
-        "storage",
-        "version",
-    )
-
-    def __init__(
-        self,
-        out: Tensor,
-        compute: Compute | None,
-        operands: tuple[Tensor, ...] = (),
-        depth: int = 1,
-        casts: bool = True,
-        exact: bool = False,
-    ) -> None:
-        self._compute = compute
-        self._operands = operands
-        self._out = ref(out)
-        self._versions = tuple(operand._version for operand in operands)
-        self._redone: ref[Redone] | None = None
-        self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
-        self.depth = depth
-        self.casts = casts and self.computes
-        self.exact = exact
-        self.dtype = out.dtype
-        self.layout = layout_of(out)
-        self.storage = ref(out.untyped_storage())
-        self.version = out._version
-
-    @property
-    def copies(self) -> dict[tuple[object, ...], ref[Kept | Region]]:
-        """Stored casts of the output, or of parts of it, by dtype, offset and layout."""
-        if self._copies is None:
-            self._copies = {}
-        return self._copies
-
-    @property
-    def computes(self) -> bool:
-        """Whether the output can be computed again."""
-        return self._compute is not None
-
-    def serves(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` holds, provably, what is computed again: its storage was not written to since."""
-        return self.storage() is tensor.untyped_storage() and tensor._version == self.version
-
-    def compute(self, dtype: torch.dtype) -> Tensor:
-        """Compute the output again, in its layout, or raise autograd's error if an operand was written to.
-
-        Views of the output are taken by their strides, and operators behind it sum in the order of memory. Torch, which
-        saved the output, does not read the operands: while it is alive and unchanged, it is taken after such an error.
-        """
-        assert self._compute is not None
-        try:
-            for operand, version in zip(self._operands, self._versions, strict=True):
-                check_version(operand, version)
-            again = self._compute(dtype)
-        except ModifiedError as error:
-            out = self._out()
-            if out is None or out._version != self.version:
-                raise ModifiedError(f"{error} {_NOT_HELD}") from None
-            again = out.detach().to(dtype)
-        return arranged(again, self.layout)
-
-    def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
-        """Return the stored form of ``out`` in a dtype, the same one for operators in a row that save it in that."""
-        redone = None if self._redone is None else self._redone()
-        if redone is not None and redone.dtype is dtype and redone.stream == stream:
-            redone.uses += 1
-            return redone
-        redone = Redone(self, out, dtype, stream, recent)
-        self._redone = ref(redone)
-        return redone
-
-
-class Redone(Shared):
-    """A saved tensor that is computed again from a recipe: its output, or in another dtype what casts make of that."""
-
-    __slots__ = ("_saved", "dtype", "recipe")
-
-    def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
-        super().__init__(recipe.layout, out.get_device(), stream, recent)
-        self.recipe = recipe
-        self.dtype = dtype
-        # Each cast has a version of its own, and none is the output's.
-        self._saved = Versioned(out) if dtype is recipe.dtype else None
-
-    def restore(self) -> Tensor:
-        """Return the output, unless it was written to."""
-        if self._saved is not None:
-            self._saved.check(self.layout.shape)
-        if not self.recipe.exact:
-            check_reader(AS_CODES, self.layout.shape)
-        return super().restore()
-
-    def _make(self) -> Tensor:
-        return self.recipe.compute(self.dtype)
 
 
 Stored = Kept | Region | View | Redone
@@ -222,27 +80,15 @@ def _may_be_freed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def is_reported() -> bool:
-    """Return whether a report is made of what is saved now; of most forwards none is."""
-    if torch.compiler.is_compiling():  # to look would end the graph here
-        return False
-    top = top_saved_tensor_hooks()
-    return top is not None and getattr(getattr(top[0], "__self__", None), "recorder", None) is not None
+def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Tensor:
+    """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns the codes.
 
-
-def stand_for(codes: Tensor, x: Tensor) -> Tensor:
-    """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns them."""
-    if is_reported():
-        packs = Packs(tuple(x.shape), x.dtype, x.nbytes, ref(x.untyped_storage()))
-        codes._pyactcomp_packs = packs  # type: ignore[attr-defined]
+    Where the function's result is ``overwritten`` on ``x``, the memory of ``x`` counts for the result.
+    """
+    if is_recording():
+        storage = None if overwritten else ref(x.untyped_storage())
+        PACKS.set(codes, Packs(tuple(x.shape), x.dtype, x.nbytes, storage))
     return codes
-
-
-def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
-    """Make a recipe known by the tensor and by the node that made it."""
-    out._pyactcomp_recipe = recipe  # type: ignore[attr-defined]
-    # A cast leads back to the node that made its source, and from there to the source while that is alive.
-    node.metadata["pyactcomp"] = ref(out)
 
 
 def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
@@ -256,7 +102,7 @@ def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] 
         What made it, or what it is a view of.
     """
     out = tensor if tensor._base is None else tensor._base
-    recipe: Recipe | None = getattr(out, "_pyactcomp_recipe", None)
+    recipe = RECIPE.get(out)
     if recipe is None and out._version == 0:
         build = _OPERATORS.get(node.name())
         # Written to nowhere since it was made, and nothing but what was made: an operator's output owns its storage.
@@ -274,12 +120,11 @@ def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
     if copy.grad_fn is not node or copy._version != 0 or not copy.is_contiguous():
         return None
     producer, number = source(node)
-    output = None if producer is None else producer.metadata.get("pyactcomp")
-    out: Tensor | None = output() if output is not None else None
+    out = None if producer is None else output_of(producer)
     if out is None or out.output_nr != number or out.numel() != copy.numel() or out.device != copy.device:
         return None
-    recipe: Recipe = out._pyactcomp_recipe  # type: ignore[attr-defined]
-    return (recipe, out) if recipe.serves(out) and out.is_contiguous() else None
+    recipe = RECIPE.get(out)
+    return (recipe, out) if recipe is not None and recipe.serves(out) and out.is_contiguous() else None
 
 
 def source_of_cast(
@@ -302,7 +147,7 @@ def source_of_cast(
 
 def again(tensor: Tensor) -> Callable[[], Tensor] | None:
     """Return what computes an offered output, or autocast's cast of one, again; None where that is not known."""
-    recipe: Recipe | None = getattr(tensor, "_pyactcomp_recipe", None)
+    recipe = RECIPE.get(tensor)
     if recipe is None and tensor.grad_fn is not None and tensor.grad_fn.name() == CAST:
         known = cast_recipe(tensor, tensor.grad_fn)
         recipe = None if known is None or not known[0].casts else known[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import ref
@@ -12,7 +13,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from . import policy
-from .saved import Packs
+from .marks import Packs
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,15 @@ def _eager_children(module: Module, prefix: str) -> Iterator[tuple[str, Module]]
         yield from _eager_children(child, f"{prefix}{name}.")
 
 
+_recording = threading.local()
+
+
+def is_recording() -> bool:
+    """Return whether a forward of this thread is recorded for a report; few are."""
+    # To look would end a graph that is being compiled.
+    return not torch.compiler.is_compiling() and getattr(_recording, "forwards", 0) > 0
+
+
 class Recorder:
     """Collects the saved tensors of one forward; tracks modules by hooks that it removes again."""
 
@@ -127,8 +137,13 @@ class Recorder:
         own = (p for p in module._parameters.values() if p is not None and p.requires_grad and not is_lazy(p))
         self.gradient_bytes[name] = sum(p.numel() * p.itemsize for p in own)
 
+    def open(self) -> None:
+        """Have :func:`is_recording` say so in this thread."""
+        _recording.forwards = getattr(_recording, "forwards", 0) + 1
+
     def close(self) -> None:
         """Remove the hooks and the references to modules and storages; the records stay."""
+        _recording.forwards -= 1
         # Not before: the first forward of a lazy module makes its parameters.
         for name, module in self._tracked:
             self._count_gradients(name, module)
@@ -153,7 +168,7 @@ class Recorder:
 
     def add_codes(self, packs: Packs, packed: int) -> None:
         """Record codes that an autograd function saves, as what they stand for."""
-        storage = packs.storage()
+        storage = None if packs.storage is None else packs.storage()
         unique = packs.nbytes if storage is None else self._unique_storage_bytes(storage)
         self._append(packs.shape, packs.dtype, packs.nbytes, unique, packed, None)
 

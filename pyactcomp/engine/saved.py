@@ -23,15 +23,6 @@ from ..readers.observer import Version, observer
 from ..torch_private import current_raw_stream, never_traced, running_node
 
 
-class Packs(NamedTuple):
-    """What tensor codes stand for, without holding it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    storage: ref[torch.UntypedStorage]
-
-
 class Saved(Protocol):
     """A saved tensor in another form."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..codec import format as fmt
 from ..codec.kernels import triton as codec_kernels
-from ..engine.recompute import stand_for
+from ..engine.recompute import mark_as_packed
 from ..torch_private import saves_are_dropped
 from .saving import Saving
 
@@ -55,14 +55,14 @@ def buffer(x: Tensor, how: Saving) -> Tensor:
     """Return a buffer for the codes of ``x``."""
     assert how.bits is not None
     nbytes = fmt.packed_nbytes(x.numel(), how.bits, how.group_size)
-    return stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
+    return mark_as_packed(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
 
 
 def copy_buffer(x: Tensor) -> Tensor:
     """Return a buffer of bytes for a copy of ``x``, which hooks keep as they keep codes."""
-    return stand_for(torch.empty(x.nbytes, dtype=torch.uint8, device=x.device), x)
+    return mark_as_packed(torch.empty(x.nbytes, dtype=torch.uint8, device=x.device), x)
 
 
 def bytes_of(x: Tensor) -> Tensor:
     """Return the bytes of a contiguous ``x``, which hooks keep as they keep codes, as they are."""
-    return stand_for(x.detach().view(-1).view(torch.uint8), x)
+    return mark_as_packed(x.detach().view(-1).view(torch.uint8), x)

@@ -16,7 +16,7 @@ from ..codec import format as fmt
 from ..codec.seeds import calls, second_of
 from ..engine.halves import half_kernel, half_nbytes
 from ..engine.policy import PLAIN
-from ..engine.recompute import stand_for
+from ..engine.recompute import mark_as_packed
 from ..engine.saved import Versioned
 from ..errors import PyactcompError
 from ..readers.forms import SCALED
@@ -78,13 +78,13 @@ class Saving(Codes):
         packed = codec.quantize(
             x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
         )
-        return stand_for(packed.buffer, x), _restore(packed, self.impl)
+        return mark_as_packed(packed.buffer, x), _restore(packed, self.impl)
 
     def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return the bytes of a copy, which hooks keep as they keep codes, and what makes ``x`` of them."""
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         dtype, shape = x.dtype, x.shape
-        return stand_for(copy.view(-1).view(torch.uint8), x), lambda buffer: buffer.view(dtype).view(shape)
+        return mark_as_packed(copy.view(-1).view(torch.uint8), x), lambda buffer: buffer.view(dtype).view(shape)
 
     def keep_half(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return ``x`` in 16 bits, itself or as float16 times a power of two, and what makes a contiguous ``x`` of it.
@@ -103,7 +103,7 @@ class Saving(Codes):
             _SCALED.decode(buffer, out)
             return out
 
-        return stand_for(buffer, x), restore
+        return mark_as_packed(buffer, x), restore
 
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor in one bit an element, and what restores it."""
@@ -116,7 +116,7 @@ class Saving(Codes):
             if not saves_are_dropped():
                 kernel.encode(mask, buffer, 0)
             packed = Packed(buffer, tuple(mask.shape), mask.stride(), torch.bool, 1, self.group_size)
-        return stand_for(packed.buffer, mask), _restore(packed, self.impl)
+        return mark_as_packed(packed.buffer, mask), _restore(packed, self.impl)
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether a fused Triton kernel that keeps codes serves ``x``."""

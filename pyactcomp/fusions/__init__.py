@@ -9,8 +9,9 @@ from torch.nn import Module
 
 from ..codec.seeds import Seeds
 from ..config import Config
+from ..engine.marks import FUSING
 from . import families, head
-from .base import ATTRIBUTE, Fusing, LeftAlone
+from .base import Fusing, LeftAlone
 from .fusion import Fused, Fusion, is_form, original_of
 from .untouched import untouched
 
@@ -57,10 +58,10 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
         )
     state = Fusing(config, tuple(alone), seeds)
     try:
-        model.__dict__[ATTRIBUTE] = state
+        FUSING.set(model, state)
         for module, fused in plan.items():
             module.__class__ = fused
-            module.__dict__[ATTRIBUTE] = state
+            FUSING.set(module, state)
     except BaseException:
         unfuse(model)
         raise
@@ -74,7 +75,7 @@ def unfuse(model: Module) -> None:
     own forward.
     """
     for module in model.modules():
-        if module.__dict__.pop(ATTRIBUTE, None) is not None and is_form(type(module)):
+        if FUSING.pop(module) is not None and is_form(type(module)):
             module.__class__ = original_of(type(module))
 
 
@@ -83,13 +84,13 @@ def fused_modules(model: Module) -> list[tuple[str, str]]:
     return [
         (name, next(base.__bases__[0].__name__ for base in type(module).__mro__ if is_form(base)))
         for name, module in model.named_modules()
-        if isinstance(module, Fused) and ATTRIBUTE in module.__dict__
+        if isinstance(module, Fused) and FUSING.get(module) is not None
     ]
 
 
 def left_alone(model: Module) -> list[LeftAlone]:
     """Return the modules that there is a fused form for, but that others have changed or that are skipped."""
-    state: Fusing | None = model.__dict__.get(ATTRIBUTE)
+    state: Fusing | None = FUSING.get(model)
     return list(state.left_alone) if state is not None else []
 
 

@@ -12,10 +12,9 @@ from torch.nn import Module
 
 from ..codec.seeds import Seeds
 from ..config import Config
+from ..engine.marks import FUSING
 from ..functional.codes import Codes
 from ..readers.observer import transformed
-
-ATTRIBUTE = "_pyactcomp_fusing"
 
 
 class LeftAlone(NamedTuple):
@@ -74,7 +73,7 @@ def fusing(module: Module) -> Codes | None:
     It does not depend on hooks, so a checkpointed function
     takes the same way when it runs again in backward.
     """
-    state: Fusing | None = module.__dict__.get(ATTRIBUTE)
+    state: Fusing | None = FUSING.get(module)
     if (
         state is None
         or state.paused
@@ -90,5 +89,6 @@ def fusing(module: Module) -> Codes | None:
 
 def codes_again(module: Module) -> Codes:
     """Return the codes for one more call in a forward that runs fused: they have another seed."""
-    state: Fusing = module.__dict__[ATTRIBUTE]
+    state: Fusing | None = FUSING.get(module)
+    assert state is not None  # only a fused forward asks
     return state.codes()

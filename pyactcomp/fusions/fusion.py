@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
+from ..engine.marks import FORM, FUSING
 from ..functional.codes import Codes
-from .base import ATTRIBUTE, Fusing, fusing
-
-_FORM = "_pyactcomp_form"
+from .base import Fusing, fusing
 
 
 class Fused(Module):
@@ -64,7 +63,7 @@ def form_of(fused: type[Fused], original: type[Module]) -> type[Module]:
     bases = fused, original
     if bases not in _forms:
         qualified = f"{fused.__qualname__}({original.__qualname__})"
-        space = {"__module__": fused.__module__, "__qualname__": qualified, _FORM: True}
+        space = {"__module__": fused.__module__, "__qualname__": qualified, FORM.name: True}
         _forms[bases] = cast("type[Module]", type(original.__name__, bases, space))
     return _forms[bases]
 
@@ -74,7 +73,7 @@ _forms: dict[tuple[type[Fused], type[Module]], type[Module]] = {}
 
 def is_form(cls: type) -> bool:
     """Return whether a class was made by :func:`form_of`."""
-    return _FORM in vars(cls)
+    return FORM.get(cls) is not None
 
 
 def original_of(cls: type[Module]) -> type[Module]:
@@ -102,7 +101,7 @@ def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
     Beside what :func:`.base.fusing` tells, that is where an input is no plain tensor, needs no gradient or is smaller
     than ``min_bytes``: the engine keeps such tensors exact. Complex ones are for the module's own class to refuse.
     """
-    state: Fusing | None = module.__dict__.get(ATTRIBUTE)
+    state: Fusing | None = FUSING.get(module)
     if state is None:
         return None
     for x in inputs:
@@ -115,7 +114,8 @@ def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
 
 def attention_codes(module: Module, codes: Codes) -> Codes:
     """Return ``codes`` for queries and keys: 16 bits where ``config.attention`` is "exact", as the engine has them."""
-    state: Fusing = module.__dict__[ATTRIBUTE]
+    state: Fusing | None = FUSING.get(module)
+    assert state is not None  # only a fused forward asks
     return _sixteen_bits(codes) if codes.bits is not None and state.config.attention == "exact" else codes
 
 

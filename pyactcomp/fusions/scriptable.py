@@ -8,8 +8,8 @@ from weakref import ref
 
 from torch.nn import Module
 
+from ..engine.marks import FUSING
 from ..errors import PyactcompError
-from .base import ATTRIBUTE
 from .fusion import is_form, original_of
 
 
@@ -42,7 +42,7 @@ class Scriptable:
             cls = original_of(type(module)) if is_form(type(module)) else type(module)
             twin = twins[module] = cls.__new__(cls)
             twin.__dict__.update(module.__dict__)
-            for name in (ATTRIBUTE, self.NAME):
+            for name in (FUSING.name, self.NAME):
                 twin.__dict__.pop(name, None)
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, name)

@@ -12,7 +12,8 @@ from torch.autograd.graph import increment_version
 
 from ...codec.kernels import triton as codec_kernels
 from ...codec.layouts import elementwise_layout, layout_of
-from ...engine.recompute import Compute, is_reported
+from ...engine.recipes import Compute
+from ...engine.recompute import mark_as_packed
 from ...torch_private import dispatch_mode_active
 from ..elementwise import FLAT_TILE, Elementwise, dense, elementwise
 from ..launch import buffer, keys, written_bits
@@ -117,8 +118,8 @@ def silu_mul(
     up_layout = layout_of(up)
     up = on.arrange(up)
     dtype = gate.dtype
-    # In a report each tensor counts by memory of its own.
-    if inplace and _owns_memory(up) and not is_reported() and not dispatch_mode_active():
+    overwrite = inplace and _owns_memory(up) and not dispatch_mode_active()
+    if overwrite:
         increment_version(up)
         out = up.data
     else:
@@ -130,6 +131,8 @@ def silu_mul(
     form = () if exact else (*groups, keeps_up)
     operands = (gate, up) if keeps_up else (gate,)
     kept = operands if exact else tuple(buffer(x, how) for x in operands)
+    if overwrite and keeps_up and not exact:
+        mark_as_packed(kept[1], up, overwritten=True)
     if written_bits(how.bits):
         constants = (*groups, how.stochastic, keeps_up)
         tensors = (gate, up, out, kept[0], kept[-1])

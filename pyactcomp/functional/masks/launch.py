@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codec import format as fmt
-from ...engine.recompute import stand_for
+from ...engine.recompute import mark_as_packed
 from ..elementwise import elementwise
 from . import kernels
 
@@ -21,7 +21,7 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Te
     on = elementwise(x)
     out = x if inplace else on.empty(x.dtype)
     nbytes = fmt.packed_bool_nbytes(x.numel())
-    positive = stand_for(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
+    positive = mark_as_packed(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
     on.launch(kernels, "relu_kernel", (), (x, out, positive))
 
     def backward(positive: Tensor, grad: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ...engine.marks import RECTIFIED
 from ...functional import Codes
 from ...functional.convolutional.batch_norm import batch_norm
 from ...functional.convolutional.max_pool import max_pool2d
@@ -21,7 +22,6 @@ from ..untouched import plain, untouched
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
 _RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
 _BYPASSED = ("bn1", "bn2", "bn3", "act1", "act2", "act3", "relu", "drop_block", "aa")
-_RECTIFIED = "_pyactcomp_rectified"
 
 
 def _normalise(
@@ -86,7 +86,7 @@ class BatchNormReLU2d(Fused, nn.BatchNorm2d):
         if codes is None or input.dim() != 4 or untouched(self) is not None:
             return super().forward(input)
         out = _normalise(self, input, codes, relu=True)
-        setattr(out, _RECTIFIED, out._version)
+        RECTIFIED.set(out, out._version)
         return out
 
 
@@ -95,7 +95,7 @@ class PassingReLU(Fused, nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply ReLU, once."""
-        if getattr(input, _RECTIFIED, None) == input._version:
+        if RECTIFIED.get(input) == input._version:
             return input
         return super().forward(input)
 

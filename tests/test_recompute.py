@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp.engine import policy, recompute
+from pyactcomp.engine import policy
+from pyactcomp.engine.recipes import Recipe, Redone
 from pyactcomp.engine.saved import Region
 
 LOSSLESS = {"mode": "lossless", "min_bytes": 0}
@@ -152,8 +153,8 @@ def test_nll_loss_gets_no_more_than_the_shape_of_what_it_saved(monkeypatch: pyte
 
     x = leaf(16, 32)
     made = []
-    monkeypatch.setattr(recompute.Redone, "_make", lambda self: made.append(self.shape) or make(self))
-    make = recompute.Redone._make
+    monkeypatch.setattr(Redone, "_make", lambda self: made.append(self.shape) or make(self))
+    make = Redone._make
     assert_same(gradients(loss_of, x, **LOSSLESS), gradients(loss_of, x))
     assert made == []
 
@@ -259,9 +260,9 @@ def reasons_in_projections(block: Block) -> list[str | None]:
 
 def test_a_layer_norm_is_made_again_once_with_its_own_eps(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = step(block, autocast=False)
-    made: list[recompute.Redone] = []
-    real = recompute.Redone._make
-    monkeypatch.setattr(recompute.Redone, "_make", lambda self: made.append(self) or real(self))
+    made: list[Redone] = []
+    real = Redone._make
+    monkeypatch.setattr(Redone, "_make", lambda self: made.append(self) or real(self))
     pyactcomp.compress(block, **LOSSLESS, fuse=False)
     assert_same(step(block, autocast=False), exact)
     assert reasons_in_projections(block).count(policy.REDONE) == 3
@@ -487,7 +488,7 @@ def test_long_chains_of_products_rest_on_no_more_than_two_recipes(chain: Callabl
     with pyactcomp.compressed(**LOSSLESS):
         y = chain(x)
     # One that torch.compile has made up while it traced has nothing in it.
-    deepest = max(getattr(o, "depth", 0) for o in gc.get_objects() if type(o) is recompute.Recipe)
+    deepest = max(getattr(o, "depth", 0) for o in gc.get_objects() if type(o) is Recipe)
     assert deepest <= 2
     y.sum().backward()
     assert x.grad is not None
@@ -496,7 +497,7 @@ def test_long_chains_of_products_rest_on_no_more_than_two_recipes(chain: Callabl
 
 def test_nothing_is_held_once_the_graph_is_gone() -> None:
     def held() -> int:
-        return sum(type(o) in (recompute.Recipe, recompute.Redone, Region) for o in gc.get_objects())
+        return sum(type(o) in (Recipe, Redone, Region) for o in gc.get_objects())
 
     gc.collect()
     before = held()
