@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -14,14 +14,15 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from . import codec
-from .config import Config
+from . import codec, fusions
+from .codec import Impl, Rounding
+from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.marks import FUSING
 from .engine.policy import SKIPPED
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session
 from .errors import PyactcompError
-from .fusions import Fusing, fuse, unfuse
+from .fusions import Fusing, unfuse
 from .fusions.scriptable import Scriptable
 from .fusions.untouched import untouched
 from .torch_private import constant_in_graphs
@@ -135,7 +136,7 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
     before = [(module, module.__class__, FUSING.get(module)) for module in model.modules()]
     unfuse(model)
     try:
-        fuse(model, config, _skipped_modules(model, config))
+        fusions.fuse(model, config, _skipped_modules(model, config))
         yield
     finally:
         unfuse(model)
@@ -199,7 +200,23 @@ def _check_implementation(model: Module, config: Config) -> None:
             codec.resolve(config.impl, device)
 
 
-def compress(model: Module, **options: Any) -> Module:
+def compress(
+    model: Module,
+    *,
+    mode: Mode = "int8",
+    fuse: bool = True,
+    fuse_head: bool = False,
+    group_size: int = 64,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    min_bytes: int = MIN_BYTES,
+    skip: Iterable[Skip] = (),
+    impl: Impl = "auto",
+    unknown: Exactness = "exact",
+    attention: Exactness = "exact",
+    keep_weight_copies: bool = False,
+    on_conflict: OnConflict = "raise",
+) -> Module:
     """Store less of what autograd saves in the forward of ``model``: what must be stored, in 8 bits or without loss.
 
     Parameters
@@ -208,9 +225,9 @@ def compress(model: Module, **options: Any) -> Module:
         Changed in place, by hooks and by the classes of the modules in it that have a fused form. Use the outermost
         module that you call: whatever runs in its forward in training mode is covered, a loss computed outside is
         not (see :class:`compressed`).
-    **options
-        The fields of :class:`Config`: ``mode``, ``fuse``, ``fuse_head``, ``group_size``, ``rounding``, ``seed``,
-        ``min_bytes``, ``skip``, ``impl``, ``unknown``, ``attention``, ``keep_weight_copies``, ``on_conflict``.
+    mode, fuse, fuse_head, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, \
+on_conflict
+        As in :class:`Config`.
 
     Returns
     -------
@@ -241,7 +258,21 @@ def compress(model: Module, **options: Any) -> Module:
     """
     if not isinstance(model, Module):
         raise TypeError(f"compress expects a torch.nn.Module, got {type(model).__name__}")
-    config = Config(**options)
+    config = Config(
+        mode=mode,
+        fuse=fuse,
+        fuse_head=fuse_head,
+        group_size=group_size,
+        rounding=rounding,
+        seed=seed,
+        min_bytes=min_bytes,
+        skip=skip,
+        impl=impl,
+        unknown=unknown,
+        attention=attention,
+        keep_weight_copies=keep_weight_copies,
+        on_conflict=on_conflict,
+    )
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
     for root in _roots:
@@ -250,7 +281,7 @@ def compress(model: Module, **options: Any) -> Module:
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     unfuse(model)  # what a compressed model that is gone, or a copy of one, left in this module
-    fusing = fuse(model, config, skipped)
+    fusing = fusions.fuse(model, config, skipped)
     session = Session(config, fusing.seeds)
     # First in and last out: whatever other hooks of the module do runs inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
@@ -305,13 +336,14 @@ class Compressed(contextlib.ContextDecorator):
     model : Module, optional
         Tells which parameters and buffers must never be compressed and names them in errors. Without it, leaves
         that require grad are recognised, and frozen parameters by their type.
-    **options
-        The fields of :class:`Config`; ``skip`` needs ``model``, and modules are not swapped for fused ones here.
+    mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict
+        As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so :func:`compress` alone has
+        ``fuse`` and ``fuse_head``.
 
     Raises
     ------
-    ValueError
-        For ``fuse=True``, ``fuse_head=True`` or an option that has no such value.
+    TypeError, ValueError
+        For an option that has no such value.
     HookConflictError
         On entering, if other saved-tensor hooks are active.
 
@@ -327,12 +359,38 @@ class Compressed(contextlib.ContextDecorator):
     (1048576, 786432)
     """
 
-    def __init__(self, model: Module | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Module | None = None,
+        *,
+        mode: Mode = "int8",
+        group_size: int = 64,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+        min_bytes: int = MIN_BYTES,
+        skip: Iterable[Skip] = (),
+        impl: Impl = "auto",
+        unknown: Exactness = "exact",
+        attention: Exactness = "exact",
+        keep_weight_copies: bool = False,
+        on_conflict: OnConflict = "raise",
+    ) -> None:
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"compressed expects a torch.nn.Module or nothing, got {type(model).__name__}")
-        config = Config(**{"fuse": False, **options})
-        if config.fuse or config.fuse_head:
-            raise ValueError("compressed() changes no modules; for fuse and fuse_head call compress(model, ...)")
+        config = Config(
+            mode=mode,
+            fuse=False,
+            group_size=group_size,
+            rounding=rounding,
+            seed=seed,
+            min_bytes=min_bytes,
+            skip=skip,
+            impl=impl,
+            unknown=unknown,
+            attention=attention,
+            keep_weight_copies=keep_weight_copies,
+            on_conflict=on_conflict,
+        )
         if config.skip and model is None:
             raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
         self.model = model

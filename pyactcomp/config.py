@@ -14,6 +14,7 @@ from .errors import check_choice, check_integer
 
 Mode = Literal["int8", "lossless"]
 OnConflict = Literal["raise", "skip"]
+Exactness = Literal["exact", "int8"]
 Skip = str | type[torch.nn.Module]
 
 MODES: tuple[Mode, ...] = ("int8", "lossless")
@@ -77,10 +78,10 @@ class Config:
     rounding: Rounding = "nearest"
     seed: int = 0
     min_bytes: int = MIN_BYTES
-    skip: tuple[Skip, ...] = ()
+    skip: Iterable[Skip] = ()
     impl: Impl = "auto"
-    unknown: Literal["exact", "int8"] = "exact"
-    attention: Literal["exact", "int8"] = "exact"
+    unknown: Exactness = "exact"
+    attention: Exactness = "exact"
     keep_weight_copies: bool = False
     on_conflict: OnConflict = "raise"
 

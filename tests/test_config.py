@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import pickle
+import sys
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
 import torch
 
+import pyactcomp
 from pyactcomp import Config, codec
 from pyactcomp.codec import format as fmt
 
@@ -118,3 +123,41 @@ def test_an_unknown_option_is_a_type_error(option: str) -> None:
 def test_every_field_is_documented() -> None:
     documented = Config.__doc__ or ""
     assert [field.name for field in fields(Config) if f"    {field.name} : " not in documented] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "without"),
+    [(pyactcomp.compress, set()), (pyactcomp.compressed, {"fuse", "fuse_head"})],
+    ids=["compress", "compressed"],
+)
+def test_signatures_spell_out_every_option(function: Callable[..., Any], without: set[str]) -> None:
+    keywords = {
+        name: (parameter.default, parameter.annotation)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert keywords == {f.name: (f.default, f.type) for f in fields(Config) if f.name not in without}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("mode", "lossless"), ("group_size", 128), ("rounding", "stochastic"), ("seed", 7), ("min_bytes", 0)),
+        *(("skip", [torch.nn.Linear]), ("impl", "reference"), ("unknown", "int8"), ("attention", "int8")),
+        *(("keep_weight_copies", True), ("on_conflict", "skip"), ("fuse", False), ("fuse_head", True)),
+    ],
+)
+def test_every_option_reaches_the_configuration(option: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Config] = []
+    monkeypatch.setattr(
+        sys.modules["pyactcomp.compress"], "Config", lambda **options: asked.append(Config(**options)) or asked[-1]
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    calls = [lambda: pyactcomp.compress(model, **{option: value})]
+    if option not in ("fuse", "fuse_head"):
+        calls.append(lambda: pyactcomp.compressed(model, **{option: value}))
+    for call in calls:
+        with contextlib.suppress(ValueError):  # this model has no head to fuse
+            call()
+    expected = tuple(value) if option == "skip" else value
+    assert [getattr(config, option) for config in asked] == [expected] * len(calls)
