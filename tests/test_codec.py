@@ -16,8 +16,8 @@ from torch import Tensor
 
 import pyactcomp
 from pyactcomp import ImplementationUnavailableError, Packed, PyactcompError, codec
+from pyactcomp.codec import api, reference
 from pyactcomp.codec import format as fmt
-from pyactcomp.codec import reference
 from pyactcomp.codec.layouts import is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -243,7 +243,7 @@ def test_an_unusable_implementation_is_named_and_only_auto_passes_it_over(
     def reason(impl: str, device: torch.device) -> str | None:
         return None if impl == "reference" else f"no {impl}: install the thing"
 
-    monkeypatch.setattr(codec, "unavailable_reason", reason)
+    monkeypatch.setattr(api, "unavailable_reason", reason)
     x = randn(100)
     assert codec.resolve("auto", x.device) == "reference"
     assert torch.equal(pyactcomp.quantize(x).buffer, reference.quantize(x))
@@ -255,11 +255,11 @@ def test_an_unusable_implementation_is_named_and_only_auto_passes_it_over(
 
 
 def test_auto_takes_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch, fresh_choice: None) -> None:
-    monkeypatch.setattr(codec, "unavailable_reason", lambda impl, device: None)
+    monkeypatch.setattr(api, "unavailable_reason", lambda impl, device: None)
     assert codec.resolve("auto", torch.device("cpu")) == "cpu"
     assert codec.resolve("auto", torch.device("cuda", 1)) == "cuda"
     codec.resolve.cache_clear()
-    monkeypatch.setattr(codec, "unavailable_reason", lambda impl, device: "no nvcc" if impl == "cuda" else None)
+    monkeypatch.setattr(api, "unavailable_reason", lambda impl, device: "no nvcc" if impl == "cuda" else None)
     assert codec.resolve("auto", torch.device("cuda", 1)) == "triton"
 
 

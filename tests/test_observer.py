@@ -485,7 +485,7 @@ class Mistaken:
 @pytest.fixture
 def mistaken(watching: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Mistaken(watching)
-    for module in ("engine", "saved"):
+    for module in ("engine.frame", "engine.saved"):
         monkeypatch.setattr(f"pyactcomp.{module}.observer", lambda: wrong)
 
 
