@@ -224,7 +224,7 @@ def compress(
     model : Module
         Changed in place, by hooks and by the classes of the modules in it that have a fused form. Use the outermost
         module that you call: whatever runs in its forward in training mode is covered, a loss computed outside is
-        not (see :class:`compressed`).
+        not (see :func:`compressed`).
     mode, fuse, fuse_head, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, \
 on_conflict
         As in :class:`Config`.
@@ -329,7 +329,52 @@ def decompress(model: Module) -> Module:
 
 
 class Compressed(contextlib.ContextDecorator):
-    """Compresses what autograd saves inside a ``with`` block, a loss outside the model included.
+    """The context manager that :func:`compressed` returns, for a model and a configuration that fuses nothing."""
+
+    def __init__(self, model: Module | None, config: Config) -> None:
+        if model is not None:
+            _check_implementation(model, config)
+        self.model = model
+        self.session = Session(config)
+        self._exact = _skipped_modules(model, config) if model is not None else []
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Compressed:
+        try:
+            self.session.open(self.model)
+        except PyactcompError:
+            self.session.close()
+            raise
+        self._handles = _keep_exact(self.session, self._exact)
+        if self.model is not None:
+            self._handles += _offer_layer_norms(self.session, self.model)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.session.close()
+
+
+def compressed(
+    model: Module | None = None,
+    *,
+    mode: Mode = "int8",
+    group_size: int = 64,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    min_bytes: int = MIN_BYTES,
+    skip: Iterable[Skip] = (),
+    impl: Impl = "auto",
+    unknown: Exactness = "exact",
+    attention: Exactness = "exact",
+    keep_weight_copies: bool = False,
+    on_conflict: OnConflict = "raise",
+) -> Compressed:
+    """Compress what autograd saves inside a ``with`` block, a loss outside the model included.
 
     Parameters
     ----------
@@ -358,66 +403,22 @@ class Compressed(contextlib.ContextDecorator):
     >>> r.unique_bytes, r.stored_bytes       # log_softmax's result takes 16 bits, the input of the model is kept
     (1048576, 786432)
     """
-
-    def __init__(
-        self,
-        model: Module | None = None,
-        *,
-        mode: Mode = "int8",
-        group_size: int = 64,
-        rounding: Rounding = "nearest",
-        seed: int = 0,
-        min_bytes: int = MIN_BYTES,
-        skip: Iterable[Skip] = (),
-        impl: Impl = "auto",
-        unknown: Exactness = "exact",
-        attention: Exactness = "exact",
-        keep_weight_copies: bool = False,
-        on_conflict: OnConflict = "raise",
-    ) -> None:
-        if model is not None and not isinstance(model, Module):
-            raise TypeError(f"compressed expects a torch.nn.Module or nothing, got {type(model).__name__}")
-        config = Config(
-            mode=mode,
-            fuse=False,
-            group_size=group_size,
-            rounding=rounding,
-            seed=seed,
-            min_bytes=min_bytes,
-            skip=skip,
-            impl=impl,
-            unknown=unknown,
-            attention=attention,
-            keep_weight_copies=keep_weight_copies,
-            on_conflict=on_conflict,
-        )
-        if config.skip and model is None:
-            raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
-        self.model = model
-        self.session = Session(config)
-        self._exact = _skipped_modules(model, config) if model is not None else []
-        self._handles: list[RemovableHandle] = []
-        if model is not None:
-            _check_implementation(model, config)
-
-    def __enter__(self) -> Compressed:
-        try:
-            self.session.open(self.model)
-        except PyactcompError:
-            self.session.close()
-            raise
-        self._handles = _keep_exact(self.session, self._exact)
-        if self.model is not None:
-            self._handles += _offer_layer_norms(self.session, self.model)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.session.close()
-
-
-compressed = Compressed
+    if model is not None and not isinstance(model, Module):
+        raise TypeError(f"compressed expects a torch.nn.Module or nothing, got {type(model).__name__}")
+    config = Config(
+        mode=mode,
+        fuse=False,
+        group_size=group_size,
+        rounding=rounding,
+        seed=seed,
+        min_bytes=min_bytes,
+        skip=skip,
+        impl=impl,
+        unknown=unknown,
+        attention=attention,
+        keep_weight_copies=keep_weight_copies,
+        on_conflict=on_conflict,
+    )
+    if model is None and config.skip:
+        raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
+    return Compressed(model, config)

@@ -15,7 +15,6 @@ _PUBLIC = {
     for page in Path("docs/api").glob("*.md")
     for found in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
 }
-_PUBLIC["compressed"] = _PUBLIC["Compressed"]
 
 
 def _link(match: re.Match[str]) -> str:

@@ -81,8 +81,8 @@ class Checked(Compressed):
     """
 
     def __init__(self, model: Module, config: Config) -> None:
-        super().__init__(model, **vars(config))
-        self.session = CheckedSession(self.session.config)
+        super().__init__(model, config)
+        self.session = CheckedSession(config)
 
 
 def _values_are_not_read(saved: Saved) -> bool:

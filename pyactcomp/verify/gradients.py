@@ -169,7 +169,7 @@ def _look(
     loss_compressed, compressed = compressed_by(lossless, Checked(model, replace(lossless, fuse=False)))
     if config.mode != "lossless":
         del compressed
-        hooks = Compressed(model, **{**vars(config), "fuse": False, "fuse_head": False})
+        hooks = Compressed(model, replace(config, fuse=False, fuse_head=False))
         loss_compressed, compressed = compressed_by(config, hooks)
 
     errors: dict[str, float] = {}
