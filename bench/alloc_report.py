@@ -101,9 +101,9 @@ def pair_table(rows: Iterable[Row]) -> str:
     if not parts:
         return ""
     note = (
-        "Hot; median over the rounds, each a process; x native: median of the ratios to native's process of the same "
-        "round. alloc + delete: torch's own interface to its allocator, from Python. Threads are native, hold no "
-        "interpreter lock and have a stream each; ns a pair is a thread's, operations/s are all threads' together."
+        "Hot; median over the rounds, one process per round. x native: median of the ratios to the native process of "
+        "the same round. alloc + delete: torch's own interface to its allocator, from Python. Threads are native, hold "
+        "no interpreter lock and use one stream each; ns a pair is per thread, operations/s is over all threads."
     )
     measured = [row for own in found.values() for row in own]
     return section(*parts, note, conditions(measured), _failed(everything, COLUMNS))
@@ -148,12 +148,12 @@ def training_table(rows: Iterable[Row]) -> str:
     )  # fmt: skip
     counts = sorted({len(own) for own in found.values()})
     note = (
-        f"{' or '.join(map(str, counts))} interleaved runs each, a process a run, same seeds. Peaks: of the worst run. "
-        "reserved / native allocated: over native's peak allocated in the same round. utilisation: peak active over "
-        "peak reserved. drop / reserved: how far cudaMemGetInfo's free bytes fell during the run, over what the "
-        "allocator says it reserved meanwhile. step ms: mean of the steps after the first 5, growth included; "
-        "x native: mean of the rounds' ratios and its 95 % interval. driver ms: ours by its own clock, native's by "
-        "acquiring the same segments again after the run."
+        f"{' or '.join(map(str, counts))} interleaved runs each, one process per run, with the same seeds. Peaks: the "
+        "worst run. reserved / native allocated: over the native peak allocated in the same round. utilisation: peak "
+        "active over peak reserved. drop / reserved: the drop of cudaMemGetInfo's free bytes during the run, over the "
+        "bytes that the allocator reports as reserved meanwhile. step ms: mean of the steps after the first 5, growth "
+        "included. x native: mean of the rounds' ratios and the 95 % interval of the mean. driver ms: pyactcomp by its "
+        "own clock, native by acquiring the same segments again after the run."
     )
     described = "\n".join(
         f"- `{name}`: {WORKLOADS[name].conditions}" for name in dict.fromkeys(key[1] for key in found)
@@ -191,10 +191,10 @@ def prediction_table(rows: Iterable[Row]) -> str:
     header = ("workload", "method", "predicted GiB", "real GiB", "error %", "events", "replay s")
     counts = sorted({len(own) for own in found.values()})
     note = (
-        f"Peak reserved. {' or '.join(map(str, counts))} rounds, of which the one with the largest error is shown; in "
-        "each a process under native recorded itself, and the replay of that recording predicts what processes of "
-        f"their own then really reserved, native's own row included. Bold: beyond {BARS[OURS]:.1%} for "
-        f"{OURS}, or not exact for {NATIVE}."
+        f"Peak reserved; {' or '.join(map(str, counts))} rounds, the one with the largest error shown. In each round a "
+        "process under the native allocator records itself; the replay of that recording predicts the peak of each "
+        "allocator, and a process of its own under each allocator measures the peak, native included. Bold: beyond "
+        f"{BARS[OURS]:.1%} for {OURS}, or not exact for {NATIVE}."
     )
     measured = [row for own in found.values() for row in own]
     return section(table(header, lines), note, conditions(measured), _failed(everything, known))
@@ -234,10 +234,11 @@ def traces_table(rows: Iterable[Row]) -> str:
         "driver ms", "native's driver ms", "created", "moved",
     )  # fmt: skip
     note = (
-        "Peak reserved of a replay on the simulated device over the peak allocated that the run itself recorded, on an "
-        "H200 under the native allocator; beside it the same ratio of that run, and of one with expandable_segments. "
-        "driver ms: estimated from measured costs of each call, native's as 60 us a segment. created: handles or "
-        "segments; moved: handles mapped elsewhere instead of asking for new ones."
+        "reserved: peak of a replay on the simulated device. reserved / allocated: that peak over the peak allocated "
+        "that the recorded run measured, on an H200 under the native allocator. recorded: the same ratio in the "
+        "recorded run, and in a run with expandable_segments. driver ms: estimated from the measured cost of each "
+        "call; for native, 60 us a segment. created: handles or segments. moved: handles mapped elsewhere instead of "
+        "asking the driver for new ones."
     )
     return section(table(header, lines), note, conditions(found), reasons(found))
 

@@ -140,9 +140,9 @@ def families_table(rows: Sequence[Row]) -> str:
     )  # fmt: skip
     lines = [_line(key, groups[key]) for key in keys] + [_line(("all", ""), found)]
     note = (
-        "int8: relative L2 error over all gradients of one step; bfloat16: that of the same step under autocast. Above "
-        f"limit: int8 above {100 * LIMIT:g} % and above bfloat16's own; with checkpointing: above {100 * LIMIT:g} % "
-        "and above twice bfloat16's. Ratio: bytes held for backward, over those that plain torch holds."
+        "int8: relative L2 error over all gradients of one step. bfloat16: the same error under bfloat16 autocast. "
+        f"Above limit: int8 above {100 * LIMIT:g} % and above bfloat16. With checkpointing: above {100 * LIMIT:g} % "
+        "and above twice bfloat16. Ratio: bytes held for backward, over the bytes that plain torch holds."
     )
     return section(table(header, lines), note, conditions(found))
 
@@ -177,7 +177,8 @@ def failures_list(rows: Sequence[Row]) -> str:
         if row["status"] != "ok":
             found.setdefault(f"{row['status']}: {row['reason']}", []).append(name(row))
     lines = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    return "\n".join(f"- {reason} — {', '.join(names)}" for reason, names in lines) or ("None." if rows else "")
+    quoted = (f"- `` {reason.replace('``', '` `')} ``: {', '.join(names)}" for reason, names in lines)
+    return "\n".join(quoted) or ("None." if rows else "")
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -84,11 +84,12 @@ def steps_table(rows: Iterable[Row]) -> str:
         "workload", "method", "step ms", "x vanilla", "act GiB", "x", "peak - base GiB", "x", "gradient error"
     )  # fmt: skip
     note = (
-        f"Median of the steps after 3 warm-up steps, each on the quickest of {CPUS_TRIED} CPUs just before, with the "
-        f"20th and 80th percentile where these are more than {SPREAD:.0%} of it apart: there the step waits for the "
-        "host. Every ratio is to the vanilla step of the same run, and `vanilla-again` shows that run's drift. act: "
-        "allocated by the forward; peak - base: above weights and optimizer state; gradient error: relative L2 over "
-        "all gradients of step 1, beside vanilla against vanilla."
+        "Step: median after 3 warm-up steps, each step on the quickest of "
+        f"{CPUS_TRIED} CPUs just before. In brackets: the 20th and 80th percentile, where they lie more than "
+        f"{SPREAD:.0%} of the median apart because the step waits for the host. Every ratio is to the vanilla step of "
+        "the same run; `vanilla-again` shows that run's drift. act: bytes that the forward allocates. peak - base: "
+        "peak above weights and optimizer state. gradient error: relative L2 over all gradients of step 1, beside the "
+        "error of vanilla against vanilla."
     )
     return section(table(header, lines), note, _hosts(found), conditions(found), reasons(found))
 
@@ -99,8 +100,8 @@ def _hosts(rows: Iterable[Row]) -> str:
     if not loops or loops[-1] - loops[0] <= SPREAD * loops[0]:
         return ""
     return (
-        f"Beside these steps a fixed loop of Python took from {loops[0]:.0f} to {loops[-1]:.0f} ms: so far apart were "
-        "the hosts that some of them wait for."
+        f"A fixed loop of Python beside these steps took from {loops[0]:.0f} to {loops[-1]:.0f} ms: so far apart were "
+        "the hosts, and some steps wait for their host."
     )
 
 
@@ -204,8 +205,8 @@ def summary_table(rows: Iterable[Row]) -> str:
         return ""
     header = ("", "plain PyTorch", "pyactcomp int8", "checkpointing", "quickest peer")
     note = (
-        "Step, activations, peak above weights and optimizer: absolute for plain PyTorch, for the others as multiples. "
-        "Quickest peer: the shortest step among " + ", ".join(PEERS) + "."
+        "Each cell: step, activations, peak above weights and optimizer; absolute for plain PyTorch, multiples of "
+        "plain PyTorch for the others. Quickest peer: the shortest step among " + ", ".join(PEERS) + "."
     )
     on = f"Measured on {shown[0]['origin']['device']}, torch {shown[0]['origin']['torch']}."
     more = "All methods, their errors and the conditions of each row: [docs/benchmarks.md](docs/benchmarks.md)."

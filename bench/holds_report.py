@@ -137,12 +137,12 @@ def holds_table(rows: Iterable[Row]) -> str:
         "task", "arm", "metric", "validation loss", "act x", "mean degradation", "95 % bound", "limit", "verdict"
     )  # fmt: skip
     note = (
-        f"Means over {SEEDS} seeds. An arm starts from the weights and sees the data, in the order, that vanilla does "
-        "with the same seed; degradation: how much worse its metric ends, as a share of vanilla's mean. The bound is "
-        f"the upper end of the one-sided 95 % interval of the mean of the {SEEDS} paired differences (Student's t). "
-        "An arm holds where the bound is within the limit. `nearest2` stores what int8 compresses in 2 bits, rounded "
-        "to nearest, and shows that the test can tell: its mean must exceed the limit. act x: allocated by a "
-        "forward, against vanilla's."
+        f"Means over {SEEDS} seeds. With one seed, each arm starts from vanilla's weights and sees vanilla's data in "
+        "vanilla's order. degradation: how much worse the arm's metric ends, as a share of vanilla's mean. bound: the "
+        f"upper end of the one-sided 95 % interval of the mean of the {SEEDS} paired differences (Student's t). An arm "
+        "holds where the bound is within the limit. `nearest2` packs the same tensors as int8 in 2 bits, rounded to "
+        "nearest, and shows that the test can fail: the mean of `nearest2` must exceed the limit. act x: bytes that a "
+        "forward allocates, against vanilla."
     )
     notes = [TASKS[task].note for task in dict.fromkeys(outcome.task for outcome in found)]
     shown = [row for outcome in found for row in outcome.rows]

@@ -205,8 +205,8 @@ class Memorise(Task):
     name, metric, lower_is_better = "memorise", "bytes recalled with probability above 0.99", False
     known = 0.99
     note = (
-        "`memorise` ends at a loss near zero, where the gradient of the logits is a small difference of large numbers "
-        "and rounded log-probabilities show; it validates on what it trains on."
+        "`memorise` ends at a loss near zero: there the gradient of the logits is a small difference of large numbers, "
+        "so rounded log-probabilities show. Its validation data are its training data."
     )
     validate_every = 25
 

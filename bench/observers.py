@@ -145,8 +145,8 @@ def observers_table(rows: Iterable[Row]) -> str:
     ]
     header = ("model", "method", "stored, with", "stored, without", "stricter", "step, x with")
     note = (
-        "Stored: share of what autograd holds, with the library and without it. Stricter: saved tensors that want a "
-        "more exact form without the library. Step: median of the ratios of turns, and their range."
+        "Stored: share of the bytes that autograd holds, with the library and without. Stricter: saved tensors that "
+        "need a more exact form without the library. Step: median and range of the ratios of turns."
     )
     return section(table(header, lines), note, conditions(found), reasons(found))
 

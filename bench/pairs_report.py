@@ -49,9 +49,9 @@ def steps_table(rows: Iterable[Row]) -> str:
         "gradient error",
     )  # fmt: skip
     note = (
-        "Step: median of the ratios of pairs of turns, and their range; two processes on one GPU take turns. "
-        "Spread: the slowest turn of the earlier commit over its fastest; against itself: its odd turns over its even "
-        "ones. The other figures are before / after; act: allocated by a forward."
+        "Step: median and range of the ratios of paired turns; two processes on one GPU take turns. Spread: the "
+        "slowest turn of the earlier commit over the fastest. Against itself: odd turns of the earlier commit over "
+        "even ones. The other figures are before / after; act: bytes that a forward allocates."
     )
     return section(table(header, lines), note, _conditions(found), reasons(found))
 
@@ -69,8 +69,8 @@ def overhead_table(rows: Iterable[Row]) -> str:
         return ""
     header = ["workload", "", "before, best", "median", "after, best", "median"]
     note = (
-        "Host time per saved tensor, and (nothing) what compression adds to an operator that saves nothing; two "
-        "processes take turns."
+        "Host time per saved tensor; nothing: the time that compression adds to an operator without a saved tensor. "
+        "Two processes take turns."
     )
     return section(table(header, lines), note, _conditions(found), reasons(found))
 

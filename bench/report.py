@@ -44,7 +44,7 @@ def _codec_part(dtype: str, part: dict[tuple[str, ...], Row]) -> str:
     header = [f"{dtype}, share of copy", "", *names, f"time / copy at {names[0]}"]
     copies = [row for (_, method, phase), row in part.items() if method == "copy" and phase == "quantise"]
     largest = max(copies, key=lambda row: row["nbytes"], default=None)
-    note = "Bytes moved over time, as a share of the copy's in the same rounds (* where the copies themselves varied)."
+    note = "Bytes moved over time, as a share of the copy in the same rounds; * where the copies themselves varied."
     if largest is not None and largest["origin"]["device"] != "cpu":
         rate = largest["bytes_moved"] / largest["median_us"] / 1e6
         note += f" The copy moves {rate:.2f} TB/s at {largest['workload'].split('/')[1]}."
