@@ -49,11 +49,17 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {page for page in pages if f": {page}\n" not in navigation} == set()
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "examples" / "README.md"):
+def test_links_of_the_roots_pages_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"):
         links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
         assert links
         assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_design_is_short() -> None:
+    lines = (ROOT / "DESIGN.md").read_text().splitlines()
+    assert len(lines) <= 250, "reasons and measurements are in docs/design"
+    assert [line for line in lines if len(line) > 120] == []
 
 
 def test_drawings_are_those_of_their_program(tmp_path: Path) -> None:
