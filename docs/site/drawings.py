@@ -69,10 +69,10 @@ def saved() -> str:
             112,
             150,
             90,
-            "who reads it?",
-            "the observer names",
+            "the reader",
+            "the observer finds",
             "the operator, a table",
-            "what it needs",
+            "has its need",
             fill=TINT,
             stroke=OURS,
             bold=True,
@@ -99,14 +99,14 @@ def saved() -> str:
         note(
             10,
             326,
-            "Backward restores each tensor when an operator asks, and checks that it needs no more than was stored.",
+            "Backward restores each tensor when an operator asks, and checks the operator's need against the form.",
         )
     )
-    return drawing(890, 340, "What is stored in place of a saved tensor", *parts)
+    return drawing(890, 340, "A saved tensor and its forms", *parts)
 
 
 def fused() -> str:
-    """Return what is held of a gated block, plainly and compressed."""
+    """Return the tensors held of a gated block, plainly and compressed."""
     names = ("norm's input", "norm's output", "gate", "up", "SiLU(gate)", "product")
     plain = (1, 1, 3, 3, 3, 3)
     ours = (1, 0, 1.6, 0, 0, 0)
@@ -126,11 +126,11 @@ def fused() -> str:
         width = max(ours[i] * 90, 1)
         parts.append(bar(430, y, width, 22, OURS))
         parts.append(note(430 + width + 8, y + 16, why[i]))
-    return drawing(820, 244, "What a Llama's gated MLP holds for backward", *parts)
+    return drawing(820, 244, "Tensors of a Llama's gated MLP, held for backward", *parts)
 
 
 def segments() -> str:
-    """Return why segments fragment, and what mapping does instead."""
+    """Return segments that fragment, and handles that are mapped instead."""
     parts = [note(10, 20, "PyTorch's allocator: segments cannot change their size", color=INK)]
     x = 10
     for width, used in ((150, 60), (190, 80), (120, 40), (160, 70)):
