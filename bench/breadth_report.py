@@ -177,7 +177,9 @@ def failures_list(rows: Sequence[Row]) -> str:
         if row["status"] != "ok":
             found.setdefault(f"{row['status']}: {row['reason']}", []).append(name(row))
     lines = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    quoted = (f"- `` {reason.replace('``', '` `')} ``: {', '.join(names)}" for reason, names in lines)
+    quoted = (
+        f"- `` {reason.replace('``', '` `')} ``: {', '.join(f'`{each}`' for each in names)}" for reason, names in lines
+    )
     return "\n".join(quoted) or ("None." if rows else "")
 
 

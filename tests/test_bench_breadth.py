@@ -256,7 +256,7 @@ def test_families_are_counted() -> None:
     line = next(line for line in table.splitlines() if "| causal LM |" in line)
     assert "| 7 | 6 | 5 of 6 | 1.00 % | **not finite** | 1.75 % | 2 | 1 of 6 | 0.25 |" in line
     assert breadth_report.failures_list(ROWS) == (
-        "- `` not built: ImportError: timm is not installed ``: transformers/absent/CAUSAL_LM"
+        "- `` not built: ImportError: timm is not installed ``: `transformers/absent/CAUSAL_LM`"
     )
     text = breadth_report.summary(ROWS)
     assert "7 pairs of 7 architectures; built: 6 of 6; median stored ratio 0.250" in text
