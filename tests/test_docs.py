@@ -15,6 +15,7 @@ import pyactcomp
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "pyactcomp"
 REFERENCE = [
     path for page in (DOCS / "api").glob("*.md") for path in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
 ]
@@ -54,6 +55,24 @@ def test_links_of_the_roots_pages_lead_somewhere() -> None:
         links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
         assert links
         assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_layout_of_the_design_is_that_of_the_package() -> None:
+    layout = (ROOT / "DESIGN.md").read_text().partition("\npyactcomp/\n")[2].partition("\ntests/ ")[0]
+    named, room = set(), ""
+    for indent, names in re.findall(r"^( +)([\w./]+(?:, [\w./]+)*)", layout, re.MULTILINE):
+        if len(indent) > 4:  # a line that goes on
+            continue
+        room = "" if len(indent) == 2 else room
+        named |= {f"{room}{name.rstrip('/')}" for name in names.split(", ")}
+        room = room or names
+    files = {
+        str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*") if path.suffix in ("", ".py")
+    }
+    assert len(named) > 25
+    assert {name.removesuffix(".py") for name in named} - files == set()
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms - named == set()
 
 
 def test_the_design_is_short() -> None:
