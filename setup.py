@@ -1,11 +1,13 @@
 """Builds pyactcomp._core with CMake and ninja, and the libraries for torch; everything else is in pyproject.toml.
 
 ``PAC_CUDA=AUTO|ON|OFF`` in the environment decides about the CUDA kernels; AUTO builds them where nvcc is found. A
-wheel with ``ON`` has the build number ``1cuda``, which pip prefers to a wheel without one.
+wheel with ``ON`` has the build number ``1cuda``, which pip prefers to a wheel without one. The allocator is in both: it
+needs cuda.h alone, of ``CUDA_HOME``, of /usr/local/cuda or of NVIDIA's packages.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -43,6 +45,13 @@ def _tool(name: str) -> str:
     return str(beside) if beside.exists() else name
 
 
+def _cuda_packages() -> list[str]:
+    """Return the folders of NVIDIA's packages that this interpreter sees, some of which hold CUDA's headers."""
+    spec = importlib.util.find_spec("nvidia")
+    locations = (spec and spec.submodule_search_locations) or ()
+    return [str(folder) for location in locations for folder in sorted(Path(location).glob("*"))]
+
+
 class CMakeBuild(build_ext):
     """Configures and builds in ``build/<interpreter>-<cuda>``, which later builds reuse."""
 
@@ -63,6 +72,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPAC_CUDA={cuda}",
+            f"-DPAC_CUDA_PACKAGES={';'.join(_cuda_packages())}",
         ]
         subprocess.run(configure, check=True)
         subprocess.run([_tool("cmake"), "--build", str(build)], check=True)

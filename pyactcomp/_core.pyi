@@ -10,8 +10,8 @@ BFLOAT16: int
 FLOAT16: int
 BOOL: int
 
-cuda_built: bool
-"""Whether the CUDA kernels were built; CudaCodec exists only then."""
+has_cuda_codec: bool
+"""Whether the codec's CUDA kernels were built, by nvcc; CudaCodec exists only then."""
 
 cpu_isa: str
 """The instruction set that CpuCodec uses here: "avx2" or "baseline"."""
@@ -161,7 +161,7 @@ class Replay:
     @property
     def position(self) -> int: ...
 
-HAS_RUNTIME: bool
+has_cuda_allocator: bool
 """Whether the process's own allocators, over CUDA, were built; the functions below exist only then."""
 
 def runtime_configure(config: AllocatorConfig) -> None: ...

@@ -31,6 +31,33 @@ def pool_malloc_without_a_device(path: str) -> None:
         assert b"CUDA" in library.pyactcomp_last_error()
 
 
+def with_an_unusable_driver(path: str, said: str) -> None:
+    library = pluggable_library.load(path)
+    assert library.pyactcomp_pool_malloc(MIB, 0, None) is None
+    assert said in library.pyactcomp_last_error().decode(), library.pyactcomp_last_error()
+
+
+def with_a_fake_driver(path: str, pieces: str) -> None:
+    """Blocks and a segment of the one device; ``pieces`` tells whether physical memory is mapped."""
+    library, driver = pluggable_library.load(path), ctypes.CDLL("libcuda.so.1")
+    driver.fake_left.restype = driver.fake_created.restype = ctypes.c_ulonglong
+    blocks = [library.pyactcomp_malloc(size * MIB, 0, None) for size in (1, 30, 5)]
+    segment = library.pyactcomp_pool_malloc(2 * MIB, 0, None)
+    assert None not in blocks
+    assert segment is not None
+    assert len({*blocks, segment}) == 4
+    assert driver.fake_left() >= 38 * MIB
+    assert (driver.fake_created() > 0) == (pieces == "True")
+    assert library.pyactcomp_pool_malloc(2048 * MIB, 0, None) is None  # out of memory is no fault
+    library.pyactcomp_record_stream(blocks[0], 7)
+    for block in blocks:
+        library.pyactcomp_free(block, 0, 0, None)
+    library.pyactcomp_pool_free(segment, 2 * MIB, 0, None)
+    library.pyactcomp_reset()
+    assert library.pyactcomp_last_error() == b""
+    assert driver.fake_left() == 0
+
+
 def free_of_an_unknown_address(path: str) -> None:
     library = pluggable_library.load(path)
     library.pyactcomp_free(0x7F0000001000, 512, 0, None)

@@ -42,14 +42,14 @@ def _no_cuda_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
 
 
-def _no_cuda_in_pyactcomp(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_headers_in_pyactcomp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_core, "HAS_RUNTIME", False)
+    monkeypatch.setattr(_core, "has_cuda_allocator", False)
 
 
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_core, "HAS_RUNTIME", True)
+    monkeypatch.setattr(_core, "has_cuda_allocator", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -57,7 +57,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ("lacking", "named"),
     [
         (_no_cuda_in_torch, r"torch .* is built without CUDA: install"),
-        (_no_cuda_in_pyactcomp, r"pyactcomp is built without CUDA: install the CUDA toolkit"),
+        (_no_headers_in_pyactcomp, r"pyactcomp is built without CUDA's headers: pip install nvidia-cuda-runtime"),
         (_no_device, r"torch finds no CUDA device: check nvidia-smi"),
     ],
 )
@@ -71,10 +71,10 @@ def test_enable_says_what_is_lacking_and_what_to_do(
 
 
 def test_library_path_is_the_native_module_or_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "HAS_RUNTIME", True)
+    monkeypatch.setattr(_core, "has_cuda_allocator", True)
     assert Path(allocator.library_path()).is_file()
-    monkeypatch.setattr(_core, "HAS_RUNTIME", False)
-    with pytest.raises(PyactcompError, match="install the CUDA toolkit"):
+    monkeypatch.setattr(_core, "has_cuda_allocator", False)
+    with pytest.raises(PyactcompError, match="pip install nvidia-cuda-runtime"):
         allocator.library_path()
 
 

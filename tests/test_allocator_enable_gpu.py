@@ -13,7 +13,7 @@ from pyactcomp import _core
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _core.HAS_RUNTIME, reason="pyactcomp._core was built without CUDA"),
+    pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h"),
 ]
 
 

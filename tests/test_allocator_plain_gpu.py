@@ -10,7 +10,7 @@ from pyactcomp import _core
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _core.cuda_built, reason="pyactcomp._core was built without CUDA"),
+    pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h"),
 ]
 
 CASES = "allocator_plain_cases.py"

@@ -12,9 +12,10 @@ from child_script import run_case
 
 from pyactcomp import _core
 
-pytestmark = pytest.mark.skipif(not _core.cuda_built, reason="pyactcomp._core was built without CUDA")
+pytestmark = pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
 
 CASES = "pluggable_cases.py"
+DRIVER = Path(__file__).parent / "cpp" / "fake_driver.cpp"
 # An exception cannot pass through ctypes: this stands where torch does.
 CALLER = r"""
 #include <cstdio>
@@ -38,16 +39,19 @@ def _run(case: str, *arguments: str, **environment: str) -> None:
     run_case(CASES, case, str(_core.__file__), *arguments, CUDA_VISIBLE_DEVICES="", **environment)
 
 
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _compile(source: Path, library: Path, *options: str) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        pytest.skip("needs a C++ compiler to catch what the functions throw")
-    folder = tmp_path_factory.mktemp("caller")
-    source, library = folder / "caller.cpp", folder / "caller.so"
-    source.write_text(CALLER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+        pytest.skip("needs a C++ compiler to stand in for torch and the driver")
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", *options, "-o", library, source], check=True)
     return library
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("caller") / "caller.cpp"
+    source.write_text(CALLER)
+    return _compile(source, source.with_suffix(".so"))
 
 
 @pytest.mark.parametrize("name", pluggable_library.FUNCTIONS)
@@ -86,3 +90,29 @@ def test_malformed_settings_are_named_when_cuda_is_initialised(caller: Path) -> 
 
 def test_base_of_an_unknown_address_throws(caller: Path) -> None:
     _run("throws", str(caller), "pyactcomp_base_alloc", "2", "pyactcomp_base_alloc")
+
+
+@pytest.mark.parametrize(("growth", "pieces"), [("vmm", True), ("malloc", False)])
+def test_memory_comes_from_the_driver_and_goes_back(growth: str, pieces: bool, tmp_path: Path) -> None:
+    _compile(DRIVER, tmp_path / "libcuda.so.1")
+    settings = {"LD_LIBRARY_PATH": str(tmp_path), "PYACTCOMP_ALLOC_CONF": f"growth:{growth}"}
+    _run("with_a_fake_driver", str(pieces), **settings)
+
+
+def test_a_driver_without_virtual_memory_serves_by_malloc(tmp_path: Path) -> None:
+    _compile(DRIVER, tmp_path / "libcuda.so.1", "-DcuMemSetAccess=absent")
+    _run("with_a_fake_driver", "False", LD_LIBRARY_PATH=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("-DcuMemAlloc_v2=absent", "the CUDA driver has no cuMemAlloc_v2; a newer driver is needed"),
+        ("-DcuGetErrorString=absent", "the CUDA driver has no cuGetErrorString; a newer driver is needed"),
+        ("-DFAKE_INIT_STATUS=3", "forked from one that had initialised CUDA"),
+        ("-DFAKE_INIT_STATUS=100", "cuInit failed: a fault of the fake driver"),
+    ],
+)
+def test_an_unusable_driver_is_told(option: str, said: str, tmp_path: Path) -> None:
+    _compile(DRIVER, tmp_path / "libcuda.so.1", option)
+    _run("with_an_unusable_driver", said, LD_LIBRARY_PATH=str(tmp_path))

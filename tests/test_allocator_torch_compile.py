@@ -50,6 +50,6 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         extensions.compile_command("_observer")
 
 
-@pytest.mark.skipif(not _core.HAS_RUNTIME, reason="pyactcomp._core was built without CUDA")
+@pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
 def test_capsule_names_its_version() -> None:
     assert '"pyactcomp._core.runtime.v' in repr(_core.runtime_capsule())

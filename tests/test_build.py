@@ -93,10 +93,40 @@ def test_module_loads_alone() -> None:
         f"spec = importlib.util.spec_from_file_location('_core', {_core.__file__!r})\n"
         "module = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
-        "print('torch' in sys.modules, module.cuda_built)\n"
+        "print('torch' in sys.modules, module.has_cuda_codec, module.has_cuda_allocator)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", str(_core.cuda_built)]
+    assert result.stdout.split() == ["False", str(_core.has_cuda_codec), str(_core.has_cuda_allocator)]
+
+
+def test_the_allocator_over_cuda_includes_the_drivers_header_alone() -> None:
+    # cuda.h is one file without includes of CUDA's: it is in NVIDIA's packages, and needs no nvcc.
+    sources = [*(CSRC / "device").iterdir(), *(CSRC / "allocator").iterdir(), *(CSRC / "common").iterdir()]
+    included = {
+        header
+        for path in sources
+        for header in re.findall(r"^\s*#\s*include\s*<([^>]+)>", path.read_text(), re.M)
+        if header.startswith("cu")
+    }
+    assert included == {"cuda.h"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headers", ["OFF", "given"])
+def test_configuring_says_whether_the_allocator_is_built(headers: str, tmp_path: Path) -> None:
+    pybind11 = pytest.importorskip("pybind11")
+    cmake = Path(sys.executable).with_name("cmake")
+    if not cmake.exists():
+        pytest.skip(f"needs cmake at {cmake}")
+    folder = "OFF" if headers == "OFF" else str(tmp_path)
+    settings = ["-DPAC_CUDA=OFF", f"-DPAC_CUDA_HEADERS={folder}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+    command = [cmake, f"-S{ROOT}", f"-B{tmp_path / 'build'}", f"-DPython_EXECUTABLE={sys.executable}", *settings]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "CUDA kernels: none" in said
+    if headers == "OFF":
+        assert "CUDA allocator: none (no cuda.h: set CUDA_HOME, or pip install nvidia-cuda-runtime)" in said
+    else:
+        assert f"CUDA allocator: with the headers in {tmp_path}" in said
 
 
 def test_every_launch_names_its_stream() -> None:

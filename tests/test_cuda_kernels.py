@@ -244,9 +244,9 @@ def test_cuda_unavailable_reasons_differ(monkeypatch: pytest.MonkeyPatch) -> Non
     from pyactcomp import _core
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_core, "cuda_built", False)
+    monkeypatch.setattr(_core, "has_cuda_codec", False)
     assert "without nvcc" in str(cuda.unavailable_reason())
-    monkeypatch.setattr(_core, "cuda_built", True)
+    monkeypatch.setattr(_core, "has_cuda_codec", True)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "CUDA build of torch" in str(cuda.unavailable_reason())
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pluggable_library
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +44,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def run(python: Path, folder: Path, *arguments: str, path: str = "") -> str:
+def run(python: Path, folder: Path, *arguments: str, path: str = "", **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CC")}
+    environment |= variables
     environment["PATH"] = os.pathsep.join(filter(None, [str(python.parent), path]))
     ran = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -61,13 +63,44 @@ def test_wheel_holds_its_sources_and_native_module(wheel: Path) -> None:
 
 def test_readme_runs_from_the_wheel_without_a_compiler(python: Path, wheel: Path, tmp_path: Path) -> None:
     where = run(
-        python, tmp_path, "-c", "import pyactcomp, pyactcomp._core as c; print(pyactcomp.__file__, c.cuda_built)"
+        python, tmp_path, "-c", "import pyactcomp, pyactcomp._core as c; print(pyactcomp.__file__, c.has_cuda_codec)"
     )
     assert where.startswith(str(python.parents[1]))
     assert where.split()[-1] == str("1cuda" in wheel.name)
     assert SNIPPETS
     for snippet in SNIPPETS:
         run(python, tmp_path, "-c", snippet)
+
+
+# Beside the functions that torch calls, the same in both wheels; where there is a GPU, it is hidden.
+ALLOCATOR = """
+import ctypes, sys, torch, pyactcomp
+from pyactcomp import _core, allocator
+torch.version.cuda = torch.version.cuda or "13.0"
+assert _core.has_cuda_allocator
+library = ctypes.CDLL(allocator.library_path())
+print([name for name in sys.argv[1:] if not hasattr(library, name)])
+for call in (allocator.enable, lambda: _core.runtime_device(0)):
+    try:
+        call()
+    except pyactcomp.errors.PyactcompError as error:
+        print(error)
+try:
+    pyactcomp.quantize(torch.ones(64), impl="cuda")
+except pyactcomp.errors.ImplementationUnavailableError as error:
+    print(error)
+"""
+
+
+def test_the_allocator_is_in_every_wheel_and_lacks_a_gpu_alone(python: Path, wheel: Path, tmp_path: Path) -> None:
+    names = pluggable_library.FUNCTIONS
+    said = run(python, tmp_path, "-c", ALLOCATOR, *names, CUDA_VISIBLE_DEVICES="").splitlines()
+    missing, enabling, starting, codec = said
+    assert missing == "[]"
+    assert "cannot be enabled: torch finds no CUDA device" in enabling
+    # The driver is looked for: there is none, or it has no device.
+    assert "no CUDA driver to allocate with" in starting or "cuInit failed" in starting
+    assert ("built without nvcc" in codec) == ("1cuda" not in wheel.name)
 
 
 def test_the_observer_is_recompiled_from_the_wheel(python: Path, tmp_path: Path) -> None:

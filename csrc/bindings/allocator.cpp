@@ -18,7 +18,7 @@
 #include "bindings/python_values.hpp"
 #include "device/simulated_device.hpp"
 
-#if PAC_CUDA
+#if PAC_CUDA_ALLOCATOR
 #include "allocator/runtime.hpp"
 #endif
 
@@ -299,7 +299,7 @@ void bind_caching_allocator(py::module_& module) {
   bind_reports(type);
 }
 
-#if PAC_CUDA
+#if PAC_CUDA_ALLOCATOR
 /// One for each device: it remembers whether stacks are recorded.
 std::shared_ptr<CachingAllocator> wrapped(int index, alloc::Allocator& core) {
   // Never destroyed: the allocators of the process outlive the interpreter, whose objects they may still hold.
@@ -353,11 +353,11 @@ void bind_allocator(py::module_& module) {
   bind_config(module);
   bind_simulated_device(module);
   bind_caching_allocator(module);
-#if PAC_CUDA
-  module.attr("HAS_RUNTIME") = true;
+#if PAC_CUDA_ALLOCATOR
+  module.attr("has_cuda_allocator") = true;
   bind_runtime(module);
 #else
-  module.attr("HAS_RUNTIME") = false;
+  module.attr("has_cuda_allocator") = false;
 #endif
 }
 

@@ -9,7 +9,7 @@
 #include "codec/cpu.hpp"
 #include "common/check.hpp"
 
-#if PAC_CUDA
+#if PAC_CUDA_CODEC
 #include "codec/cuda.hpp"
 #endif
 
@@ -54,7 +54,18 @@ class CpuCodec {
   pac::cpu::Isa isa_;
 };
 
-#if PAC_CUDA
+#if PAC_CUDA_CODEC
+void check_cuda(cudaError_t status, const char* expression, const char* file, int line) {
+  if (status == cudaSuccess) return;
+  // The status was read: the runtime's memory of it must not surface in somebody else's check.
+  [[maybe_unused]] const cudaError_t cleared = cudaGetLastError();
+  throw pac::DeviceError(pac::detail::located(file, line, expression, " failed: ", cudaGetErrorName(status), ": ",
+                                              cudaGetErrorString(status)));
+}
+
+/// Throws pac::DeviceError and clears the runtime's last error, unless the call succeeded.
+#define PAC_CUDA_CHECK(call) check_cuda((call), #call, __FILE__, __LINE__)
+
 /// The device that a launch needs, and the caller's again afterwards.
 class DeviceGuard {
  public:
@@ -129,8 +140,8 @@ PYBIND11_MODULE(_core, module) {
       .def("decode", &CpuCodec::decode, py::arg("packed"), py::arg("out"), py::arg("numel"), py::arg("threads"),
            py::call_guard<py::gil_scoped_release>());
 
-#if PAC_CUDA
-  module.attr("cuda_built") = true;
+#if PAC_CUDA_CODEC
+  module.attr("has_cuda_codec") = true;
   py::class_<CudaCodec>(module, "CudaCodec", "One format on one CUDA device; launches on a raw stream.")
       .def(py::init<int, int, int, bool, bool, int>(), py::arg("dtype"), py::arg("bits"), py::arg("group_size"),
            py::arg("stochastic"), py::arg("keep_positive"), py::arg("device"))
@@ -138,7 +149,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("key1"), py::arg("stream"))
       .def("decode", &CudaCodec::decode, py::arg("packed"), py::arg("out"), py::arg("numel"), py::arg("stream"));
 #else
-  module.attr("cuda_built") = false;
+  module.attr("has_cuda_codec") = false;
 #endif
   pac::bindings::bind_allocator(module);
   pac::bindings::bind_recording(module);

@@ -5,10 +5,6 @@
 #include <stdexcept>
 #include <string>
 
-#if PAC_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 namespace pac {
 
 /// A state of the device or the driver, not a caller's mistake; PyactcompError in Python.
@@ -29,16 +25,6 @@ template <class... Parts>
 
 }  // namespace detail
 
-#if PAC_CUDA
-inline void check_cuda(cudaError_t status, const char* expression, const char* file, int line) {
-  if (status == cudaSuccess) return;
-  // The status was read: what the runtime still remembers must not surface in somebody else's check.
-  [[maybe_unused]] const cudaError_t cleared = cudaGetLastError();
-  throw DeviceError(
-      detail::located(file, line, expression, " failed: ", cudaGetErrorName(status), ": ", cudaGetErrorString(status)));
-}
-#endif
-
 }  // namespace pac
 
 /// Throws std::invalid_argument (ValueError in Python) with the given parts as its text.
@@ -46,6 +32,3 @@ inline void check_cuda(cudaError_t status, const char* expression, const char* f
   do {                                                                                                      \
     if (!(condition)) throw std::invalid_argument(::pac::detail::located(__FILE__, __LINE__, __VA_ARGS__)); \
   } while (false)
-
-/// Throws pac::DeviceError and clears the runtime's last error, unless the call succeeded.
-#define PAC_CUDA_CHECK(call) ::pac::check_cuda((call), #call, __FILE__, __LINE__)

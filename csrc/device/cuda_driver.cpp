@@ -1,6 +1,6 @@
 #include "device/cuda_driver.hpp"
 
-#include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -18,46 +18,42 @@ namespace {
 
 std::atomic<bool> forked{false};
 
-cudaError_t look_up(const char* name, unsigned version, void** address, cudaDriverEntryPointQueryResult* found) {
-#if CUDART_VERSION >= 12050
-  return cudaGetDriverEntryPointByVersion(name, address, version, cudaEnableLegacyStream, found);
-#else
-  static_cast<void>(version);
-  return cudaGetDriverEntryPoint(name, address, cudaEnableLegacyStream, found);
-#endif
-}
-
-[[noreturn]] void no_driver(cudaError_t status) {
-  // The status was read: the runtime's memory of it must not surface in somebody else's check.
-  static_cast<void>(cudaGetLastError());
-  throw DeviceError(std::string("no CUDA driver to allocate with: ") + cudaGetErrorName(status) + ": " +
-                    cudaGetErrorString(status));
+/// Never closed: its functions are called until the process ends.
+void* open_library() {
+  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library != nullptr) return library;
+  const char* const reason = dlerror();
+  throw DeviceError(std::string("no CUDA driver to allocate with: ") +
+                    (reason != nullptr ? reason : "libcuda.so.1 does not load") + "; install NVIDIA's driver");
 }
 
 /// Null where the driver has no such function.
 template <class Function>
-Function entry_point(const char* name, unsigned version) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t status = look_up(name, version, &address, &found);
-  if (status == cudaErrorInitializationError) throw DeviceError(kForkedAfterCuda);
-  if (status != cudaSuccess) no_driver(status);
-  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(address) : nullptr;
+Function found(void* library, const char* name) {
+  return reinterpret_cast<Function>(dlsym(library, name));
+}
+
+template <class Function>
+Function required(void* library, const char* name) {
+  const auto function = found<Function>(library, name);
+  if (function != nullptr) return function;
+  throw DeviceError(std::string("the CUDA driver has no ") + name + "; a newer driver is needed");
 }
 
 CudaDriver load() {
+  void* const library = open_library();
   CudaDriver driver;
-#define PAC_LOAD(call, version)                                     \
-  driver.call = entry_point<decltype(driver.call)>(#call, version); \
-  if (driver.call == nullptr) throw DeviceError("the CUDA driver has no " #call "; a newer driver is needed");
+#define PAC_NAME(call) #call
+#define PAC_LOAD(call) driver.call = required<decltype(driver.call)>(library, PAC_NAME(call));
   PAC_DRIVER_CALLS(PAC_LOAD)
 #undef PAC_LOAD
   driver.virtual_memory = true;
-#define PAC_LOAD(call, version)                                     \
-  driver.call = entry_point<decltype(driver.call)>(#call, version); \
+#define PAC_LOAD(call)                                                 \
+  driver.call = found<decltype(driver.call)>(library, PAC_NAME(call)); \
   driver.virtual_memory = driver.virtual_memory && driver.call != nullptr;
   PAC_VIRTUAL_MEMORY_CALLS(PAC_LOAD)
 #undef PAC_LOAD
+#undef PAC_NAME
 
   const CUresult status = driver.cuInit(0);
   if (status == CUDA_ERROR_NOT_INITIALIZED) throw DeviceError(kForkedAfterCuda);

@@ -62,8 +62,8 @@ def enable(
     TypeError, ValueError
         If a setting has no such value, or ``PYACTCOMP_ALLOC_CONF`` is malformed, which is then named.
     PyactcompError
-        If it is enabled already, if torch or pyactcomp is built without CUDA or there is no device, or if it is too
-        late (see the notes). Nothing is changed then.
+        If it is enabled already, if torch is built without CUDA or pyactcomp without its headers, if there is no
+        device, or if it is too late (see the notes). Nothing is changed then.
 
     Warns
     -----
@@ -124,7 +124,7 @@ def library_path() -> str:
     Raises
     ------
     PyactcompError
-        If pyactcomp is built without CUDA.
+        If pyactcomp is built without CUDA's headers.
 
     Examples
     --------
@@ -132,13 +132,14 @@ def library_path() -> str:
     >>> allocator.library_path()  # doctest: +SKIP
     '/usr/lib/python3/dist-packages/pyactcomp/_core.cpython-312-x86_64-linux-gnu.so'
     """
-    if not _core.HAS_RUNTIME:
+    if not _core.has_cuda_allocator:
         raise PyactcompError(_NO_RUNTIME)
     return _core.__file__
 
 
 _NO_RUNTIME = (
-    "pyactcomp is built without CUDA: install the CUDA toolkit, so that nvcc is found, and then pyactcomp again"
+    "pyactcomp is built without CUDA's headers: pip install nvidia-cuda-runtime, or set CUDA_HOME to a CUDA toolkit, "
+    "and then install pyactcomp again"
 )
 
 
@@ -146,7 +147,7 @@ def unavailable_reason() -> str | None:
     """Return why the allocator cannot be enabled on this machine, and the remedy, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install one that is built with it"
-    if not _core.HAS_RUNTIME:
+    if not _core.has_cuda_allocator:
         return _NO_RUNTIME
     if not torch.cuda.is_available():
         return "torch finds no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES"

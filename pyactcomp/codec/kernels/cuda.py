@@ -17,7 +17,7 @@ def unavailable_reason() -> str | None:
         from ... import _core
     except ImportError as error:
         return f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp with a C++17 compiler"
-    if not _core.cuda_built:
+    if not _core.has_cuda_codec:
         return "pyactcomp was built without nvcc; install the CUDA toolkit, put nvcc on PATH and reinstall pyactcomp"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
