@@ -49,7 +49,8 @@ examples: $(VENV)/package $(VENV)/tools
 	done
 
 # One wheel without CUDA C++, which Triton makes up for, and one with it where nvcc is found; then they are installed
-# where no compiler is on PATH. Both are for this machine's Python, platform and C library, and hold csrc.
+# where no compiler is on PATH. Both have the allocator and csrc, and are for this machine's Python, platform and C
+# library.
 wheel: $(VENV)/package $(VENV)/tools
 	rm -rf dist build/lib* build/bdist*
 	PAC_CUDA=OFF $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir dist .
@@ -88,7 +89,7 @@ $(VENV)/torch: requirements/present.py
 	touch $@
 
 $(VENV)/package: $(VENV)/torch requirements/build.txt requirements/constraints.txt $(NATIVE)
-	@echo "installing cmake, ninja and pybind11"
+	@echo "installing cmake, ninja, pybind11 and, for the allocator, CUDA's headers"
 	$(PIP) $(PINNED) --requirement requirements/build.txt
 	@echo "compiling pyactcomp: about a minute, with CUDA kernels three; two libraries for torch: half a minute each"
 	$(PIP) $(PINNED) --no-build-isolation --editable '.[cli,bench]'

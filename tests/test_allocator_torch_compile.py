@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,10 +27,28 @@ def test_subclass_compiles_against_the_installed_torch(tmp_path: Path) -> None:
     if not (Path(torch.__file__).parent / "include" / name).exists():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    headers = (build.cuda_headers(), tmp_path)
+    headers = (*build.cuda_headers(), tmp_path)
     command = [*extensions.compile_command("_torch_allocator", headers=headers), "-Werror", "-fsyntax-only"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_headers_are_those_of_the_cuda_that_torch_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # nvidia-cuda-runtime beside torch, nvidia-cuda-crt in a virtual environment over it, and other CUDAs.
+    for header in (
+        *("system/cu12/include/cuda_runtime_api.h", "system/cu12/include/crt/host_defines.h"),
+        *("system/cu13/include/cuda_runtime_api.h", "environment/cu13/include/crt/host_defines.h"),
+        *("toolkit/include/cuda_runtime_api.h", "toolkit/include/crt/host_defines.h"),
+    ):
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).touch()
+    packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "environment"), str(tmp_path / "system")])
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: packages)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert build.cuda_headers() == (tmp_path / "environment/cu13/include", tmp_path / "system/cu13/include")
+    (tmp_path / "environment/cu13/include/crt/host_defines.h").unlink()
+    assert build.cuda_headers() == (tmp_path / "toolkit/include",)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA, and the build would succeed")

@@ -13,6 +13,9 @@ import torch
 from .. import extensions
 from ..errors import PyactcompError
 
+# Of the packages nvidia-cuda-runtime and nvidia-cuda-crt, the first of which torch brings.
+_CUDA_HEADERS = ("cuda_runtime_api.h", "crt/host_defines.h")
+
 
 def build_torch_allocator(directory: Path | None = None, *, source: Path | None = None) -> Path:
     """Compile ``pyactcomp._torch_allocator`` for the running torch, which alone can load it.
@@ -48,32 +51,36 @@ def build_torch_allocator(directory: Path | None = None, *, source: Path | None 
         raise PyactcompError(
             f"torch {torch.__version__} is built without CUDA, and has no allocator to subclass: install one with CUDA"
         )
-    return extensions.build("_torch_allocator", directory, source=source, headers=(cuda_headers(),))
+    return extensions.build("_torch_allocator", directory, source=source, headers=cuda_headers())
 
 
-def cuda_headers() -> Path:
-    """Return the folder of CUDA's headers: those installed with torch if they are whole, else the toolkit's.
+def cuda_headers() -> tuple[Path, ...]:
+    """Return the folders of CUDA's headers: NVIDIA's packages for torch's CUDA if they are whole, else the toolkit's.
 
     Raises
     ------
     PyactcompError
         If there are none.
     """
-    for folder in _cuda_folders():
-        # CUDA 13 keeps these in two packages, and torch needs only the first.
-        if all((folder / name).exists() for name in ("cuda_runtime_api.h", "crt/host_defines.h")):
-            return folder
-    raise PyactcompError("CUDA's headers (cuda_runtime_api.h) are nowhere: install the CUDA toolkit, or set CUDA_HOME")
+    for folders in _cuda_folders():
+        if all(any((folder / name).exists() for folder in folders) for name in _CUDA_HEADERS):
+            return folders
+    raise PyactcompError(
+        f"CUDA's headers ({', '.join(_CUDA_HEADERS)}) are nowhere: install the CUDA toolkit, or set CUDA_HOME, or, for "
+        "CUDA 13, pip install nvidia-cuda-runtime nvidia-cuda-crt"
+    )
 
 
-def _cuda_folders() -> Iterator[Path]:
-    wheels = importlib.util.find_spec("nvidia")
-    for location in (wheels and wheels.submodule_search_locations) or ():
-        yield from sorted(Path(location).glob("*/include"))
+def _cuda_folders() -> Iterator[tuple[Path, ...]]:
+    # The system's packages and a virtual environment's have one of these each.
+    major = (torch.version.cuda or "*").split(".")[0]
+    packages = importlib.util.find_spec("nvidia")
+    locations = (packages and packages.submodule_search_locations) or ()
+    yield tuple(folder for location in locations for folder in sorted(Path(location).glob(f"cu{major}/include")))
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if variable in os.environ:
-            yield Path(os.environ[variable]) / "include"
+            yield (Path(os.environ[variable]) / "include",)
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
-        yield Path(nvcc).resolve().parents[1] / "include"
-    yield Path("/usr/local/cuda/include")
+        yield (Path(nvcc).resolve().parents[1] / "include",)
+    yield (Path("/usr/local/cuda/include"),)
