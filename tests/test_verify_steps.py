@@ -336,7 +336,7 @@ def counted(y: Tensor) -> None:
 @pytest.mark.parametrize("mode", ["int8", "lossless"])
 def test_a_result_that_is_rounded_through_data_is_named(mode: str) -> None:
     model = nn.Sequential(nn.Linear(128, 128), Rounding(lambda y: y.data.round_()))
-    with pytest.raises(PyactcompError, match=r"module '1' saved \(computed again .*through \.data.*skip=\['1'\]"):
+    with pytest.raises(PyactcompError, match=r"module '1' saved \(recomputed .*through \.data.*skip=\['1'\]"):
         verify(model, batch(), torch.sum, mode=mode, min_bytes=0)
     # What the message advises helps.
     verify(model, batch(), torch.sum, mode=mode, min_bytes=0, skip=["1"])

@@ -1,1 +1,1 @@
-"""The engine: the hooks of a forward, and everything that they decide and leave with autograd."""
+"""The engine: the saved-tensor hooks of a forward, their decisions, and the stored forms held by autograd."""

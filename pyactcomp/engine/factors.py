@@ -1,4 +1,4 @@
-"""Factors of what is divided by: the derivative is largest where they are smallest, and must be right there."""
+"""Finds the factors behind a divisor: the derivative is largest where they are smallest, so codes are too coarse."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .saved import Gathered, Pending, Region, Same, View
 
-# Nodes that one walk visits: twice the longest of norms that are composed of operators.
+# Nodes visited by one walk: twice the longest norm composed of operators.
 _FARTHEST = 32
-# The first factor of a product of matrices: its rows make the numbers of the result.
+# The first factor of a matrix product: each element of the result sums over a row of this factor.
 _ROWS_OF = {
     "MmBackward0": "self",
     "BmmBackward0": "self",
@@ -28,21 +28,21 @@ _ROWS_OF = {
     "AddmmBackward0": "mat1",
     "BaddbmmBackward0": "batch1",
 }
-# Convolutions and attention mix many numbers.
+# Each result of a convolution or of attention sums many elements, so the walk ends there.
 _ENDS = ("Convolution", "CudnnConvolution", "ScaledDotProduct")
 
 
 @functools.lru_cache(maxsize=1024)
 def _operands(kind: type) -> tuple[str, ...]:
-    """Return the names under which nodes of a class save tensors; none of a function written in Python."""
+    """Return the names of the operands saved by nodes of a class; empty for a Python autograd function."""
     return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gathered]:
-    """Yield what is stored in codes of the operators that made what an operator divides by.
+    """Yield the stored operands in codes behind a divisor.
 
-    ``node`` made it, or is the operator's own. Of numbers that are each made of a group's worth of others, by a sum or
-    a product of matrices, codes are as exact as the numbers are: there the walk ends.
+    ``node`` computed the divisor, or divides. The walk ends at an operator whose every result sums a whole group of
+    elements or more (a sum, a matrix product): there codes are as exact as the result.
     """
     left: deque[Node | None] = deque((node,))
     seen: set[Node] = set()
@@ -66,7 +66,7 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gather
 
 
 def _gathers(node: Any, name: str, group_size: int) -> bool:
-    """Return whether a number of what a node made is made of a group's worth of numbers or more."""
+    """Return whether each element of a node's output sums a whole group of elements or more."""
     rows = _ROWS_OF.get(name)
     if rows is not None:
         stored = saved_form(node, rows)
@@ -84,6 +84,6 @@ def _gathers(node: Any, name: str, group_size: int) -> bool:
 
 
 def is_factor(tensor: Tensor, reading: Reading, group_size: int) -> bool:
-    """Return whether an operand is a factor of a product that may be divided by, as short rows of matrices are too."""
+    """Return whether an operand is a factor of an elementwise product, or of a matrix product with short rows."""
     short = reading.operator in SHORT_PRODUCTS and tensor.shape[-1] < group_size
     return short or reading.operator in PRODUCTS

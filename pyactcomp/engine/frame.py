@@ -1,4 +1,7 @@
-"""The saved-tensor hooks of one forward. Longer than 400 lines: one decision with many cases, whose order counts."""
+"""The saved-tensor hooks of one forward pass: decide how each tensor is stored.
+
+Longer than 400 lines: one decision with many cases, and their order matters.
+"""
 
 from __future__ import annotations
 
@@ -81,17 +84,17 @@ from .saved import (
     unpack_profiled,
 )
 
-# A forward that saves more casts than this is a loop; looking for weight copies in it is not worth its time.
+# A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
 _MOST_CASTS = 10_000
-# Restored tensors that several operators share and that are kept until the last has run.
+# Restored tensors kept at a time, each until the last operator to share it has run.
 _RECENTLY_RESTORED = 2
-# A view with gaps is packed with its whole base, unless the base is more than this many times larger: then it is
-# cheaper to gather the view's elements.
+# A view with gaps is packed with its whole base, unless the base is more than this many times larger: then gathering
+# the view's elements is cheaper.
 _LARGEST_BASE = 4
-# Factors whose memory is held until the operators behind have run: those of one product, or of two that share one.
+# Factors whose memory stays alive until the following operators have run: the factors of one or two products.
 _LATEST_FACTORS = 6
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
-# Imported where something was compiled; a look at who calls costs more than most of what a hook does.
+# Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 
 
@@ -126,22 +129,22 @@ class Frame:
         self._module = module
         self._min_bytes = packing.config.min_bytes
         self._regions: dict[tuple[int, int], ref[Region]] = {}
-        # What is kept as it is for a reader that needs it so, by the address of its storage.
+        # Tensors kept exact for their reader, by the address of their storage.
         self._held: dict[int, ref[Kept]] = {}
         self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
         self._pending_since = (0, 0)
         self._saving, self._reader = observer().saving, observer().reader
-        # The memory of the latest factors of products, which are stored anew where the product is divided by.
+        # Storages of the latest factors, alive so that `_sharpen` can store a factor anew if its product is a divisor.
         self._factors: deque[torch.UntypedStorage] = deque(maxlen=_LATEST_FACTORS)
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
-        # Without loss most are stored as they are, and a report tells why each is.
+        # Lossless mode copies almost nothing, so a tensor's ownership matters only to a report.
         self._copies = not packing.lossless or recorder is not None
         self._casts_left = 0 if packing.config.keep_weight_copies else _MOST_CASTS
         hooks = (self.pack_profiled, unpack_profiled) if profiler_enabled() else (self.pack, unpack)
         self._context: Any = torch.autograd.graph.saved_tensors_hooks(*hooks)
 
     def open(self, caller: FrameType | None) -> None:
-        """Activate the hooks, for as long as ``caller`` runs if it is given."""
+        """Activate the hooks; :meth:`abandoned` asks whether ``caller``, if given, still runs."""
         self._caller = caller
         observer().start()
         if self.recorder is not None:
@@ -149,9 +152,9 @@ class Frame:
         self._context.__enter__()
 
     def close(self) -> None:
-        """Deactivate the hooks; what they packed stays."""
+        """Deactivate the hooks; packed tensors stay valid."""
         self._caller = None
-        # The context knows the hooks, which are bound to this frame: no cycle is to outlive the forward.
+        # The context holds the hooks and the hooks hold this frame: break the cycle now.
         context, self._context = self._context, None
         context.__exit__()
         observer().stop()
@@ -161,39 +164,39 @@ class Frame:
             self.recorder.close()
 
     def abandoned(self) -> bool:
-        """Return whether the forward was left without its last hooks, as KeyboardInterrupt leaves it."""
+        """Return whether the forward ended but the forward hooks never ran, as after KeyboardInterrupt."""
         if self._caller is None:
             return False
         try:
             self._caller.clear()
-        except RuntimeError:  # it is running
+        except RuntimeError:  # the caller is still running
             return False
         return True
 
     def enter_exact(self, reason: str) -> None:
-        """Enter a module in which nothing is compressed."""
+        """Enter a skipped module: keep all tensors until :meth:`leave_exact`."""
         if self.policy is None:
             self.policy = Policy(self._module, self._min_bytes)
         self.policy.exact.append(reason)
 
     def leave_exact(self) -> None:
-        """Leave such a module."""
+        """Leave the innermost skipped module."""
         if self.policy is not None and self.policy.exact:
             self.policy.exact.pop()
 
     @never_traced
     def pack_profiled(self, tensor: Tensor) -> Saved:
-        """Pack as a range of its own in a profile."""
+        """Pack, and show the packing as a range in the profile."""
         with torch.profiler.record_function("pyactcomp::pack"):
             return self.pack(tensor)
 
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
-        """Turn a tensor that autograd saves into what is held instead: the hook that autograd calls."""
+        """Return the stored form of a saved tensor: the pack hook."""
         if self._saving() and transformed():
             return Kept(tensor)
         if type(tensor) in PLAIN:
-            if self.recorder is None:  # else the reason is wanted
+            if self.recorder is None:  # a report wants the reason from `_pack_plain`
                 dtype = tensor.dtype
                 if (tensor.layout is torch.strided and tensor.nbytes < self._min_bytes) or not (
                     dtype.is_floating_point or dtype is torch.bool
@@ -206,7 +209,7 @@ class Frame:
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
     def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
-        """Pack a plain tensor; ``saved`` is what autograd knows of it, the DTensor around it or itself."""
+        """Pack a plain tensor; ``saved`` is the tensor in the graph: the DTensor around ``tensor``, or ``tensor``."""
         if self.policy is None:
             self.policy = Policy(self._module, self._min_bytes)
         reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
@@ -226,7 +229,7 @@ class Frame:
         return self._pack_for(tensor, saved, reading, self.packing.form_for(tensor, reading))
 
     def _pack_for(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form) -> Saved:
-        """Pack a tensor that is not kept anyway for a reader, in ``form`` or one that is as exact."""
+        """Pack a tensor for its reader, in ``form`` or a form at least as exact."""
         if form is AS_SHAPE:
             if self.recorder is not None:
                 self.recorder.add(tensor, SHAPE_ALONE)
@@ -236,7 +239,7 @@ class Frame:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._sharpen(node)
         elif is_factor(tensor, reading, self.packing.config.group_size):
-            # The operators that follow may divide by the product, and the factor may be gone by then.
+            # A following operator may divide by the product, and the factor may be freed by then.
             self._factors.append(tensor.untyped_storage())
         elif self._factors and reading.operator not in AMPLIFYING:
             self._factors.clear()
@@ -263,9 +266,10 @@ class Frame:
         return self._store(tensor, node if name == CAST else None, reading, form)
 
     def _sharpen(self, node: Node | None) -> None:
-        """Store the factors of a product anew whose derivative an operator behind it divides by the product.
+        """Store factors anew, in 16 bits or as they are, because a following operator divides by their product.
 
-        Codes are off by the same amount for small factors as for large ones, and the gradient is largest for small.
+        Codes have the same absolute error for small factors as for large ones, and small factors get the largest
+        gradient.
         """
         for stored in coded_behind(node, self.packing.config.group_size):
             source = stored.source()
@@ -281,11 +285,11 @@ class Frame:
                 self.recorder.add_more(source, SHARPENED, region.nbytes - before)
 
     def _serves(self, recipe: Recipe, form: Form) -> bool:
-        """Return whether computing an output again is exact enough for who would have it stored in ``form``."""
+        """Return whether the recomputed output is as exact as ``form``."""
         return recipe.exact or form.need == CODES or self.packing.lossless
 
     def _pack_cast(self, copy: Tensor, node: Node, reading: Reading, form: Form) -> Saved:
-        """Pack what a cast made, once for all casts of one tensor to one dtype, as autocast makes for q, k and v."""
+        """Pack the output of a cast, once for all equal casts of one tensor: autocast makes three for q, k and v."""
         whole = copy if copy._base is None else copy._base
         known = cast_recipe(whole, node)
         source = source_of_cast(whole, node, known)
@@ -310,7 +314,7 @@ class Frame:
         return new
 
     def _store(self, tensor: Tensor, cast: Node | None, reading: Reading, form: Form) -> Saved:
-        """Store a tensor that cannot be had for less; ``cast`` is the node of the cast that made it."""
+        """Store a tensor because no recipe serves; ``cast`` is the tensor's node if the node is a cast."""
         if form is ITSELF:
             return self._narrow(tensor, cast, reading)
         if self._held and self._is_held(tensor):
@@ -318,14 +322,14 @@ class Frame:
         return self._compress(tensor, form)
 
     def _is_held(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is kept as it is for another reader."""
+        """Return whether a tensor's memory is already kept exact for another reader."""
         storage = tensor.untyped_storage()
         reference = self._held.get(storage.data_ptr())
         kept = None if reference is None else reference()
         return kept is not None and kept.tensor.untyped_storage() is storage and kept.version == tensor._version
 
     def _keep_for(self, tensor: Tensor, reading: Reading) -> Kept:
-        """Keep a tensor that its reader needs as it is; whoever reads the same memory gets it too."""
+        """Keep a tensor whose reader needs exact values; other readers of the same memory then share the tensor."""
         if self.packing.lossless:
             return self._keep(tensor, LOSSLESS)
         kept = self._keep(tensor, reading.reason, reading)
@@ -337,7 +341,7 @@ class Frame:
         return kept
 
     def _pack_for_checkpoint(self, tensor: Tensor, saved: Tensor, reading: Reading) -> Saved:
-        """Pack the input of a block that runs again, as it is where the block decides a route."""
+        """Pack the input of a checkpointed block, exact if the block takes decisions from values."""
         calls, decisions, before = observer().progress()
         if reading is CHECKPOINTED:  # the block has run
             form = self.packing.form_for(tensor, reading) if decisions == before else ITSELF
@@ -348,18 +352,18 @@ class Frame:
         pending = Pending(kept)
         module = "" if self.recorder is None else self.recorder.module
         self._pending.append((pending, kept, tensor, module))
-        # The inputs of one block are saved one after the other; packing itself calls operators.
+        # Count from here: the inputs of one block are saved in a row, and packing calls operators too.
         self._pending_since = observer().progress()[:2]
         return pending
 
     def _decide_pending(self) -> None:
-        """Store the inputs of the last checkpointed block, now that it is known whether it decided a route."""
+        """Store the inputs of the last checkpointed block: by now the block's decisions are known."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
         decided = observer().progress()[1] != self._pending_since[1]
         for holder, kept, tensor, module in pending:
-            if kept.unchanged:  # else unpacking raises, as it is to
+            if kept.unchanged:  # otherwise unpacking raises autograd's error
                 if self.recorder is not None:
                     self.recorder.enter(module)
                 form = ITSELF if decided else self.packing.form_for(tensor, CHECKPOINT)
@@ -368,7 +372,7 @@ class Frame:
                     self.recorder.leave()
 
     def _redone(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
-        """Return what computes a tensor again: an output in a dtype, or a view of it."""
+        """Return the stored form of a recomputed tensor: an output in a dtype, or a view of one."""
         shared = recipe.redone(out, dtype, self._stream_of(tensor), self._recent)
         if self.recorder is not None:
             self.recorder.add(tensor, REDONE)
@@ -378,8 +382,8 @@ class Frame:
         return stored if dtype is recipe.dtype else Same(stored, tensor)
 
     def _narrow(self, tensor: Tensor, cast: Node | None, reading: Reading) -> Saved:
-        """Store a tensor without loss: in the dtype that it was cast from, if that is the narrower one."""
-        # Nothing is cast exactly to less than four bytes.
+        """Store a tensor without loss: cast back to its narrower source dtype, or kept."""
+        # No exact cast has a target of fewer than four bytes.
         dtype = None if cast is None or tensor.dtype.itemsize < 4 else source_dtype(cast)
         whole = tensor if tensor._base is None else tensor._base
         if (
@@ -426,7 +430,7 @@ class Frame:
         gathered = False
         if not layout_of(source).dense:
             base = tensor._base
-            # Beside negative neighbours codes do not keep what is above zero.
+            # In a group with negative elements, codes may round a positive element to zero.
             if base is not None and form is not POSITIVE and _shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
                 source = base
@@ -441,7 +445,7 @@ class Frame:
         return Gathered(region, tensor) if gathered else View(region, layout, offset)
 
     def _region(self, source: Tensor, storing: Storing) -> tuple[Region, int]:
-        """Return the packed region of a dense tensor, and the bytes that it holds more than before."""
+        """Return the packed region of a dense tensor, and by how many bytes the stored memory grew."""
         stream = self._stream_of(source)
         form = storing.form
         key = source.data_ptr(), source.numel()
@@ -454,7 +458,7 @@ class Frame:
                 return region, 0
             held = region.nbytes
             if form.need <= region.form.need or region.form.need == BITS:
-                region, held = None, 0  # neither serves the other's reader
+                region, held = None, 0  # neither form serves the other's reader: keep both
         else:
             region = None
         seed = self.packing.seeds.next() if self.packing.stochastic else 0
@@ -472,7 +476,7 @@ class Frame:
         return Kept(tensor)
 
     def _record_kept(self, tensor: Tensor, reason: str, reading: Reading | None, recorder: Recorder) -> None:
-        """Record a tensor that is kept; codes that a fused function keeps stand for the tensor that they pack."""
+        """Record a kept tensor; codes saved by a fused function count as the packed tensor."""
         packs = PACKS.get(tensor)
         if packs is None:
             recorder.add(tensor, reason, unknown=None if reading is None or reading.known else reading.operator)
@@ -481,7 +485,7 @@ class Frame:
 
 
 def _is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
-    """Return whether ``copy`` is, or is a view of, what casting ``parameter`` again gives, and was not written to."""
+    """Return whether casting ``parameter`` again gives ``copy`` or its base: same layout, never written to."""
     whole = copy if copy._base is None else copy._base
     return (
         whole.grad_fn is cast
@@ -489,7 +493,7 @@ def _is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
         and whole.dtype is copy.dtype
         and whole.storage_offset() == 0
         and whole.size() == parameter.size()
-        # A cast keeps the strides of a dense tensor unless it is told to lay it out otherwise.
+        # A cast keeps the strides of a dense tensor unless a memory format was requested.
         and whole.stride() == parameter.stride()
         and parameter.device == copy.device
         and type(parameter) in PLAIN
@@ -498,7 +502,7 @@ def _is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
 
 
 def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:
-    """Return whether to pack the base of a view with gaps: q, k and v of one projection then share it."""
+    """Return whether to pack the base of a view with gaps, as q, k and v of one projection share a base."""
     return (
         type(base) in PLAIN
         and base.dtype is view.dtype

@@ -1,4 +1,4 @@
-"""Forms between codes and the tensor itself: sixteen bits an element for values of any size, one for a comparison."""
+"""Kernels of the forms between codes and the tensor as it is: 16 bits an element, or one bit for a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _flat(dense: Tensor) -> Tensor:
 
 
 def half_nbytes(numel: int, form: Form) -> int:
-    """Return the bytes of a buffer of a 16-bit form."""
+    """Return the size in bytes of the buffer of a 16-bit form."""
     return 2 * numel if form is not SCALED else _scale_offset(numel) + _SCALE_BYTES
 
 
@@ -28,18 +28,18 @@ def _scale_offset(numel: int) -> int:
 
 
 class _Bfloat16(NarrowKernel):
-    """Bfloat16; what is finite stays so."""
+    """Bfloat16; a finite value stays finite."""
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         super().encode(source, out, seed)
         narrow = out.view(self.dtype)
-        # The number before infinity has the bits before its own, whatever the sign.
+        # Infinity's bits minus one are the largest finite number, for either sign.
         overflowed = narrow.isinf().logical_and_(_flat(source.detach()).isfinite())
         out.view(torch.int16).sub_(overflowed.to(torch.int16))
 
 
 class _Saturating(NarrowKernel):
-    """Float16; a log-probability below -65504 is -65504, whose exponential is zero as well."""
+    """Float16, saturating: a log-probability below -65504 becomes -65504, and the exponential of both is zero."""
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         super().encode(source, out, seed)
@@ -47,7 +47,7 @@ class _Saturating(NarrowKernel):
 
 
 class _Logit:
-    """Float16 of the logit: relative precision for a probability near zero and for its distance from one."""
+    """Float16 of the logit: relative precision for a probability near zero and for the distance from one."""
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         out.view(torch.float16).copy_(torch.logit(_flat(source.detach())))
@@ -67,14 +67,14 @@ class _Artanh:
 
 
 class _Scaled:
-    """Float16 of the tensor times a power of two that takes its largest magnitude to between 2**14 and 2**15."""
+    """Float16 of the tensor times a power of two, chosen so that the largest magnitude lies in [2**14, 2**15)."""
 
     _TOP = 15
     # Float32 has powers of two from -126 to 127.
     _LARGEST = 126
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        if source.numel() == 0:  # there is no largest
+        if source.numel() == 0:  # no largest magnitude
             return
         x = _flat(source.detach())
         offset = _scale_offset(x.numel())
@@ -91,17 +91,17 @@ class _Scaled:
 
 
 class BitsKernel:
-    """The answer to a comparison, one bit an element, by the kernel that packs booleans."""
+    """The answer to a comparison, one bit an element, packed by the kernel for booleans."""
 
     def __init__(self, comparison: Comparison, booleans: Kernel) -> None:
         self._comparison, self._booleans = comparison, booleans
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        """Write the answers for ``source``, a dense tensor in storage order, into the bits of ``out``."""
+        """Compare each element of ``source``, a dense tensor in storage order, and pack the answers into ``out``."""
         self._booleans.encode(self._comparison(_flat(source.detach())), out, seed)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
-        """Write values that answer as the source did into ``out``, a dense tensor in storage order."""
+        """Fill ``out``, a dense tensor in storage order, with values for which the comparison answers the same."""
         x = _flat(out)
         answers = torch.empty_like(x, dtype=torch.bool)
         self._booleans.decode(packed, answers)

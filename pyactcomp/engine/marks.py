@@ -1,4 +1,4 @@
-"""Every attribute that the package puts on objects of others: tensors, autograd nodes, modules and classes."""
+"""Every attribute set by this package on other people's objects: tensors, autograd nodes, modules and classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Packs(NamedTuple):
-    """The tensor that codes stand for, without holding it; no storage where the tensor's memory was given away."""
+    """Describes a packed tensor without holding the memory; no storage if the memory was overwritten."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -23,66 +23,66 @@ class Packs(NamedTuple):
 
 
 class TensorMark(Generic[T]):
-    """An attribute of tensors, under one name."""
+    """One named attribute on tensors."""
 
     def __init__(self, name: str) -> None:
         self.name = f"_pyactcomp_{name}"
 
     def get(self, tensor: Tensor) -> T | None:
-        """Return a tensor's value, or None."""
+        """Return the value set on a tensor, or None."""
         value: T | None = getattr(tensor, self.name, None)
         return value
 
     def set(self, tensor: Tensor, value: T) -> None:
-        """Give a tensor a value."""
+        """Set the value on a tensor."""
         setattr(tensor, self.name, value)
 
 
 class DictMark(Generic[T]):
-    """An entry in the ``__dict__`` of modules or classes, past ``Module.__getattr__`` and what a class inherits."""
+    """One named entry in the ``__dict__`` of modules or classes; bypasses ``Module.__getattr__`` and inheritance."""
 
     def __init__(self, name: str) -> None:
         self.name = f"_pyactcomp_{name}"
 
     def get(self, owner: Any) -> T | None:
-        """Return an owner's value, or None."""
+        """Return the value set on an owner, or None."""
         value: T | None = owner.__dict__.get(self.name)
         return value
 
     def set(self, owner: Any, value: T) -> None:
-        """Give an owner a value."""
+        """Set the value on an owner."""
         owner.__dict__[self.name] = value
 
     def pop(self, owner: Any) -> T | None:
-        """Remove an owner's value, and return it."""
+        """Remove the value from an owner and return the value, or None."""
         value: T | None = owner.__dict__.pop(self.name, None)
         return value
 
 
 RECIPE = TensorMark[Recipe]("recipe")
-"""On an operator's output: how backward recomputes it."""
+"""On an operator's output: how backward recomputes the output."""
 
 PACKS = TensorMark[Packs]("packs")
-"""On codes that an autograd function saves: what a report counts them as."""
+"""On codes saved by an autograd function: the packed tensor, for the report."""
 
 RECTIFIED = TensorMark[int]("rectified")
-"""On the output of a batch norm that applied the ReLU behind it: the output's version."""
+"""On the output of a batch norm with the following ReLU already applied: the output's version."""
 
 FUSING = DictMark[Any]("fusing")
 """On a compressed model and its fused modules: their :class:`~pyactcomp.fusions.base.Fusing`."""
 
 FORM = DictMark[bool]("form")
-"""On a class that fuses another class's modules."""
+"""On a fused subclass: True, to tell the subclass from the user's own class."""
 
 
 def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
-    """Make a recipe known by the tensor and by the node that made it."""
+    """Attach a recipe to an output, and a weak reference to the output to its node."""
     RECIPE.set(out, recipe)
-    # A cast leads back to the node that made its source, and from there to the source while that is alive.
+    # From a cast's node the graph leads to the producer's node only; the weak reference leads on to the live output.
     node.metadata["pyactcomp"] = ref(out)
 
 
 def output_of(node: Any) -> Tensor | None:
-    """Return the output that a node with a recipe made, while the output is alive."""
+    """Return the output of a node with a recipe, while the output is alive."""
     output: ref[Tensor] | None = node.metadata.get("pyactcomp")
     return None if output is None else output()

@@ -1,4 +1,4 @@
-"""Packing that loses nothing: booleans in bits, and floats in the narrower dtype that they were cast from."""
+"""Lossless packing of a float cast from a narrower dtype: store the narrower dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..codec.kernels import triton
 
 
 class NarrowKernel:
-    """Keeps a tensor in a narrower dtype that holds its values exactly; a :class:`pyactcomp.kernels.Kernel`."""
+    """Stores a tensor in a narrower dtype; implements :class:`pyactcomp.codec.kernels.Kernel`."""
 
     def __init__(self, dtype: torch.dtype, by_triton: bool) -> None:
         self.dtype = dtype
@@ -45,5 +45,5 @@ _EXACT = {
 
 
 def is_exact_cast(source: torch.dtype | None, dtype: torch.dtype) -> bool:
-    """Return whether every value of ``source`` is one of the wider ``dtype``."""
+    """Return whether the wider ``dtype`` represents every value of ``source`` exactly."""
     return (source, dtype) in _EXACT

@@ -1,4 +1,4 @@
-"""How the forwards of one configuration pack: kernels, forms and seeds."""
+"""The packing of one configuration, shared by its forwards: kernels, forms and seeds."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from .halves import BitsKernel, half_kernel, half_nbytes
 from .policy import CARRIER
 from .saved import Storing
 
-# Batches of vectors, or of sequences of them, have at most so many dimensions; images have more.
+# Batches of vectors, or of sequences of vectors, have at most three dimensions; images have more.
 _VECTORS = 3
 HALF_BYTES = 2
-# Shapes of a model that are remembered: where each step has new ones, the old are of no use.
+# Cached shapes; the cache is cleared when full, since old shapes are useless to a model with new shapes each step.
 _MOST_STORINGS = 4096
 
 
 class Packing:
-    """How the forwards of one configuration pack: kernels, seeds, and the names in their errors."""
+    """Packs tensors as one configuration says: kernels, forms, seeds, and parameter names for errors."""
 
     def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
         self.config = config
@@ -57,12 +57,12 @@ class Packing:
         self._storings: dict[tuple[object, ...], Storing] = {}
 
     def storing(self, tensor: Tensor, form: Form) -> Storing:
-        """Return how to store a tensor in a form; booleans take bits whatever the form. Most repeat from step to step.
+        """Return how to store a tensor in a form, cached by shape; booleans always take one bit an element.
 
         Raises
         ------
         ImplementationUnavailableError
-            If the implementation that the configuration names does not serve the tensor's device.
+            If the configured implementation does not serve the tensor's device.
         """
         key = tensor.size(), tensor.stride(), tensor.dtype, tensor.device, form
         found = self._storings.get(key)
@@ -95,10 +95,10 @@ class Packing:
         return bind(config.impl, CARRIER[dtype], 8, config.group_size, self.stochastic, form is POSITIVE, device)
 
     def form_for(self, tensor: Tensor, reading: Reading) -> Form:
-        """Return the form in which a tensor is stored for a reader: no wider than the tensor itself."""
+        """Return the form in which to store a tensor for a reader, no wider than the tensor's own dtype."""
         form = reading.form
         config = self.config
-        # Numbers that all share one step save nothing, and no sum makes up for their errors.
+        # Less than one group: codes save next to nothing, and no sum averages out their errors.
         few = tensor.numel() < config.group_size
         if (form is AS_CODES or form is FACTOR) and reading.known and not self.lossless:
             if not few:
@@ -108,7 +108,7 @@ class Packing:
             images = form is VECTORS and tensor.dim() > _VECTORS
             form = BFLOAT16 if few or (not images and tensor.shape[-1] < config.group_size) else AS_CODES
         elif form is CHANNELS:
-            # In images a group spans few channels, and those of a layer differ little.
+            # In images a group spans few channels, and the channels of one layer have similar ranges.
             vectors = tensor.dim() <= _VECTORS or tensor.numel() < config.group_size * tensor.shape[1]
             form = BFLOAT16 if vectors else AS_CODES
         if not reading.known and config.unknown == "int8":
@@ -142,9 +142,9 @@ class Packing:
             if "_functorch" in frame.f_code.co_filename:
                 self.warned_of_compile = True
                 warnings.warn(
-                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but what it "
-                    "saves is kept as it is, since it does not tell activations from masks. Leave the modules that "
-                    "hold most activations eager, or let torch.compile decide what to save.",
+                    "a graph compiled by torch.compile runs under pyactcomp's hooks: results are right, but each "
+                    "tensor that the graph saves is kept as it is, since activations and masks look alike. Leave the "
+                    "modules that hold most activations eager, or let torch.compile choose the tensors to save.",
                     stacklevel=3,
                 )
                 return

@@ -1,4 +1,4 @@
-"""Which saved tensors may be compressed: decided from metadata and ownership, never from values."""
+"""Decides whether a saved tensor may be compressed: from metadata and ownership, never from values."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 SKIPPED = "inside a skipped module"
 NESTED = "nested tensor, kept exact"
-OTHER_LAYOUT = "copy of a parameter that was written to or lies otherwise in memory, kept"
+OTHER_LAYOUT = "copy of a parameter, written to or in another memory layout, kept"
 RECAST = "autocast copy of a parameter, cast again in backward"
 # Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
-# anyway, and not forgiving. An error of half a step is small beside a group's range, and that of a mask is the dtype's.
+# anyway, and sensitive to errors. Half a step is small beside a group's range, but a mask's range is the dtype's.
 NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, kept exact"
-REDONE = "computed again in backward from what is stored"
+REDONE = "recomputed in backward from stored tensors"
 SAME_CAST = "another cast of the same tensor is stored"
-SHAPE_ALONE = "backward reads its shape alone"
-SHARPENED = "a factor of a product that is divided by, or of which a log or a root is taken: stored in 16 bits"
+SHAPE_ALONE = "backward reads only the shape"
+SHARPENED = "a factor of a product that is then a divisor or the argument of a log or a root: stored in 16 bits"
 HELD = "kept as it is for another reader of the same memory"
 LOSSLESS = "lossless: stored as it is"
 OVERLAPPING = "elements overlap in memory"
 NEGATIVE_VIEW = "lazy negation"
 
-# Reasons under which nothing is held for a tensor but the means to make it again.
+# Reasons under which no memory is held for a tensor: backward recomputes the tensor or reads another stored one.
 MADE_AGAIN = frozenset({RECAST, REDONE, SAME_CAST, SHAPE_ALONE})
-# Reasons under which saving a tensor costs no memory, with or without compression.
+# Reasons under which a saved tensor costs no memory even without compression.
 ALIVE_ANYWAY = frozenset({PARAMETER, LEAF})
 
 CARRIER: dict[torch.dtype, torch.dtype] = {
@@ -42,11 +42,11 @@ CARRIER: dict[torch.dtype, torch.dtype] = {
     torch.float64: torch.float32,
     torch.bool: torch.bool,
 }
-"""Dtypes that are packed, and the dtype they are packed from."""
+"""The dtypes to pack, each with the dtype read by the kernel."""
 
 _STRIDED = torch.strided
 PLAIN = (Tensor, Parameter)
-"""What is packed as it is; of other kinds of tensors only a DTensor's local one."""
+"""Tensor types to pack directly; of other types, only a DTensor's local tensor is packed."""
 
 _VIEWS = frozenset(
     f"{name}Backward0"
@@ -69,7 +69,7 @@ _VIEWS = frozenset(
     )
 )
 _LONGEST_WALK = 8
-# Views that keep the order of the elements.
+# Views with the elements in the same order.
 _RESHAPES = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze")
 )
@@ -77,10 +77,10 @@ CAST = "ToCopyBackward0"
 
 
 def producer(tensor: Tensor) -> tuple[str, Node | None]:
-    """Return the node that computed ``tensor``, or what it is a view of, with its name. The node must not be kept."""
+    """Return the name and the node of the operator behind ``tensor``, views aside. Do not keep the node."""
     base = tensor._base
-    # From the base at once: a Python object for each node of a view would live as long as the graph. A view in another
-    # dtype, such as the real part, is its own node's.
+    # Start at the base: a Python object for each view's node would live as long as the graph. A view in another dtype,
+    # such as the real part, has a node of its own.
     node = (tensor if base is None or base.dtype is not tensor.dtype else base).grad_fn
     for _ in range(_LONGEST_WALK):
         if node is None:
@@ -93,7 +93,7 @@ def producer(tensor: Tensor) -> tuple[str, Node | None]:
 
 
 def source(node: Any) -> tuple[Any, int]:
-    """Return the node that made what ``node`` reads first, and the number of its output, reshapes aside; or None."""
+    """Return the producer of the first input of ``node``, reshapes aside, and the output's number; or None."""
     for _ in range(_LONGEST_WALK):
         node, number = node.next_functions[0]
         if node is None or node.name() not in _RESHAPES:
@@ -101,9 +101,9 @@ def source(node: Any) -> tuple[Any, int]:
     return None, 0
 
 
-# Log-probabilities, masked scores (-1e9, -inf) and exponentials: a group of them has a range beside which most of its
-# elements vanish. Where the gradient is zero for the largest, as it is where an entropy multiplies masked
-# log-probabilities by probabilities, the error of the others is all that counts.
+# Log-probabilities, masked scores (-1e9, -inf) and exponentials: most elements of a group vanish beside the group's
+# range. If the gradient of the largest elements is zero (an entropy multiplies masked log-probabilities by
+# probabilities), only the errors of the small elements count.
 _WIDE = frozenset(
     f"{name}Backward0"
     for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Expm1", "Reciprocal", "LogSigmoid")
@@ -115,9 +115,9 @@ _RANGE_WALK = 4
 
 
 def spans_magnitudes(name: str, node: Any) -> bool:
-    """Return whether what a node, of a known name, made may span orders of magnitude, by the operators behind it.
+    """Return whether the output of ``node``, named ``name``, may span orders of magnitude.
 
-    Products with a constant are passed.
+    Follows the first input through range-preserving operators, products with a constant included.
     """
     for _ in range(_RANGE_WALK):
         if name in _WIDE:
@@ -132,24 +132,24 @@ def spans_magnitudes(name: str, node: Any) -> bool:
 
 
 def cast_parameter(node: Node) -> Tensor | None:
-    """Return the parameter that a cast reads, or None if it reads something else."""
+    """Return the parameter read by a cast, or None if the cast reads another tensor."""
     leaf: Any = node.next_functions[0][0]
-    # To ask another kind of node for its variable costs as much as the rest of this.
+    # The type's name first: getattr on a node without `variable` costs as much as the rest of this function.
     variable = leaf.variable if type(leaf).__name__ == "AccumulateGrad" else None
     return variable if isinstance(variable, Parameter) else None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local tensor, and any other tensor as it is."""
+    """Return a DTensor's local tensor, or any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the local tensors of all parameters and buffers, every forward anew: what a model owns may change.
+    """Yield the local tensors of all parameters and buffers; called in each forward, since both may change.
 
-    Those that a lazy module has yet to make have no memory.
+    Skips uninitialised parameters of lazy modules: they have no memory.
     """
-    # Module.modules() takes twice the time, for names that are not wanted.
+    # Module.modules() takes twice the time: it builds names too.
     left, seen = [module], {module}
     while left:
         child = left.pop()
@@ -164,7 +164,7 @@ def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where a tensor's storage is; 0 for a subclass around other tensors, which has no memory of its own."""
+    """Return the address of a tensor's storage; 0 for a wrapper subclass without memory of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -172,12 +172,12 @@ def _address(tensor: Tensor) -> int:
 
 
 class Policy:
-    """Decides for one forward, from what the model owns then.
+    """Decides for one forward whether a saved tensor may be compressed.
 
     Parameters
     ----------
     module : Module or None
-        Whose parameters and buffers are never compressed.
+        The module whose parameters and buffers are never compressed.
     min_bytes : int
         Smaller tensors are kept.
     """
@@ -185,7 +185,7 @@ class Policy:
     __slots__ = ("_min_bytes", "_module", "_owned", "exact")
 
     def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
-        # Why nothing is packed in the modules whose forward is running, innermost last.
+        # Reasons of the skipped modules whose forward is running, innermost last.
         self.exact: list[str] = []
         self._min_bytes = min_bytes
         self._module = module
@@ -197,20 +197,20 @@ class Policy:
             tensors = owned_tensors(self._module) if self._module is not None else ()
             self._owned = {_address(each): each for each in tensors if each.layout is _STRIDED}
         owner = self._owned.get(address)
-        # FSDP frees a parameter's memory, which others get then.
+        # FSDP frees a parameter's memory, and another tensor may get the address.
         return owner is not None and address != 0 and _address(owner) == address
 
     def reason_to_keep(self, tensor: Tensor, saved: Tensor, would_copy: bool = True) -> str | None:
-        """Return why a plain tensor is not to be packed, or None.
+        """Return the reason to keep a plain tensor unpacked, or None if it may be packed.
 
         Parameters
         ----------
         tensor : Tensor
         saved : Tensor
-            The DTensor around it, or itself.
+            The DTensor around ``tensor``, or ``tensor``.
         would_copy : bool
-            Whether it would be stored as a copy. Where it is kept as it is in any case, it is of no interest, and takes
-            a look at the whole model, that its memory is a parameter's or buffer's.
+            Whether packing would copy the tensor. If not, skip the search for an owning parameter or buffer: a walk
+            over the whole model would change nothing.
         """
         if tensor.layout is not _STRIDED:
             return f"layout {tensor.layout}"

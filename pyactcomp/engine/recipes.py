@@ -1,4 +1,4 @@
-"""Recipes: how backward recomputes an output from what its operator keeps."""
+"""Recipes: how backward recomputes an operator's output from the operator's saved operands."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .saved import Kept, ModifiedError, Recent, Region, Shared, Versioned, check
 Compute = Callable[[torch.dtype], Tensor]
 
 _NOT_HELD = (
-    "An output of it was not kept but was to be computed again from it: write out of place, hold on to that output "
-    "until backward, or name the module in skip."
+    "pyactcomp recomputes an output from this tensor instead of storing the output: write out of place, hold on to "
+    "that output until backward, or name the module in skip."
 )
 
 
 class Recipe:
-    """How to compute an output again.
+    """How backward recomputes an output.
 
     Parameters
     ----------
     out : Tensor
-        The output. It must be dense and own its storage.
+        The output. Must be dense and the owner of the storage.
     compute : callable, optional
-        From a dtype (that of ``out``, or one that autocast would cast it to) to a tensor with the values and shape of
-        ``out``, in any layout. It must hold what the operator keeps for backward, never ``out`` or the graph. Without
-        it the output is stored, but casts of it once.
+        Maps a dtype (the dtype of ``out``, or the target of an autocast cast) to a tensor with the values and
+        shape of ``out``, in any layout. Must hold the operator's saved operands, never ``out`` or the graph. Without
+        ``compute`` the output is stored, but its equal casts only once.
     operands : tuple of Tensor
-        Tensors that ``compute`` reads as they are, such as a weight: written to since, they raise autograd's error.
+        Tensors read unpacked by ``compute``, such as a weight: a write before backward raises autograd's error.
     depth : int
-        Recipes that ``compute`` rests on, itself included.
+        Length of the longest chain of recipes, this one included: 1 if no operand is recomputed.
     casts : bool
-        Whether autocast's casts of the output are computed again too.
+        Whether autocast's casts of the output are recomputed too.
     exact : bool
         Whether ``compute`` gives the output bit by bit.
     """
@@ -82,25 +82,26 @@ class Recipe:
 
     @property
     def copies(self) -> dict[tuple[object, ...], ref[Kept | Region]]:
-        """Stored casts of the output, or of parts of it, by dtype, offset and layout."""
+        """Stored casts of the output or of its views, by dtype, offset and layout."""
         if self._copies is None:
             self._copies = {}
         return self._copies
 
     @property
     def computes(self) -> bool:
-        """Whether the output can be computed again."""
+        """Whether the recipe can recompute the output."""
         return self._compute is not None
 
     def serves(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` holds, provably, what is computed again: its storage was not written to since."""
+        """Return whether ``tensor`` still equals the recomputed output: same storage, and no write since."""
         return self.storage() is tensor.untyped_storage() and tensor._version == self.version
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """Compute the output again, in its layout, or raise autograd's error if an operand was written to.
+        """Recompute the output in the original layout, or raise autograd's error if an operand was written to.
 
-        Views of the output are taken by their strides, and operators behind it sum in the order of memory. Torch, which
-        saved the output, does not read the operands: while it is alive and unchanged, it is taken after such an error.
+        The layout matters: views of the output use its strides, and following operators sum in memory order. Plain
+        torch would read the saved output, not the operands: if an operand was written to but the output is alive and
+        unchanged, use the output.
         """
         assert self._compute is not None
         try:
@@ -115,7 +116,7 @@ class Recipe:
         return arranged(again, self.layout)
 
     def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
-        """Return the stored form of ``out`` in a dtype, the same one for operators in a row that save it in that."""
+        """Return the stored form of ``out`` in a dtype; consecutive savers of the same dtype share one."""
         redone = None if self._redone is None else self._redone()
         if redone is not None and redone.dtype is dtype and redone.stream == stream:
             redone.uses += 1
@@ -126,7 +127,7 @@ class Recipe:
 
 
 class Redone(Shared):
-    """A saved tensor that is computed again from a recipe: its output, or in another dtype what casts make of that."""
+    """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output."""
 
     __slots__ = ("_saved", "dtype", "recipe")
 
@@ -134,11 +135,11 @@ class Redone(Shared):
         super().__init__(recipe.layout, out.get_device(), stream, recent)
         self.recipe = recipe
         self.dtype = dtype
-        # Each cast has a version of its own, and none is the output's.
+        # Casts have version counters of their own; `Same` around this form checks them.
         self._saved = Versioned(out) if dtype is recipe.dtype else None
 
     def restore(self) -> Tensor:
-        """Return the output, unless it was written to."""
+        """Recompute the output, or raise autograd's error if the saved tensor was written to."""
         if self._saved is not None:
             self._saved.check(self.layout.shape)
         if not self.recipe.exact:

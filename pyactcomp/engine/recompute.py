@@ -1,11 +1,9 @@
-"""Outputs that backward computes again from what their operator keeps, instead of keeping them too.
+"""Finds recipes: which saved tensors backward can recompute from stored operands.
 
-Where an operator saves a tensor, the node that made it tells which operator that was, and what it saved itself. If
-that is enough to compute the tensor again cheaply, and the tensor provably still is what came out, the stored forms
-of the operands are held in its place. No node is held: after its backward its saved tensors are gone, and long
-chains of nodes overflow the stack when they are freed.
-
-Longer than 400 lines: the recipes, and the search for the operands that they need.
+A saved tensor's node names the operator and holds the operator's saved operands. If the tensor is cheap to recompute
+from the operands, and was provably not written to since, store a recipe over the stored forms of the operands instead.
+A recipe never holds a node: the node's backward frees the saved tensors, and to free a long chain of nodes overflows
+the stack.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ from .saved import (
     View,
 )
 
-# A recipe may rest on an operand that is itself computed again, as SwiGLU's product does on SiLU's result, but on no
-# longer chain of them.
+# An operand may itself be recomputed (SwiGLU's product reads SiLU's result), but a longer chain is stored.
 _DEEPEST = 2
 
 
@@ -46,11 +43,11 @@ Stored = Kept | Region | View | Redone
 
 
 def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
-    """Let operators that save ``out``, a view of it or autocast's cast of it keep its recipe instead.
+    """Offer a recipe for ``out``: operators that save ``out``, a view or autocast's cast of ``out`` store the recipe.
 
-    To be called in the ``forward`` of an autograd function, with its context and its output. The recipe lives as long
-    as the output or what saved it. Where what is saved is thrown away kernels write no codes, so there is nothing to
-    compute from.
+    Call this in the ``forward`` of an autograd function, with the context and the output. The recipe lives as long as
+    the output or a saved form that uses the recipe. Where saved tensors are dropped unread (the first run of a
+    checkpointed function) kernels write no codes, so the recipe is empty.
 
     Parameters
     ----------
@@ -58,16 +55,16 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
-    if torch.compiler.is_compiling() or being_traced():  # no hook will ask for it, and sizes may be symbols
+    if torch.compiler.is_compiling() or being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
 def held(parameter: Tensor | None) -> Tensor | None:
-    """Return a parameter as a recipe may read it until backward is over.
+    """Return a detached parameter that stays valid until backward ends; a clone if training is distributed.
 
-    Where training is distributed that is a copy. FSDP frees parameters after forward and gathers them again for the
-    backward of their own module, which comes after that of what read its output.
+    FSDP frees a parameter after forward and gathers the parameter only for the backward of its module. Operators behind
+    the module recompute the module's output before that.
     """
     if parameter is None:
         return None
@@ -76,14 +73,14 @@ def held(parameter: Tensor | None) -> Tensor | None:
 
 
 def _may_be_freed() -> bool:
-    """Return whether parameters may have no memory between forward and their own module's backward."""
+    """Return whether FSDP may free parameters between the forward and the backward of their module."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Tensor:
-    """Let a report count ``codes``, which an autograd function saves, as the packed form of ``x``; returns the codes.
+    """Let a report count ``codes``, saved by an autograd function, as the packed form of ``x``; return ``codes``.
 
-    Where the function's result is ``overwritten`` on ``x``, the memory of ``x`` counts for the result.
+    If the function writes the result over ``x`` (``overwritten``), the memory of ``x`` counts for the result.
     """
     if is_recording():
         storage = None if overwritten else ref(x.untyped_storage())
@@ -92,20 +89,20 @@ def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Te
 
 
 def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
-    """Return how to compute what no cast made again, an output and the dtype that it is wanted in; or None.
+    """Return the recipe for a tensor whose operator is not a cast, with the output and the wanted dtype; or None.
 
     Parameters
     ----------
     tensor : Tensor
         A plain tensor, dense or a view.
     node : Node
-        What made it, or what it is a view of.
+        The node of the tensor, or of its base if the tensor is a view.
     """
     out = tensor if tensor._base is None else tensor._base
     recipe = RECIPE.get(out)
     if recipe is None and out._version == 0:
         build = _OPERATORS.get(node.name())
-        # Written to nowhere since it was made, and nothing but what was made: an operator's output owns its storage.
+        # Version 0 and the node's own output: `out` was never written to and owns its storage.
         if build is not None and out.grad_fn is node:
             recipe = build(out, node)
             if recipe is not None:
@@ -116,7 +113,7 @@ def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] 
 
 
 def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
-    """Return the recipe of what a cast read, and that, while it is alive and provably unchanged."""
+    """Return the recipe of a cast's source, and the source, while the source is alive and provably unchanged."""
     if copy.grad_fn is not node or copy._version != 0 or not copy.is_contiguous():
         return None
     producer, number = source(node)
@@ -130,7 +127,7 @@ def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
 def source_of_cast(
     copy: Tensor, node: Node, known: tuple[Recipe, Tensor] | None
 ) -> tuple[Recipe, Tensor, torch.dtype] | None:
-    """Return how to compute what a cast made again, as :func:`source_of`; ``known`` is the cast's ``cast_recipe``."""
+    """Return the recipe for the output of a cast, as :func:`source_of`; ``known`` is the result of `cast_recipe`."""
     if known is not None:
         return (*known, copy.dtype) if known[0].casts else None
     if copy.grad_fn is not node or copy._version != 0:
@@ -146,7 +143,7 @@ def source_of_cast(
 
 
 def again(tensor: Tensor) -> Callable[[], Tensor] | None:
-    """Return what computes an offered output, or autocast's cast of one, again; None where that is not known."""
+    """Return a function that recomputes an offered output, or autocast's cast of one; None without a recipe."""
     recipe = RECIPE.get(tensor)
     if recipe is None and tensor.grad_fn is not None and tensor.grad_fn.name() == CAST:
         known = cast_recipe(tensor, tensor.grad_fn)
@@ -156,7 +153,7 @@ def again(tensor: Tensor) -> Callable[[], Tensor] | None:
     if recipe is None:
         return None
     dtype, shape = tensor.dtype, tensor.size()
-    # What was cast may have been reshaped before.
+    # The source may have been reshaped before the cast.
     return lambda: recipe.compute(dtype).view(shape)
 
 
@@ -164,7 +161,7 @@ _SAVING_THEIR_RESULT = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "Ta
 
 
 def _stored_result(node: Node) -> Region | Kept | None:
-    """Return the stored result of an operator that saves it, if it has not been written to."""
+    """Return the stored form of an operator's saved result, if the result has not been written to."""
     if node.name() not in _SAVING_THEIR_RESULT:
         return None
     stored = saved_form(node, "result")
@@ -172,44 +169,44 @@ def _stored_result(node: Node) -> Region | Kept | None:
 
 
 def is_result_to_store(x: Tensor) -> bool:
-    """Return whether ``x``, or what it is a view of, is the result of an operator that saves it.
+    """Return whether the operator behind ``x``, views aside, saves the result.
 
-    By the operator's name alone: a checkpointed function must take the same way when it runs again.
+    Decided by the operator's name alone: both runs of a checkpointed function must take the same path.
     """
     return made_by(x)[0] in _SAVING_THEIR_RESULT
 
 
 def _operand(node: Node, name: str) -> Stored | None:
-    """Return the stored form of an operand, if it is one to compute from."""
+    """Return the stored form of a node's operand, if a recipe may read the operand."""
     stored = saved_form(node, name)
     if isinstance(stored, (Same, Pending)):
         stored = stored.stored
     return stored if isinstance(stored, (Kept, Region, View, Redone)) and _depth(stored) < _DEEPEST else None
 
 
-# A product is this many times larger than a factor that is copied for it: the copy takes 1.6 % of what it saves.
+# Clone a factor only if the product is at least this many times larger: the clone then costs 1.6 % of the saved bytes.
 _COPIED = 64
 
 
 def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored | None:
-    """Return a stored factor of ``out`` as :func:`held` returns a parameter: one that no operator made may be such."""
+    """Return a stored factor of ``out`` that stays valid until backward ends: FSDP may free a leaf, so clone a leaf."""
     made = made_by is not None and type(made_by).__name__ != "AccumulateGrad"
     if made or not isinstance(stored, Kept):
         return stored
-    # By now it may be freed already.
+    # FSDP may have freed the leaf already.
     copied = stored.tensor.untyped_storage().nbytes() > 0 and stored.tensor.numel() * _COPIED <= out.numel()
     return Kept(stored.tensor.clone()) if copied else None
 
 
 def _shared(stored: object) -> object:
-    """Return what a stored form is a view of, or itself."""
+    """Return the stored form behind a view or a decided Pending, or the form itself."""
     if isinstance(stored, Pending) and not isinstance(stored.stored, Kept):
         stored = stored.stored
     return stored.region if isinstance(stored, View) else stored
 
 
 def is_exact(stored: Stored) -> bool:
-    """Return whether a stored form gives its tensor bit by bit."""
+    """Return whether a stored form restores the tensor bit by bit."""
     shared = _shared(stored)
     if isinstance(shared, Redone):
         return shared.recipe.exact
@@ -254,17 +251,17 @@ def _mul(out: Tensor, node: Node) -> Recipe | None:
 
 
 def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
-    """Serve dropout of a tensor that its own operator stores: attention probabilities."""
+    """Recompute the dropout of a stored result, such as attention probabilities."""
     mask, (producer, _) = _operand(node, "result1"), source(node)
     stored = None if producer is None else _stored_result(producer)
-    # Only a mask that was drawn is packed. The node does not tell ``train``.
+    # Only a drawn mask is packed as a Region. The node does not tell ``train``.
     if not isinstance(mask, Region) or stored is None or stored.layout != layout_of(out):
         return None
-    # In 16 bits the CPU's forward rounds the scale, too, and its backward does not.
+    # In 16-bit dtypes the CPU's forward rounds the scale too, but the backward does not.
     if not out.is_cuda and out.dtype.itemsize < 4:
         return None
     scale = _scale_of_dropout(node._saved_p, out.is_cuda and out.dtype is not torch.float64)
-    # What dropout does to its input is, with the scale of the forward, what its backward does to a gradient.
+    # Given the forward's scale, dropout's backward does the same to a gradient as the forward to the input.
     backward = torch.ops.aten.native_dropout_backward
     exact = is_exact(stored)
     return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype), exact=exact)
@@ -272,9 +269,9 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
 
 @functools.lru_cache(maxsize=64)
 def _scale_of_dropout(probability: float, narrow: bool) -> float:
-    """Return what the forward of dropout multiplies kept elements by.
+    """Return the scale of kept elements in dropout's forward.
 
-    On CUDA that is the reciprocal, in float32, of a difference in float32. Backward rounds once, and otherwise.
+    CUDA computes the difference and the reciprocal in float32. Backward rounds once, and differently.
     """
     if probability == 1:
         return 0.0
@@ -291,26 +288,27 @@ _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
 
 
 def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
-    """Make known how a layer norm's output is computed again. Its node does not tell ``eps``, the module does."""
+    """Offer a recipe for a layer norm's output, with ``eps`` from the module: the node does not tell ``eps``."""
     node: Any = out.grad_fn
     if node is None or node.name() != "NativeLayerNormBackward0" or out._version != 0:
         return
     shape, eps = module.normalized_shape, module.eps
-    # Where autocast has cast them, what was read is not what the module holds.
+    # Autocast casts the parameters, and then the operator did not read the module's own.
     for each in (module.weight, module.bias):
         if each is not None and (each.dtype is not out.dtype or type(each) not in PLAIN):
             return
     x = _operand(node, "input")
-    # To restore what is kept in a narrower dtype and normalise it moves 14 bytes to save 4.
+    # To restore an input stored in a narrower dtype and normalise moves 14 bytes an element to save 4.
     if x is None or _narrowed(x):
         return
 
-    # Read now: by backward a parameter's ``.data`` may be other memory, or none.
+    # Read the parameters now: by backward their ``.data`` may be reassigned or freed.
     gamma, beta = held(module.weight), held(module.bias)
     affine = tuple(each for each in (gamma, beta) if each is not None)
 
     def compute(dtype: torch.dtype) -> Tensor:
         return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)
 
-    # To normalise in float32 and then cast moves 14 bytes to save 2; that the casts are the same is worth more.
+    # Do not recompute casts: to normalise in float32 and cast moves 14 bytes an element to save 2. Equal casts are
+    # stored once instead.
     attach(node, out, Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x)))

@@ -1,4 +1,4 @@
-"""What autograd saved in one forward, tensor by tensor and module by module."""
+"""Records the saved tensors of one forward, for the report: sizes, reasons and modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .marks import Packs
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that autograd asked to save.
+    """One tensor saved by autograd.
 
     Attributes
     ----------
@@ -27,15 +27,15 @@ class SavedTensor:
     shape : tuple of int
     dtype : str
     saved_bytes : int
-        Its elements' bytes.
+        Bytes of the elements.
     unique_bytes : int
-        Bytes of its storage not counted for an earlier tensor: what autograd alone would have held for it.
+        Bytes of the storage, unless counted for an earlier tensor: plain autograd would have held them.
     stored_bytes : int
-        Bytes held for it instead; 0 where an earlier tensor's or its owner's serve.
+        Bytes held instead; 0 if the bytes of an earlier tensor or of the owner serve.
     kept : str or None
-        Why it was not compressed; None where it was.
+        Why the tensor was not compressed; None if it was.
     unknown_reader : str or None
-        The operator or function that saved it, where it is kept because the table of readers does not have that.
+        The operator or function that saved the tensor, if kept because the table of readers has no row.
     """
 
     module: str
@@ -49,12 +49,12 @@ class SavedTensor:
 
     @property
     def restored_bytes(self) -> int:
-        """Bytes that backward makes for it while its operator runs; 0 where it is held as it is."""
+        """Bytes allocated in backward to restore the tensor; 0 for a kept tensor."""
         return self.saved_bytes if self.kept is None or self.kept in policy.MADE_AGAIN else 0
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold the elements of a tensor, and what they are indexed by: mostly itself."""
+    """Return the dense tensors inside a tensor, elements and indices; mostly the tensor alone."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return [part for each in inner if isinstance(each, Tensor) for part in _parts(each)]
@@ -72,12 +72,12 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape, for a nested tensor that of its elements in memory: its own may have no such number."""
+    """Return the shape; for a nested tensor the shape of the values, since its own shape may hold no plain numbers."""
     return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
 
 
 def _eager_children(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
-    """Yield named submodules that run in Python: a hook inside a compiled one would be traced, and traced again."""
+    """Yield named submodules that run eagerly: a hook inside a compiled module would be traced, and retraced."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return
     for name, child in module.named_children():
@@ -92,13 +92,13 @@ _recording = threading.local()
 
 
 def is_recording() -> bool:
-    """Return whether a forward of this thread is recorded for a report; few are."""
-    # To look would end a graph that is being compiled.
+    """Return whether a forward of this thread is being recorded for a report."""
+    # First, since torch.compile breaks its graph at the access of a thread-local.
     return not torch.compiler.is_compiling() and getattr(_recording, "forwards", 0) > 0
 
 
 class Recorder:
-    """Collects the saved tensors of one forward; tracks modules by hooks that it removes again."""
+    """Collects the saved tensors of one forward; tracks the running module by temporary hooks."""
 
     def __init__(self, root: Module | None) -> None:
         self.saved: list[SavedTensor] = []
@@ -120,31 +120,31 @@ class Recorder:
 
     @property
     def module(self) -> str:
-        """Name of the module that is running."""
+        """Name of the running module."""
         return self._modules[-1]
 
     def enter(self, name: str) -> None:
-        """Count what follows to a module."""
+        """Assign the following tensors to a module."""
         self._modules.append(name)
 
     def leave(self) -> None:
-        """Count what follows to the module around it."""
+        """Assign the following tensors to the enclosing module."""
         if len(self._modules) > 1:
             self._modules.pop()
 
     def _count_gradients(self, name: str, module: Module) -> None:
-        """Note the bytes of the gradients of a module's own parameters."""
+        """Record the bytes of the gradients of a module's own parameters."""
         own = (p for p in module._parameters.values() if p is not None and p.requires_grad and not is_lazy(p))
         self.gradient_bytes[name] = sum(p.numel() * p.itemsize for p in own)
 
     def open(self) -> None:
-        """Have :func:`is_recording` say so in this thread."""
+        """Make :func:`is_recording` true in this thread."""
         _recording.forwards = getattr(_recording, "forwards", 0) + 1
 
     def close(self) -> None:
         """Remove the hooks and the references to modules and storages; the records stay."""
         _recording.forwards -= 1
-        # Not before: the first forward of a lazy module makes its parameters.
+        # Count now: a lazy module has no parameters before the first forward.
         for name, module in self._tracked:
             self._count_gradients(name, module)
         self._tracked.clear()
@@ -154,20 +154,20 @@ class Recorder:
         self._storages.clear()
 
     def add(self, tensor: Tensor, kept: str | None, packed: int = 0, unknown: str | None = None) -> None:
-        """Record a saved tensor, kept for a reason, or packed in so many bytes that no earlier one's serve.
+        """Record a saved tensor: kept for a reason, or packed in ``packed`` bytes of its own.
 
-        ``unknown`` is its reader, where it is kept because the table does not have that.
+        ``unknown`` names the reader of a tensor kept because the table has no row for the reader.
         """
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
         stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
         self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept, unknown)
 
     def add_more(self, tensor: Tensor, reason: str, nbytes: int) -> None:
-        """Record that a tensor which is stored already takes more bytes now."""
+        """Record ``nbytes`` more for an already stored tensor."""
         self._append(_shape(tensor), tensor.dtype, 0, 0, nbytes, reason)
 
     def add_codes(self, packs: Packs, packed: int) -> None:
-        """Record codes that an autograd function saves, as what they stand for."""
+        """Record codes saved by an autograd function, as the packed tensor."""
         storage = None if packs.storage is None else packs.storage()
         unique = packs.nbytes if storage is None else self._unique_storage_bytes(storage)
         self._append(packs.shape, packs.dtype, packs.nbytes, unique, packed, None)
@@ -191,7 +191,7 @@ class Recorder:
     def _unique_part_bytes(self, part: Tensor) -> int:
         try:
             return self._unique_storage_bytes(part.untyped_storage())
-        except RuntimeError:  # a subclass that holds its memory where nobody can ask for it
+        except RuntimeError:  # a subclass without an accessible storage
             return part.nbytes
 
     def _unique_storage_bytes(self, storage: torch.UntypedStorage) -> int:

@@ -1,6 +1,6 @@
-"""What autograd holds in place of a saved tensor: each kind restores itself, any number of times.
+"""Stored forms: the objects that autograd holds in place of saved tensors. Each can be restored any number of times.
 
-Longer than 400 lines: the kinds share versions, readers and memory, and hold each other.
+Longer than 400 lines: the forms share versions, readers and memory, and hold each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..torch_private import current_raw_stream, never_traced, running_node
 
 
 class Saved(Protocol):
-    """A saved tensor in another form."""
+    """A stored form of a saved tensor."""
 
     def restore(self) -> Tensor:
         """Return a tensor with the values, shape, strides, dtype and device of the original."""
@@ -32,13 +32,13 @@ class Saved(Protocol):
 
 @never_traced
 def unpack(saved: Saved) -> Tensor:
-    """Restore a saved tensor: the hook that autograd calls in backward."""
+    """Restore a saved tensor: the unpack hook."""
     return saved.restore()
 
 
 @never_traced
 def unpack_profiled(saved: Saved) -> Tensor:
-    """Restore a saved tensor as a range of its own in a profile."""
+    """Restore a saved tensor, and show the restoring as a range in the profile."""
     with torch.profiler.record_function("pyactcomp::unpack"):
         return saved.restore()
 
@@ -51,24 +51,24 @@ def _modified(what: str, version: int, expected: int) -> str:
 
 
 class ModifiedError(RuntimeError):
-    """Autograd's own error, of a tensor that was written to after it was saved."""
+    """Autograd's own error for a tensor written to after the forward."""
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Raise autograd's own error if a tensor was written to since it was at ``version``."""
+    """Raise autograd's own error if the tensor's version is no longer ``version``."""
     if tensor._version != version:
         raise ModifiedError(_modified(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version))
 
 
 def check_unchanged(version: Version, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
-    """Raise autograd's own error if a tensor, of which these are known, was written to since its version was taken."""
+    """Raise autograd's own error if the tensor of a version counter was written to; the rest describes the tensor."""
     if version.moved:
         kind = torch.empty(0, dtype=dtype, device=device).type()
         raise ModifiedError(_modified(f"[{kind} {list(shape)}]", version.current, version.saved))
 
 
 class Versioned:
-    """The version of a tensor when it was saved, for what holds nothing else of it: the tensor is free to go."""
+    """Base of stored forms with only the version counter of the saved tensor, so the tensor can be freed."""
 
     __slots__ = ("_device", "_dtype", "_seen")
 
@@ -78,14 +78,14 @@ class Versioned:
         self._device = tensor.device
 
     def check(self, shape: torch.Size) -> None:
-        """Raise autograd's own error if the tensor, of a shape, was written to since."""
+        """Raise autograd's own error if the tensor, of shape ``shape``, was written to since."""
         check_unchanged(self._seen, self._dtype, self._device, shape)
 
 
 def check_reader(form: Form, shape: torch.Size) -> None:
-    """Raise PyactcompError if the node that backward runs needs more than ``form``, by the table of readers.
+    """Raise PyactcompError if the table of readers says that the running node needs more than ``form``.
 
-    Only where backward itself unpacks: code that looks at what another node saved may do so.
+    Only if backward itself unpacks: code in a node may look at another node's saved tensors.
     """
     node = observer().contradiction(form.need)
     if node is not None:
@@ -98,8 +98,8 @@ def _refuse(node: str, form: Form, shape: torch.Size) -> None:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None or frame.f_globals.get("__name__") in _BACKWARD:
         raise PyactcompError(
-            f"{node} reads a tensor of shape {tuple(shape)} that was stored as {form.name}, for an operator that needs "
-            "no more; this one does. Please report it; until then pass skip=[...] with the module that runs it, or "
+            f"{node} needs a saved tensor of shape {tuple(shape)} more exactly than in the form it was stored in, "
+            f"{form.name}. Please report this; until then pass skip=[...] with the module that runs the operator, or "
             "mode='lossless'."
         )
 
@@ -108,41 +108,41 @@ _BACKWARD = frozenset({"torch.autograd.graph", "torch.autograd"})
 
 
 class Kept:
-    """A tensor held as it is, with the version check that autograd drops where hooks are set."""
+    """A tensor held unpacked, with the version check that autograd omits under hooks."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # With its graph an operator that saves its own output would hold itself, beyond the reach of gc. Recomputation
-        # must read this storage even where a parameter's ``.data`` is another by then.
+        # Without the graph: an operator that saves its own output would otherwise hold itself, out of gc's reach.
+        # Recomputation must read this storage even if a parameter's ``.data`` is reassigned later.
         self.tensor = observer().bare(tensor)
         self.version = tensor._version
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
+        """Layout of the tensor."""
         return layout_of(self.tensor)
 
     @property
     def unchanged(self) -> bool:
-        """Whether it has not been written to since."""
+        """Whether the tensor was not written to since."""
         return self.tensor._version == self.version
 
     def restore(self) -> Tensor:
-        """Return the tensor, unless it was written to."""
+        """Return the tensor, or raise autograd's error if it was written to."""
         check_version(self.tensor, self.version)
         return self.tensor
 
 
 class Names(Protocol):
-    """What knows the names of parameters, for errors."""
+    """Names parameters in errors."""
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return what to call a parameter."""
+        """Return a parameter's name."""
 
 
 class Recast(Versioned):
-    """Autocast's copy of a parameter, made again from the live parameter."""
+    """Autocast's copy of a parameter, cast again from the live parameter."""
 
     __slots__ = ("_layout", "_names", "_of_parameter", "_offset", "_parameter")
 
@@ -155,15 +155,15 @@ class Recast(Versioned):
         self._names = names
 
     def restore(self) -> Tensor:
-        """Cast the live parameter again, unless it or the copy was written to."""
+        """Cast the live parameter again, or raise an error if the parameter or the copy was written to."""
         self.check(self._layout.shape)
         version = self._parameter._version
         if version != self._of_parameter:
             name = self._names.name_of(self._parameter)
             raise PyactcompError(
                 _modified(name, version, self._of_parameter)
-                + f" Autocast's {self._dtype} copy of it was not kept, and the parameter has changed between forward "
-                "and backward: run backward before the optimizer's step, or keep the copies with "
+                + f" Autocast's {self._dtype} copy of the parameter was not kept, and the parameter has changed "
+                "between forward and backward: run backward before the optimizer's step, or keep the copies with "
                 "keep_weight_copies=True."
             )
         again = self._parameter.detach().to(self._dtype)
@@ -171,17 +171,17 @@ class Recast(Versioned):
 
 
 class Shared:
-    """A saved tensor that is made anew in backward, and that several operators may share.
+    """A stored form that several operators may share, decoded or recomputed in backward.
 
-    It is kept from the first of their unpackings to the last, so that the backward of q, k and v makes their common
-    input once; ``recent`` bounds how many such tensors are kept at a time.
+    The restored tensor stays alive from the first unpacking to the last, so the backward of q, k and v restores their
+    common input once. ``recent`` bounds the number of restored tensors alive at a time.
     """
 
     __slots__ = ("__weakref__", "_index", "_pending", "_recent", "_restored", "layout", "stream", "uses")
 
     def __init__(self, layout: Layout, index: int, stream: int, recent: Recent) -> None:
         self.layout = layout
-        # Of the CUDA device, -1 on others.
+        # Index of the CUDA device; -1 on other devices.
         self._index = index
         self.stream = stream
         self.uses = 1
@@ -191,10 +191,10 @@ class Shared:
 
     @abstractmethod
     def _make(self) -> Tensor:
-        """Make the tensor on the current stream."""
+        """Decode or recompute the tensor on the current stream."""
 
     def _make_on_another_stream(self) -> Tensor:
-        """Make the tensor on a stream that is not the one whose work it is made from."""
+        """Make the tensor on a stream other than the packing stream."""
         current = torch.cuda.current_stream(self._index)
         if self.stream == 0:
             packing: Any = torch.cuda.default_stream(self._index)
@@ -206,11 +206,11 @@ class Shared:
         return made
 
     def _hold_for(self, current: torch.cuda.Stream, packing: torch.cuda.Stream) -> None:
-        """Keep what it was made from, which goes back to the packing stream's memory, until it has been read."""
+        """Let the packing stream wait, since freed inputs return to that stream's pool and may still be read."""
         packing.wait_stream(current)
 
     def restore(self) -> Tensor:
-        """Return the tensor with the layout that was saved first."""
+        """Return the tensor in the layout of the first saved tensor."""
         if self._index >= 0 and current_raw_stream(self._index) != self.stream:
             return self._make_on_another_stream()
         return self._make() if self.uses == 1 else self._restore_shared()
@@ -235,7 +235,7 @@ class Shared:
 
 
 Recent = deque[ref[Shared]]
-"""The shared tensors that were made last and may still be kept."""
+"""The shared forms restored last; their restored tensors may still be alive."""
 
 
 class Storing(NamedTuple):
@@ -244,15 +244,15 @@ class Storing(NamedTuple):
     Attributes
     ----------
     layout : Layout
-        Of the tensor.
+        Layout of the tensor.
     dtype, carrier : torch.dtype
-        Of the tensor, and of what the kernel packs.
+        Dtype of the tensor, and the dtype in which the kernel reads and writes.
     form : Form
     kernel : Kernel
     nbytes : int
-        Of the buffer.
+        Size of the buffer in bytes.
     like : Tensor
-        Without memory, of the layout and the carrier's dtype.
+        Meta tensor with the layout and the carrier dtype.
     """
 
     layout: Layout
@@ -267,19 +267,19 @@ class Storing(NamedTuple):
     def of(
         cls, layout: Layout, dtype: torch.dtype, carrier: torch.dtype, form: Form, kernel: Kernel, nbytes: int
     ) -> Storing:
-        """Return how to store tensors of a layout."""
+        """Return the storing for a layout."""
         like = torch.empty_strided(layout.shape, layout.stride, dtype=carrier, device="meta")
         return cls(layout, dtype, carrier, form, kernel, nbytes, like)
 
     def laid_out(self, layout: Layout) -> Storing:
-        """Return how to store tensors of another layout, with as many elements, in the same form."""
+        """Return the same storing for another layout with as many elements."""
         return Storing.of(layout, self.dtype, self.carrier, self.form, self.kernel, self.nbytes)
 
 
 class Region(Shared):
-    """A packed piece of memory: the elements of one dense tensor in storage order.
+    """A packed buffer: the elements of one dense tensor in storage order.
 
-    Several saved tensors may be views of it. Where a later reader needs it more exactly, it is stored anew for all.
+    Several saved tensors may be views of one region. If a later reader needs more, the region is stored anew for all.
     """
 
     __slots__ = ("_packed", "_storing", "_version", "address", "dtype", "form", "storage")
@@ -287,15 +287,15 @@ class Region(Shared):
     def __init__(self, source: Tensor, storing: Storing, seed: int, stream: int, recent: Recent) -> None:
         super().__init__(storing.layout, source.get_device(), stream, recent)
         self.dtype = storing.dtype
-        # The Python object of a storage lives exactly as long as the storage. Where this reference still gives it,
-        # the memory is the same; an address would prove nothing, since the original is freed once it is packed.
+        # A storage's Python object lives exactly as long as the storage, so a live reference proves the same memory. An
+        # address would prove nothing: the original is freed once packed.
         self.storage = ref(source.untyped_storage())
         self.address = source.data_ptr()
         self._version = observer().version(source)
         self.store(source, storing, seed)
 
     def store(self, source: Tensor, storing: Storing, seed: int) -> None:
-        """Store ``source``, the tensor that is stored, in a form and any shape; it keeps the layout of the first."""
+        """Pack ``source`` as ``storing`` says; a later call may pass another shape, and the first layout stays."""
         if storing.layout != self.layout:
             storing = storing.laid_out(self.layout)
         buffer = observer().buffer(source, storing.nbytes)
@@ -306,12 +306,12 @@ class Region(Shared):
         self._packed = buffer
 
     def hold(self, source: Tensor) -> None:
-        """Hold ``source``, the tensor that is stored, as it is: in any shape, the same memory."""
+        """Hold the original instead of codes; ``source`` is the same memory in any shape."""
         self.form, self._storing = ITSELF, None
         self._packed = source.detach().as_strided(self.layout.shape, self.layout.stride)
 
     def source(self) -> Tensor | None:
-        """Return the tensor that was stored, without a graph, if its memory is still there and was not written to."""
+        """Return the packed tensor, detached, if the memory is still alive and was not written to."""
         storage = self.storage()
         if storage is None or not self.unchanged:
             return None
@@ -326,16 +326,16 @@ class Region(Shared):
 
     @property
     def narrowed(self) -> bool:
-        """Whether it holds the elements themselves, in a narrower dtype."""
+        """Whether the buffer holds the exact elements in a narrower dtype."""
         return self.form is ITSELF and self._storing is not None
 
     @property
     def unchanged(self) -> bool:
-        """Whether the original has not been written to since."""
+        """Whether the original was not written to since."""
         return not self._version.moved
 
     def still_holds(self, source: Tensor, storage: torch.UntypedStorage, stream: int) -> bool:
-        """Return whether what is packed is, provably, what ``source`` holds now at the same address and length."""
+        """Return whether the codes provably match ``source``, a tensor at the same address with as many elements."""
         version = self._version
         return (
             self.storage() is storage
@@ -346,7 +346,7 @@ class Region(Shared):
         )
 
     def restore(self) -> Tensor:
-        """Return the restored tensor with the layout that was packed first."""
+        """Return the restored tensor in the layout packed first."""
         if self._version.moved:
             check_unchanged(self._version, self.dtype, self._packed.device, self.layout.shape)
         if self.form.need != EXACT:
@@ -366,7 +366,7 @@ class Region(Shared):
 
 
 class View:
-    """A saved tensor that is a view of a packed region, or of an output that is computed again."""
+    """A view of a packed region or of a recomputed output."""
 
     __slots__ = ("_offset", "layout", "region")
 
@@ -376,12 +376,12 @@ class View:
         self._offset = offset
 
     def restore(self) -> Tensor:
-        """Return the view of what is restored."""
+        """Restore the region, and return the view."""
         return self.region.restore().as_strided(self.layout.shape, self.layout.stride, self._offset)
 
 
 class Same(Versioned):
-    """A saved tensor that another one holds, such as an equal cast of the same tensor: each is written to alone."""
+    """A saved tensor with the values of another stored one, such as an equal cast, but a version counter of its own."""
 
     __slots__ = ("_shape", "stored")
 
@@ -391,13 +391,13 @@ class Same(Versioned):
         self._shape = tensor.size()
 
     def restore(self) -> Tensor:
-        """Return the tensor, unless it was written to."""
+        """Restore the tensor, or raise autograd's error if it was written to."""
         self.check(self._shape)
         return self.stored.restore()
 
 
 class Shapeless(Versioned):
-    """A saved tensor of which backward reads the shape alone."""
+    """A saved tensor whose values backward never reads, only the shape."""
 
     __slots__ = ("_layout",)
 
@@ -406,16 +406,16 @@ class Shapeless(Versioned):
         self._layout = layout_of(tensor)
 
     def restore(self) -> Tensor:
-        """Return memory of its layout, as it is, while backward runs; elsewhere NaN, for who looks at the values."""
+        """Return uninitialised memory in backward; elsewhere NaN, so that nobody mistakes garbage for values."""
         self.check(self._layout.shape)
         check_reader(AS_SHAPE, self._layout.shape)
-        # Memory for all elements, as before: CUDA's kernels copy an input with gaps or repeats.
+        # Allocate all elements in the saved layout: CUDA's kernels copy an input with gaps or repeats.
         out = torch.empty_strided(self._layout.shape, self._layout.stride, dtype=self._dtype, device=self._device)
         return out if running_node() is not None else out.fill_(math.nan)
 
 
 class Pending:
-    """A saved tensor whose form is decided later; until then it is held as it is."""
+    """A saved tensor whose form is decided later; kept until then."""
 
     __slots__ = ("stored",)
 
@@ -428,7 +428,7 @@ class Pending:
 
 
 class Gathered(Versioned):
-    """A saved tensor with gaps between its elements, packed from a dense copy."""
+    """A saved tensor with gaps between elements, packed from a dense copy."""
 
     __slots__ = ("_layout", "_offset", "_storage", "region")
 
@@ -441,16 +441,16 @@ class Gathered(Versioned):
 
     @property
     def form(self) -> Form:
-        """How it is stored."""
+        """Form of the packed copy."""
         return self.region.form
 
     @property
     def layout(self) -> Layout:
-        """The layout of what was saved."""
+        """Layout of the saved tensor, with the gaps."""
         return self._layout
 
     def source(self) -> Tensor | None:
-        """Return a dense copy of the tensor, if its memory is still there and was not written to."""
+        """Return a dense copy of the tensor, if the memory is still alive and was not written to."""
         storage = self._storage()
         if storage is None or self._seen.moved:
             return None
@@ -458,7 +458,7 @@ class Gathered(Versioned):
         return bare.set_(storage, self._offset, self._layout.shape, self._layout.stride).contiguous()
 
     def restore(self) -> Tensor:
-        """Return the elements spread to their strides again."""
+        """Return the restored elements in the original strides."""
         self.check(self._layout.shape)
         dense = self.region.restore()
         out = dense.new_empty_strided(self._layout.shape, self._layout.stride)
@@ -466,7 +466,7 @@ class Gathered(Versioned):
 
 
 class Distributed:
-    """A DTensor whose local tensor was saved in another form."""
+    """A DTensor whose local tensor is in a stored form."""
 
     __slots__ = ("_local", "_spec")
 

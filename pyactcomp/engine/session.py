@@ -1,4 +1,4 @@
-"""One configuration in use: when the hooks of a forward are active, and what outlives it."""
+"""One configuration in use: opens and closes the hooks of each forward, and keeps state between forwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .record import Recorder
 
 
 def _close_abandoned() -> None:
-    """Deactivate hooks of this thread whose forward is over."""
+    """Deactivate hooks of this thread whose forward has ended."""
     while (top := top_saved_tensor_hooks()) is not None:
         frame = getattr(top[0], "__self__", None)
         if not isinstance(frame, Frame) or not isinstance(frame.packing, Session) or not frame.abandoned():
@@ -31,9 +31,10 @@ def _close_abandoned() -> None:
 
 
 class Session(Packing):
-    """One configuration in use: opens a :class:`Frame` for each forward and keeps what outlives it.
+    """One configuration in use: opens a :class:`Frame` for each forward.
 
-    Copying or pickling a session gives a fresh one with the same configuration.
+    Keeps kernels, seeds and the first record between forwards. Copying or pickling a session gives a fresh session with
+    the same configuration.
     """
 
     def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
@@ -57,17 +58,17 @@ class Session(Packing):
         return stack[-1] if stack else None
 
     def open(self, module: Module | None, *, active: bool = True, caller: FrameType | None = None) -> None:
-        """Activate the hooks for a forward of ``module``, or step aside where they must not be.
+        """Activate the hooks for a forward of ``module``, or step aside where hooks must not be active.
 
-        Torch runs a module's last hooks after an exception, but not after KeyboardInterrupt and its like. ``caller``,
-        the running frame that would call :meth:`close`, lets the next forward notice what was left open.
+        Torch runs a module's forward hooks after an Exception, but not after KeyboardInterrupt. ``caller``, the running
+        frame that would call :meth:`close`, lets the next forward find hooks left open.
 
-        Every call is to be followed by one of :meth:`close`, also where this raises or is not active.
+        Follow every call by one of :meth:`close`, even if this call raises or ``active`` is False.
 
         Raises
         ------
         HookConflictError
-            If other hooks are active and the configuration says so.
+            If other hooks are active and the configuration has ``on_conflict="raise"``.
         """
         _close_abandoned()
         stack = self._stack()
@@ -83,7 +84,7 @@ class Session(Packing):
         stack[-1] = frame
 
     def close(self, *, completed: bool = True) -> None:
-        """Undo the last :meth:`open` of this thread; a forward that was not completed is not reported."""
+        """Undo the last :meth:`open` of this thread; do not report an incomplete forward."""
         stack = self._stack()
         frame = stack.pop() if stack else None
         if frame is not None:
@@ -92,7 +93,7 @@ class Session(Packing):
                 self.recorder = frame.recorder
 
     def drop(self, frame: Frame) -> None:
-        """Close a frame of this thread that was abandoned, and forget those opened inside it."""
+        """Close an abandoned frame of this thread, and forget the frames opened inside."""
         stack = self._stack()
         if frame in stack:
             del stack[stack.index(frame) :]
