@@ -1,4 +1,4 @@
-"""The readers of saved tensors: which operator runs, and how exactly it needs each operand in backward."""
+"""The readers of saved tensors: finds the running operator, and how exactly backward needs each saved operand."""
 
 from .lookup import register_reader
 

@@ -1,4 +1,7 @@
-"""How exactly a saved tensor must be stored for its reader, the operator that saves it, and in what form."""
+"""The forms in which saved tensors are stored, and the exactness needed by their readers.
+
+A reader is the operator behind a saved tensor: the operator saves the tensor in forward and reads it in backward.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,22 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# Needs, ordered by strictness. A comparison's bits are no coarser form of the values, see `strictest`.
+# Needs, ordered by strictness. The bits of a comparison serve only the same comparison, see `Form.serves`.
 SHAPE, BITS, CODES, RELATIVE, EXACT = range(5)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A question about each element, and two values that answer it as the elements themselves would.
+    """A comparison with one or two bounds, and two values with either outcome.
 
     Attributes
     ----------
     relation : {"above", "not below", "between", "within", "not outside"}
-        ``x > low``; ``not x <= low``; ``low < x < high``; ``low <= x <= high``; ``not (x <= low or x >= high)``. They
-        differ where x is NaN, as the derivatives do.
+        ``x > low``; ``not x <= low``; ``low < x < high``; ``low <= x <= high``; ``not (x <= low or x >= high)``. The
+        relations differ where x is NaN, as torch's derivatives do.
     low, high : float
     yes, no : float
-        The value that an element comes back as.
+        Restored value of an element if the comparison is true, and if it is false.
     """
 
     relation: Literal["above", "not below", "between", "within", "not outside"]
@@ -34,14 +37,14 @@ class Comparison:
     yes: float
     no: float
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 - of few comparisons, each made anew for every call
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - few distinct comparisons, and equal ones share an entry
     def is_exact_in(self, dtype: torch.dtype) -> bool:
-        """Return whether operators compare with the same bounds in a dtype; some round them to 16 bits, some do not."""
+        """Return whether all operators compare with equal bounds in a dtype: for 16 bits, some round the bounds."""
         bounds = [self.low, self.high]
         return dtype.itemsize > 2 or torch.tensor(bounds, dtype=dtype).tolist() == bounds
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return where the answer is yes."""
+        """Return a boolean tensor: where the comparison is true."""
         if self.relation == "above":
             return x > self.low
         if self.relation == "not below":
@@ -60,9 +63,9 @@ class Form(NamedTuple):
     ----------
     name : str
     need : int
-        The strictest need that it serves, of readers of values.
+        The strictest need served by the form.
     comparison : Comparison or None
-        Of one bit an element: the question that the bit answers.
+        The comparison of a form of one bit an element.
     """
 
     name: str
@@ -70,12 +73,12 @@ class Form(NamedTuple):
     comparison: Comparison | None = None
 
     def serves(self, wanted: Form) -> bool:
-        """Return whether a tensor that is stored like this is as exact as in another form."""
+        """Return whether a tensor stored in this form also serves a reader of the form ``wanted``."""
         if wanted.need in (SHAPE, BITS) or self.need == BITS:
             return wanted.need == SHAPE or self == wanted
         if self.need == wanted.need:
             return wanted in (self, AS_CODES)
-        # Saturated log-probabilities are good for their own reader alone.
+        # Saturated log-probabilities serve only their own reader.
         return self.need > wanted.need and self is not LOG
 
 
@@ -101,12 +104,15 @@ class Reading:
     Attributes
     ----------
     operator, operand : str
-        Names, the operator's with its namespace.
+        Names; the operator's with the namespace.
     form : Form
-        The cheapest form that is exact enough.
+        The cheapest form exact enough for the reader.
     why : str
+        The reason, for reports.
     known : bool
-        Whether the table, or a call of :func:`register_reader`, has it.
+        Whether the table has a row for the operand, from torch's derivatives or :func:`register_reader`.
+    by_scalars : callable, optional
+        Maps the scalar arguments of a call, by position, to form and reason.
     """
 
     operator: str
@@ -118,18 +124,18 @@ class Reading:
 
     @property
     def need(self) -> int:
-        """How exact the values must be."""
+        """Exactness needed of the values."""
         return self.form.need
 
     @property
     def reason(self) -> str:
-        """Why the operand is not stored in fewer bits."""
+        """Reason not to store the operand in fewer bits."""
         if not self.known:
-            return f"{self.operator}: not in the table of readers, so it is kept exact"
+            return f"{self.operator}: not in the table of readers, kept exact"
         return f"{self.operator}({self.operand}): {self.why}"
 
     def given(self, scalars: Mapping[int, object]) -> Reading:
-        """Return the reading for a call with these scalar arguments, by their positions."""
+        """Return the reading for a call with the given scalar arguments, by position."""
         if self.by_scalars is None:
             return self
         form, why = self.by_scalars(scalars)
@@ -137,9 +143,9 @@ class Reading:
 
 
 def strictest(readings: Iterable[Reading]) -> Reading:
-    """Return the reading that serves all, or an exact reading where none does."""
+    """Return the first strictest reading if its form serves all readings, otherwise an exact reading."""
     kinds = list(readings)
     first = max(kinds, key=lambda reading: reading.need)
     if all(first.form.serves(reading.form) for reading in kinds):
         return first
-    return Reading(first.operator, first.operand, ITSELF, "several operands may be meant, which need different forms")
+    return Reading(first.operator, first.operand, ITSELF, "one of several operands with different needs")

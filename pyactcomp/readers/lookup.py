@@ -1,4 +1,4 @@
-"""Finds a saved tensor's reading in the table of readers, and adds to the table."""
+"""Looks up a saved tensor's reader in the table of readers, and registers new readers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _FORMS: dict[str, Form] = {
 }
 
 CHECKPOINT = Reading(
-    "torch.utils.checkpoint", "input", VECTORS, "the block runs again from it; exact where the block decides a route"
+    "torch.utils.checkpoint", "input", VECTORS, "the block reruns from it; exact if values decide the block's path"
 )
-CHECKPOINTED = Reading("torch.utils.checkpoint", "input", VECTORS, "the block, which has run once, runs again from it")
-# They save codes where codes are enough: a float that one of them saves is there to stay as it is.
-_OURS = Reading("pyactcomp.functional", "saved", ITSELF, "its function saves codes where they are enough")
+CHECKPOINTED = Reading("torch.utils.checkpoint", "input", VECTORS, "the block, already run once, reruns from it")
+# Our functions save codes where codes are enough, so any float among their saved tensors must stay exact.
+_OURS = Reading("pyactcomp.functional", "saved", ITSELF, "the function saves codes wherever codes are enough")
 OUTSIDE = Reading("outside of any operator", "saved", ITSELF, "", known=False)
 
 on_change: list[Callable[[], None]] = []
-"""Called after the table has changed."""
+"""Callbacks to run after a change of the table."""
 
 _registered: dict[str, dict[str, Reading]] = {}
 _registered_functions: dict[type, dict[int, Reading]] = {}
 
 
 def _find(name: str, overload: str) -> tuple[Mapping[str, Reading] | None, bool]:
-    """Return the readings of an operator and whether it writes to its first argument; None if it is unknown."""
+    """Return an operator's readings, None if unknown, and whether the operator writes to the first argument."""
     namespace, _, base = name.partition("::")
     in_place = base.endswith("_") and not base.endswith("__")
     for candidate in (base, base[:-1]) if in_place else (base,):
@@ -58,17 +58,19 @@ def _unknown(name: str) -> Reading:
     namespace, _, base = name.partition("::")
     if namespace in NAMESPACES:
         return Reading(
-            name, "any operand", ITSELF, f"{NAMESPACES[namespace]} have not been tried, so they are kept exact"
+            name, "any operand", ITSELF, f"{NAMESPACES[namespace]} have not been tried, so operands are kept exact"
         )
     if namespace == "aten" and ("_backward" in base or base.startswith("_foreach_")):
-        return Reading(name, "any operand", ITSELF, "saved for a second derivative, or of several tensors at once")
+        return Reading(name, "any operand", ITSELF, "saved for a second derivative, or for several tensors at once")
     return Reading(name, "any operand", ITSELF, "", known=False)
 
 
 def of_operator(name: str, overload: str) -> Row:
-    """Return the readings of arguments, a result, a tensor that may be either, a statistic; and if scalars decide.
+    """Return the row of an operator.
 
-    None stands for the arguments where they make no difference, and for the statistic where none is one.
+    The row holds the readings of the arguments, of a result, of a tensor that may be either and of a statistic, and
+    whether scalar arguments decide. None for the arguments means all exact; the statistic is None unless the operator
+    is elementwise.
     """
     found, in_place = _find(name, overload)
     if found is None:
@@ -79,7 +81,7 @@ def of_operator(name: str, overload: str) -> Row:
     result = found.get("result", exact)
     arguments = [found.get(argument, exact) for argument in names]
     if in_place and arguments:
-        # Its memory is the result's, or it was copied before the operator wrote to it.
+        # The saved tensor is the result, or a copy of the argument from before the write.
         written = found.get("result", found.get(names[0], exact))
         result = arguments[0] = strictest((written, found.get(names[0], written)))
     if all(reading.form is ITSELF and reading.by_scalars is None for reading in (*arguments, result)):
@@ -96,7 +98,7 @@ _FRAMES = 8
 
 
 def _calling_function() -> tuple[type | None, str]:
-    """Return the autograd function whose ``apply`` called a hook, and the module of the code that did."""
+    """Return the autograd function whose ``apply`` runs the hook, or None with the name of the calling module."""
     frame = sys._getframe(1)
     caller = ""
     for _ in range(_FRAMES):
@@ -113,13 +115,13 @@ def _calling_function() -> tuple[type | None, str]:
 
 
 def of_function(name: str, position: int) -> Reading:
-    """Return how an autograd function written in Python reads the tensor that it saves at a position."""
+    """Return the reading of the tensor at a position of a Python autograd function's ``save_for_backward``."""
     cls, _ = _calling_function()
     return OUTSIDE if cls is None else _of_class(cls, position)
 
 
 def of_no_operator() -> Reading:
-    """Return how a tensor is read that is saved outside of any operator, as torch.utils.checkpoint does."""
+    """Return the reading of a tensor saved outside of any operator, for example by torch.utils.checkpoint."""
     cls, caller = _calling_function()
     if cls is not None:
         return _of_class(cls, None)
@@ -134,19 +136,19 @@ def _of_class(cls: type, position: int | None) -> Reading:
             return strictest(registered.values())
         return registered.get(position, Reading(name, f"saved {position}", ITSELF, "registered without this position"))
     if cls.__module__ == "torch.utils.checkpoint":
-        # The reentrant kind saves inputs once the block has run, the other before.
+        # Reentrant checkpointing saves the inputs after the block has run, the other kind before.
         return CHECKPOINTED if cls is torch.utils.checkpoint.CheckpointFunction else CHECKPOINT
     if cls.__module__.startswith("pyactcomp."):
         return _OURS
     if cls.__name__.startswith("GeneratedBackwardFor_"):
         return _of_library(cls.__name__.partition("GeneratedBackwardFor_")[2])
     if name in FUNCTIONS:
-        return Reading(name, "saved", ITSELF, f"{FUNCTIONS[name]} has not been tried")
+        return Reading(name, "saved", ITSELF, f"{FUNCTIONS[name]} has not been tried, so it is kept exact")
     return Reading(name, "saved", ITSELF, "", known=False)
 
 
 def _of_library(mangled: str) -> Reading:
-    """Return the reading of an operator of torch.library, whose autograd function saves what its author chose."""
+    """Return the one reading for all saved tensors of a torch.library operator, whose author chooses the tensors."""
     for operator, readings in _registered.items():
         namespace, _, base = operator.partition("::")
         if mangled.startswith(f"{namespace}_{base.replace('.', '_')}"):
@@ -158,7 +160,7 @@ _NODE = re.compile(r"(\w+?)Backward\d*")
 
 
 def weakest_need(node: str) -> int:
-    """Return the least that a node, by its name, may need of a tensor that it saved; 0 where that is not known."""
+    """Return the least need among a node's saved tensors, by the node's name; 0 (shape) if unknown."""
     match = _NODE.fullmatch(node)
     if match is None:
         return SHAPE
@@ -179,30 +181,33 @@ def register_reader(
     /,
     **named: Exactness,
 ) -> None:
-    """Tell how exactly backward needs the tensors that an operator saves. Without a row they are kept exact.
+    """Register how exactly backward needs an operator's saved tensors. Tensors without a row are kept exact.
 
     Parameters
     ----------
     reader : str or subclass of torch.autograd.Function
-        An operator as ``"namespace::name"`` or ``"namespace::name.overload"``, or the class of a function.
+        An operator as ``"namespace::name"`` or ``"namespace::name.overload"``, or the class of an autograd function.
     operands : mapping of int to str, for a function
-        Exactness by position among the tensors given to ``save_for_backward``; None does not count.
+        Exactness by position among the tensors given to ``save_for_backward``, not counting None.
     **named : for an operator
-        Exactness by the argument's name; ``result`` for a tensor that shares memory with no argument. Each
-        tensor that an operator of ``torch.library.register_autograd`` saves is stored as the strictest of them.
+        Exactness by argument name; ``result`` names a saved tensor that shares memory with no argument. For an operator
+        with ``torch.library.register_autograd``, the strictest of the given values applies to every saved tensor.
 
-        ``"linear"`` is for a tensor that the gradient is multiplied by, ``"smooth"`` for a tensor of which the
-        derivative is a smooth bounded function: 8 bits. ``"relative"`` is for a divisor and for the argument of a
-        log: bfloat16. ``"sign"`` is for a tensor that is only asked whether ``x > 0``: one bit, it comes back as 1 or
-        -1. ``"shape"`` is for a tensor whose values are not read, and ``"exact"`` for any other.
+        - ``"linear"``: the gradient is multiplied by the tensor. Stored in 8 bits.
+        - ``"smooth"``: the derivative is a smooth bounded function of the tensor. Stored in 8 bits.
+        - ``"relative"``: the tensor is a divisor or the argument of a log. Stored in bfloat16.
+        - ``"sign"``: backward reads only whether ``x > 0``. Stored in one bit, restored as 1 or -1.
+        - ``"shape"``: backward reads no values. Nothing is stored.
+        - ``"exact"``: anything else. Stored as it is.
 
     Raises
     ------
     TypeError
-        If the reader is neither, or an operator's operands are given by position or a function's by name.
+        If the reader is neither an operator's name nor a function's class, or if an operator's operands are given by
+        position or a function's by name.
     ValueError
-        If torch has no such operator, the operator has no such argument, an argument is no tensor, or an exactness
-        is none of these.
+        If torch has no such operator, the operator has no such argument, an argument is not a tensor, or an exactness
+        is unknown.
 
     Examples
     --------
@@ -264,7 +269,7 @@ def _checked_operator(operator: str, named: Mapping[str, Exactness]) -> dict[str
     if not named:
         raise ValueError(f"name an operand of {operator!r}, as in register_reader({operator!r}, x='linear')")
     every = [a for o in overloads for a in getattr(packet, o)._schema.arguments]
-    # An argument may be a tensor in some overloads and a number in others.
+    # Some arguments are a tensor in one overload and a number in another.
     arguments = {a.name: any(b.name == a.name and "Tensor" in str(b.type) for b in every) for a in every}
     for operand in named:
         if operand != "result" and not arguments.get(operand):

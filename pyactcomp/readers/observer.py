@@ -1,4 +1,4 @@
-"""Tells which operator saves a tensor: by ``_observer``, a library compiled for one release of torch, or without it."""
+"""Finds the operator that saves a tensor: by ``_observer``, a library compiled for one torch release, or a fallback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table import DECIDING, ELEMENTWISE, READERS
 
 
 class Version(Protocol):
-    """The version that a tensor had when it was saved, and its counter."""
+    """A tensor's version at the time of saving, and the tensor's version counter."""
 
     @property
     def current(self) -> int:
@@ -28,7 +28,7 @@ class Version(Protocol):
 
     @property
     def saved(self) -> int:
-        """The version that was saved."""
+        """The version at the time of saving."""
 
     @property
     def moved(self) -> bool:
@@ -36,45 +36,45 @@ class Version(Protocol):
 
 
 class Observer(Protocol):
-    """Knows the operators that run in this thread."""
+    """Observes the operators running in this thread."""
 
     def start(self) -> None:
-        """Observe this thread, until as many stops."""
+        """Observe this thread until the matching :meth:`stop`; calls nest."""
 
     def stop(self) -> None:
         """Undo one start of this thread."""
 
     def may_be_transformed(self) -> bool:
-        """Return False where operators are surely not transformed, recorded or replaced; quick to ask."""
+        """Return False only if operators are surely not transformed, recorded or replaced; a fast test."""
 
     def saving(self) -> bool:
-        """Count a tensor that the running operator saves; return ``may_be_transformed()``."""
+        """Count one more tensor saved by the running operator; return ``may_be_transformed()``."""
 
     def reader(self, tensor: Tensor) -> Reading | None:
-        """Return how the running operator reads the tensor that was counted last; None outside of any operator."""
+        """Return the running operator's reading of the tensor counted last; None outside of any operator."""
 
     def bare(self, tensor: Tensor) -> Tensor:
-        """Return the memory and the version counter of a tensor without its graph, as ``detach`` does."""
+        """Return a tensor detached from the graph, with the same memory and version counter."""
 
     def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
-        """Return bytes, not initialised, on the device of a tensor."""
+        """Return uninitialised bytes on the device of ``tensor``."""
 
     def empty_as(self, like: Tensor, beside: Tensor, /) -> Tensor:
-        """Return memory, not initialised, of the layout and dtype of one tensor on the device of another."""
+        """Return an uninitialised tensor with the layout and dtype of ``like`` on the device of ``beside``."""
 
     def version(self, tensor: Tensor) -> Version:
-        """Return the version of a tensor, with its counter, without the tensor."""
+        """Return a tensor's version and version counter, without holding the tensor."""
 
     def progress(self) -> tuple[int, int, int]:
-        """Return the calls so far in this thread, the decisions, and the decisions before the running call."""
+        """Return this thread's counts of calls, of deciding calls, and of deciding calls before the running call."""
 
     def contradiction(self, need: int) -> str | None:
-        """Return the name of the node that backward runs if it cannot need as little as ``need``."""
+        """Return the name of the node running in backward if the table says that the node needs more than ``need``."""
 
 
 @functools.cache
 def observer() -> Observer:
-    """Return the library, or the fallback where it is not built for this torch."""
+    """Return the library, or the fallback if the library is not built for this torch."""
     library, _ = load("_observer")
     if library is None:
         return WithoutLibrary()
@@ -84,7 +84,7 @@ def observer() -> Observer:
 
 
 def transformed() -> bool:
-    """Return whether operators are not just run and differentiated backward; saved tensors then stay as they are."""
+    """Return whether a transform (functorch, forward AD, tracing) is active; saved tensors are then kept."""
     return observer().may_be_transformed() and torch_private.transformed()
 
 
@@ -93,7 +93,7 @@ def being_traced() -> bool:
     return observer().may_be_transformed() and torch_private.being_traced()
 
 
-# Functions that make others run, which read all of these operands alike.
+# Functions composed of matrix products or convolutions: all operands are read alike.
 _PRODUCTS = frozenset(
     (
         *("linear", "matmul", "einsum", "bilinear", "tensordot", "chain_matmul", "inner", "outer", "kron"),
@@ -109,14 +109,14 @@ _ALIASES = {
     "true_divide": "div",
     "multiply": "mul",
 }
-# As many elements of another operand for one make it a statistic, here as in the library.
+# An operand with this many times fewer elements than another is a statistic, as in the library (`kFewer`).
 _FEWER = 8
 _PRODUCT = Reading("a product", "operand", AS_CODES, "the derivative multiplies the incoming gradient by it")
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_name(name: str) -> tuple[Reading, Reading, Reading] | None:
-    """Return how a function of torch, by its name, reads its first argument, any argument, and anything."""
+    """Return a torch function's readings of the first argument, of any argument, and of any saved tensor."""
     if name in _PRODUCTS:
         return _PRODUCT, _PRODUCT, _PRODUCT
     name = _ALIASES.get(name, name)
@@ -133,13 +133,13 @@ def _of_name(name: str) -> tuple[Reading, Reading, Reading] | None:
 
 
 def _is_statistic(tensor: Tensor, arguments: Iterable[Any]) -> bool:
-    """Return whether one number of a tensor meets many of another operand."""
+    """Return whether each element of a tensor is broadcast over many elements of another operand."""
     distinct = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
     return distinct * _FEWER <= max((each.numel() for each in arguments if isinstance(each, Tensor)), default=0)
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the functions of torch that Python calls."""
+    """Records the torch functions called from Python."""
 
     def __init__(self, calls: list[tuple[str, tuple[Any, ...]]], count: Callable[[str], None]) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ _DECIDING = frozenset((*(name.removeprefix("aten::") for name in DECIDING), *_CA
 
 
 class _Probe:
-    """An empty tensor that shares the version counter of another."""
+    """Holds an empty tensor with the version counter of another tensor."""
 
     __slots__ = ("_empty", "saved")
 
@@ -191,13 +191,13 @@ class _Probe:
 
 
 class WithoutLibrary:
-    """Sees the functions that Python calls, and none that they call in turn: more tensors than need be stay exact."""
+    """The fallback: sees torch functions called from Python, but no operators inside, so more tensors stay exact."""
 
     def __init__(self) -> None:
         self._thread = _Thread()
 
     def start(self) -> None:
-        """Observe this thread, until as many stops."""
+        """Observe this thread until the matching :meth:`stop`; calls nest."""
         thread = self._thread
         mode = _Calls(thread.calls, self._count)
         thread.modes.append(mode)
@@ -214,38 +214,38 @@ class WithoutLibrary:
             self._thread.decisions += 1
 
     def may_be_transformed(self) -> bool:
-        """Return True: only a closer look tells."""
+        """Return True: the fallback has no fast test."""
         return True
 
     def saving(self) -> bool:
-        """Return ``may_be_transformed()``; here functions that save have no positions to count."""
+        """Return ``may_be_transformed()``; the fallback counts no positions."""
         return True
 
     def bare(self, tensor: Tensor) -> Tensor:
-        """Return the memory and the version counter of a tensor without its graph."""
+        """Return a tensor detached from the graph, with the same memory and version counter."""
         return tensor.detach()
 
     def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
-        """Return bytes, not initialised, on the device of a tensor."""
+        """Return uninitialised bytes on the device of ``tensor``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
 
     def empty_as(self, like: Tensor, beside: Tensor, /) -> Tensor:
-        """Return memory, not initialised, of the layout and dtype of one tensor on the device of another."""
+        """Return an uninitialised tensor with the layout and dtype of ``like`` on the device of ``beside``."""
         return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=beside.device)
 
     def version(self, tensor: Tensor) -> Version:
-        """Return the version of a tensor, with its counter, without the tensor."""
+        """Return a tensor's version and version counter, without holding the tensor."""
         return _Probe(tensor)
 
     def reader(self, tensor: Tensor) -> Reading | None:
-        """Return how the running operator reads a tensor that it saves; None outside of any."""
+        """Return the running function's reading of a saved tensor; None outside of any function."""
         calls = self._thread.calls
         if not calls:
             return None
         name, arguments = calls[-1]
         found = _of_name(name)
         if found is None:
-            return Reading(f"torch.{name}", "any operand", ITSELF, "without the observer it may run any operator")
+            return Reading(f"torch.{name}", "any operand", ITSELF, "without the observer, it may run any operator")
         if _ALIASES.get(name, name) in ELEMENTWISE and _is_statistic(tensor, arguments):
             return Reading(
                 f"torch.{name}", "an operand", ITSELF, "one number for many elements: a statistic or a scale"
@@ -257,13 +257,13 @@ class WithoutLibrary:
         return first if places == [0] else argument
 
     def progress(self) -> tuple[int, int, int]:
-        """Return the calls so far in this thread, the decisions, and the decisions before the running call."""
+        """Return this thread's counts of calls, of deciding calls, and of deciding calls before the running call."""
         thread = self._thread
-        # A block that is run inside one function of Python is taken for one that decides, if any has.
+        # Without the last count, a block inside one Python call counts as deciding if any call has decided before.
         return thread.serial, thread.decisions, 0
 
     def contradiction(self, need: int) -> str | None:
-        """Return the name of the node that backward runs if it cannot need as little as ``need``."""
+        """Return the name of the node running in backward if the table says that the node needs more than ``need``."""
         node = torch_private.running_node()
         if node is None or _weakest(node.name()) <= need:
             return None

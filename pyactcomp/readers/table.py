@@ -1,9 +1,9 @@
-"""The table of readers: for each operator and operand, how exactly backward needs the tensor that it saves.
+"""The table of readers: how exactly backward needs each operand saved by each operator.
 
-An operator that saves a tensor for backward is its reader. Its derivative decides how exact the saved values must be,
-so the table names operators and their operands as torch's derivative formulas do (``derivatives.yaml``). An operand
-is an argument by its name, or ``result`` for a tensor that shares memory with no argument. An operand that is missing
-here, and an operator that is missing, is exact.
+The reader of a saved tensor is the operator that saves the tensor. The reader's derivative decides how exact the saved
+values must be, so the table names operators and operands as torch's derivative formulas do (``derivatives.yaml``). An
+operand is an argument's name, or ``result`` for a tensor that shares memory with no argument. Operators and operands
+missing here are exact.
 
 Longer than 400 lines: one table, to be read and searched in one place.
 """
@@ -35,7 +35,7 @@ from .forms import (
 
 
 class _Group:
-    """Entries of the table that share a form and a reason: "operator operand operand ..." each."""
+    """Table entries with one form and one reason; each entry is "operator operand operand ..."."""
 
     def __init__(self, form: Form, why: str, *entries: str) -> None:
         self.form, self.why, self.entries = form, why, entries
@@ -53,22 +53,22 @@ _ATTENTIONS = (
 )
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _SMOOTH = "the derivative is a smooth bounded function of it"
-_RATIO = "the derivative divides by it or takes its log or a power, so relative precision counts"
+_RATIO = "the derivative divides by it or takes the log or a power of it, so relative precision counts"
 
 _GROUPS = (
     _Group(
         FACTOR,
-        "the derivative multiplies the incoming gradient by it, which may be zero where it is largest",
+        "the derivative multiplies the incoming gradient by it, and the gradient may be zero at the largest elements",
         *("mul self other", "addcmul tensor1 tensor2"),
     ),
     _Group(
         ROWS,
-        "the derivative divides by the deviation of each row, so an error counts beside the row's own range",
+        "the derivative divides by the deviation of each row, so errors count relative to the row's own range",
         *("native_layer_norm input", "_fused_rms_norm input"),
     ),
     _Group(
         CHANNELS,
-        "the derivative divides by the deviation of each channel, so an error counts beside the channel's own range",
+        "the derivative divides by the deviation of each channel, so errors count relative to the channel's own range",
         *("native_batch_norm input", "cudnn_batch_norm input", "miopen_batch_norm input"),
         *("_native_batch_norm_legit input", "_native_batch_norm_legit_no_training input"),
         *("_batch_norm_with_update input", "_batch_norm_no_update input"),
@@ -99,10 +99,10 @@ _GROUPS = (
         *("gelu self", "silu self", "mish self", "glu self", "native_group_norm input", "var self", "var_mean self"),
         *("std self", "std_mean self"),
     ),
-    _Group(POSITIVE, "the derivative asks where it is above zero", "relu result"),
+    _Group(POSITIVE, "the derivative reads only where it is above zero", "relu result"),
     _Group(
         SCALED,
-        "attention computes probabilities again from it: an error of a score is one of its exponential",
+        "attention recomputes probabilities from it: an absolute error of a score is a relative error of a probability",
         *(f"{attention} query key" for attention in _ATTENTIONS),
     ),
     _Group(
@@ -112,19 +112,19 @@ _GROUPS = (
     ),
     _Group(
         LOG,
-        "the derivative takes its exponential: the gradient of a low loss is as small as the error of coarse codes",
+        "the derivative takes the exponential of it: at a low loss the gradient is as small as the error of codes",
         *("_log_softmax result", "log_sigmoid_forward self", "binary_cross_entropy_with_logits self"),
         *("softplus self", "soft_margin_loss self", "_sparse_log_softmax result"),
     ),
     _Group(
         LOGIT,
-        "the derivative takes the small difference between it and one",
+        "the derivative takes the difference between it and one, which may be small",
         *("sigmoid result", "binary_cross_entropy self"),
     ),
-    _Group(ARTANH, "the derivative takes the small difference between its square and one", "tanh result"),
+    _Group(ARTANH, "the derivative takes the difference between its square and one, which may be small", "tanh result"),
     _Group(
         BFLOAT16,
-        "the derivative is a multiple of it, and where a log or a division follows, of its smallest values",
+        "the derivative is a multiple of it, and a following log or division amplifies its smallest values",
         *("_softmax result", "_safe_softmax result", "_masked_softmax result", "exp result", "exp2 result"),
     ),
     _Group(
@@ -136,12 +136,12 @@ _GROUPS = (
     ),
     _Group(
         BFLOAT16,
-        "the derivative asks for its sign, which rounding to a 16-bit float keeps, and is smooth elsewhere",
+        "the derivative reads its sign, which rounding to 16 bits keeps, and is smooth otherwise",
         *("elu self", "celu self", "_prelu_kernel self", "rrelu_with_noise self", "abs self"),
     ),
     _Group(
         AS_SHAPE,
-        "backward reads its shape alone",
+        "backward reads only the shape",
         *("nll_loss_forward self", "nll_loss2d_forward self", "_adaptive_avg_pool2d self", "avg_pool2d self"),
         *("_adaptive_avg_pool3d self", "avg_pool3d self", "reflection_pad1d self", "reflection_pad2d self"),
         *("reflection_pad3d self", "replication_pad1d self", "replication_pad2d self", "replication_pad3d self"),
@@ -161,7 +161,7 @@ _GROUPS = (
     ),
     _Group(
         ITSELF,
-        "it saves indices and masks: integers are kept as they are, and booleans take a bit",
+        "the operator saves indices and masks: integers are kept, and booleans take one bit",
         *("embedding", "index", "index_put", "index_select", "index_fill", "scatter", "scatter_add", "where"),
         *("masked_fill", "masked_scatter", "max_unpool2d", "max_unpool3d", "mode", "sort", "topk"),
         *("native_dropout", "_fused_dropout", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
@@ -171,7 +171,7 @@ _GROUPS = (
     ),
     _Group(
         ITSELF,
-        "the derivative takes the difference of two saved values, which is small where the loss is",
+        "the derivative takes the difference of two saved values, which is small at a small loss",
         *("mse_loss", "smooth_l1_loss", "huber_loss", "dist", "_cdist_forward", "_euclidean_dist", "_pdist_forward"),
         *(
             "elu result",
@@ -188,7 +188,7 @@ _GROUPS = (
     ),
     _Group(
         ITSELF,
-        "the derivative divides by it, or grows without bound, where 16 bits are not enough",
+        "the derivative divides by it or grows without bound, so 16 bits are not enough",
         *("prod", "cumprod", "asin", "acos", "acosh", "atanh", "erfinv", "logit", "lgamma", "digamma", "polygamma"),
         *("mvlgamma", "sinh", "cosh", "sinc", "erfc", "igamma", "igammac", "i0", "renorm", "xlogy", "ldexp"),
         *(
@@ -203,12 +203,12 @@ _GROUPS = (
     ),
     _Group(
         ITSELF,
-        "its derivative is that of a wave, whose arguments have no bound",
+        "the derivative is a sine or cosine of it, and an argument without bound has an error without bound",
         *("sin", "cos"),
     ),
     _Group(
         ITSELF,
-        "it is looked up with: a small error moves it to another place",
+        "a coordinate for a lookup: a small error reads another place",
         *("grid_sampler_2d grid", "grid_sampler_3d grid", "cudnn_grid_sampler grid"),
     ),
     _Group(
@@ -227,12 +227,12 @@ _GROUPS = (
     ),
     _Group(
         ITSELF,
-        "recurrent kernels keep gates and states that they compute with again",
+        "recurrent kernels recompute from the saved gates and states",
         *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "miopen_rnn", "_lstm_mps"),
     ),
     _Group(
         ITSELF,
-        "not run against this: kept exact until somebody has",
+        "not tested with fewer bits, so it is kept exact",
         *("_ctc_loss", "_cudnn_ctc_loss", "miopen_ctc_loss", "_embedding_bag", "_fused_moving_avg_obs_fq_helper"),
         *("_fake_quantize_learnable_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine"),
         *("_weight_norm_interface", "_sparse_mm_reduce_impl", "_sparse_sparse_matmul", "sparse_sampled_addmm"),
@@ -255,11 +255,11 @@ _GROUPS = (
 def _bits(relation: Any, low: float, high: float, yes: float, no: float) -> tuple[Form, str]:
     return Form(
         "1 bit", BITS, Comparison(relation, low, high, yes, no)
-    ), "the derivative asks on what side of a bound it is"
+    ), "the derivative reads only on which side of a bound it is"
 
 
 def _number(value: object, default: float) -> float | None:
-    """Return a scalar argument, ``default`` where it is None, and None where it is no real number."""
+    """Return a scalar argument as float, ``default`` if it is None, or None if it is not a real number."""
     if value is None:
         return default
     return float(value) if isinstance(value, (int, float)) else None
@@ -289,14 +289,14 @@ def _norm(position: int) -> Callable[[Mapping[int, object]], tuple[Form, str]]:
 
 
 def _between(low: int | None, high: int | None) -> Callable[[Mapping[int, object]], tuple[Form, str]]:
-    """Return how to store the side of one or two bounds, given by position, on which elements lie, bounds included."""
+    """Return the decision for a clamp: one bit for "within the bounds"; ``low`` and ``high`` are argument positions."""
 
     def decide(scalars: Mapping[int, object]) -> tuple[Form, str]:
         bottom = _number(scalars.get(low) if low is not None else None, -math.inf)
         top = _number(scalars.get(high) if high is not None else None, math.inf)
         if bottom is None or top is None or bottom > top:
             return ITSELF, _NO_BOUNDS
-        # Any comparison with NaN is false: it is outside of all bounds.
+        # NaN stands for "outside": any comparison with NaN is false.
         return _bits("within", bottom, top, bottom if math.isfinite(bottom) else min(top, 0.0), math.nan)
 
     return decide
@@ -323,11 +323,11 @@ def _shrink(scalars: Mapping[int, object]) -> tuple[Form, str]:
     return _bits("within", -bound, bound, 0.0, math.inf)
 
 
-NOT_DROPPED = "the mask of a dropout that may not be in training mode, kept: its node does not tell"
+NOT_DROPPED = "mask of a dropout that may not be in training mode, kept: the node does not tell"
 
 
 def _dropout(scalars: Mapping[int, object]) -> tuple[Form, str]:
-    return ITSELF, "a mask takes a bit" if scalars.get(2) is True else NOT_DROPPED
+    return ITSELF, "a mask takes one bit" if scalars.get(2) is True else NOT_DROPPED
 
 
 _BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, str]]]] = {
@@ -345,10 +345,10 @@ _BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, s
     "softshrink": ("self", _shrink),
     "hardsigmoid": ("self", lambda _: _bits("between", -3.0, 3.0, 0.0, 3.0)),
 }
-"""Operators whose scalar arguments decide."""
+"""Operators whose scalar arguments decide the form, by the operand concerned."""
 
 ELEMENTWISE = frozenset({"mul", "div", "addcmul", "addcdiv", "lerp"})
-"""Operators of which an operand is a statistic or a scale where one number of it meets many of another operand."""
+"""Operators whose operand is a statistic or a scale if broadcast over many elements of another operand."""
 
 AMPLIFYING = frozenset(
     f"aten::{name}"
@@ -362,14 +362,14 @@ AMPLIFYING = frozenset(
         *("_cdist_forward", "prod", "cumprod"),
     )
 )
-"""Operators whose derivative grows without bound where an operand, or its deviation, is small: it must be right there,
-relative to it."""
+"""Operators whose derivative grows without bound where an operand, or the operand's deviation, is small. There the
+operand needs relative precision."""
 
 PRODUCTS = frozenset(f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar"))
-"""Operators that make small numbers of small factors."""
+"""Elementwise products: a small factor gives a small result."""
 
 SHORT_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))
-"""Operators that do so where their rows are short."""
+"""Matrix products: with short rows, small factors give a small result too."""
 
 DECIDING = tuple(
     f"aten::{name}"
@@ -380,9 +380,9 @@ DECIDING = tuple(
         *("item", "is_nonzero", "_to_copy"),
     )
 )
-"""Operators that turn values into decisions: a block that runs one is not run again from values that differ.
+"""Operators that turn values into decisions: a block that runs one must rerun from exactly the same values.
 
-``item`` and ``is_nonzero`` do where the program calls them, ``_to_copy`` where it casts to integers or booleans.
+``item`` and ``is_nonzero`` count if the program calls them, ``_to_copy`` if the target dtype is integer or boolean.
 """
 
 FUNCTIONS: dict[str, str] = {
@@ -426,7 +426,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp": "torch's flex_attention",
     "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction": "a compiled graph",
 }
-"""Autograd functions of other packages that have not been run against them: exact."""
+"""Autograd functions of other packages, not tested with fewer bits: exact."""
 
 NAMESPACES = {
     "torchvision": "torchvision's operators",
@@ -438,7 +438,7 @@ NAMESPACES = {
     "fbgemm": "FBGEMM's operators",
     "torchao": "torchao's operators",
 }
-"""Operators of other packages that have not been run: exact."""
+"""Operator namespaces of other packages, not tested with fewer bits: exact."""
 
 
 def _table() -> dict[str, dict[str, Reading]]:
@@ -458,4 +458,4 @@ def _table() -> dict[str, dict[str, Reading]]:
 
 
 READERS = _table()
-"""Readings by operand, of each operator by its name, or by name and overload where those differ."""
+"""Operator name, with the overload where overloads differ, to readings by operand."""
