@@ -1,7 +1,4 @@
-"""Every private name of torch that pyactcomp relies on, in one place.
-
-``tests.py`` tests what each must do.
-"""
+"""Every private name of torch used by pyactcomp, in one place; ``tests.py`` has a test for each."""
 
 from __future__ import annotations
 
@@ -57,18 +54,18 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
 
 
 def _pack_of_checkpoint() -> Callable[[Tensor], object] | None:
-    """Return the hook by which torch.utils.checkpoint saves, or None outside."""
+    """Return torch.utils.checkpoint's pack hook, or None outside of a checkpointed function."""
     top = top_saved_tensor_hooks()
     return top[0] if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def under_checkpoint() -> bool:
-    """Return whether what is saved now is torch.utils.checkpoint's, to be thrown away or freshly made again."""
+    """Return whether torch.utils.checkpoint runs the current function, for the first time or recomputing."""
     return _pack_of_checkpoint() is not None
 
 
 def checkpointed_run() -> object | None:
-    """Return what stands for a run of a function under torch.utils.checkpoint, and for what repeats it in backward."""
+    """Return checkpoint's frame of the current run, the same object in the rerun in backward; None outside."""
     pack = _pack_of_checkpoint()
     if pack is None:
         return None
@@ -81,17 +78,17 @@ def checkpointed_run() -> object | None:
 
 @functools.cache
 def _code_of_dropping_hook() -> CodeType | None:
-    """Return the code of the hook by which torch.utils.checkpoint throws away what a first run saves."""
+    """Return the code of torch.utils.checkpoint's pack hook for the first run, whose saved tensors are dropped."""
     hooks = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)
     constants = hooks.__init__.__code__.co_consts if hooks is not None else ()
     return next((code for code in constants if isinstance(code, CodeType) and code.co_name == "pack_hook"), None)
 
 
 def saves_are_dropped() -> bool:
-    """Return whether what is saved now is thrown away unread: torch.utils.checkpoint runs a function for its output.
+    """Return whether saved tensors are dropped unread: in the first run of a function under torch.utils.checkpoint.
 
-    By the hook's code, since what wraps a hook takes over its names. While torch.compile traces, it is False: to look
-    would end the graph.
+    Compare the hook's code, since wrappers copy names. False while torch.compile traces: the test would break the
+    graph.
     """
     if torch.compiler.is_compiling():
         return False
@@ -101,7 +98,7 @@ def saves_are_dropped() -> bool:
 
 
 def module_hooks_are_global() -> bool:
-    """Return whether there are hooks that every module's call runs."""
+    """Return whether global module hooks are registered, which run in every module's call."""
     return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
@@ -116,26 +113,26 @@ def inside_functorch() -> bool:
 
 
 def is_batch(x: Tensor) -> bool:
-    """Return whether ``x`` stands for the tensors of a batch, as gradients do with is_grads_batched=True."""
+    """Return whether ``x`` is a batched tensor, such as a gradient with is_grads_batched=True."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def has_no_memory(x: Tensor) -> bool:
-    """Return whether ``x`` stands for tensors: in a batch of gradients, or in a transform of torch.func."""
+    """Return whether ``x`` may be a wrapper without memory: a batch of gradients, or any tensor in torch.func."""
     return inside_functorch() or is_batch(x)
 
 
 def dispatch_mode_active() -> bool:
-    """Return whether operators are being recorded or replaced, as make_fx does: they see no kernel called directly."""
+    """Return whether a dispatch mode is active: modes see operators, but no kernel that is called directly."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
 def being_traced() -> bool:
-    """Return whether make_fx records operators; selective checkpoints and counters of FLOPs are modes that run them.
+    """Return whether make_fx records operators. Other modes (selective checkpointing, FLOP counters) run them.
 
-    A kernel called directly is not recorded, and memory that it fills would be read as it is.
+    make_fx does not record a kernel that is called directly, so the graph would read uninitialised memory.
     """
-    # Imported by all that traces; of the two stacks of modes only the first is looked up in C++.
+    # All tracers import this module; without it, skip the slower look-up of the second mode stack in Python.
     if "torch.fx.experimental.proxy_tensor" not in sys.modules:
         return False
     proxy = torch._C._TorchDispatchModeKey.PROXY
@@ -145,12 +142,12 @@ def being_traced() -> bool:
 
 
 def forward_ad_active() -> bool:
-    """Return whether tensors may have tangents, some of which stand for zeros and have no memory."""
+    """Return whether forward-mode AD is active: tensors may have tangents, and zero tangents may have no memory."""
     return forward_ad._current_level >= 0
 
 
 def transformed() -> bool:
-    """Return whether operators are not just run and differentiated backward, so that saved tensors stay as they are."""
+    """Return whether functorch, forward-mode AD, jit tracing or make_fx is active; saved tensors are then kept."""
     return inside_functorch() or forward_ad_active() or torch._C._is_tracing() or being_traced()
 
 
@@ -161,7 +158,7 @@ def profiler_enabled() -> bool:
 
 def normalises_by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
     """Return whether torch's batch norm of ``x``, with both parameters and in training mode, runs cuDNN's kernel."""
-    # Of the running statistics it asks whether both are there or neither is; the binding takes no None.
+    # torch only tests whether both running statistics are present; the binding takes no None, so pass the parameters.
     backend = torch._C._select_batch_norm_backend(x, weight, bias, weight, bias, True, eps)
     return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
 
@@ -171,9 +168,9 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 
 
 def draw_from_generator(device: int, count: int) -> tuple[int, int]:
-    """Return seed and offset of a CUDA device's generator, by its index, and move it on by ``count`` numbers.
+    """Return seed and offset of the generator of a CUDA device, by index, and advance the offset by ``count`` numbers.
 
-    Not for several threads that draw from one device at once: torch has no call that does both (2.13 has one).
+    Not safe if several threads draw from one device: torch before 2.13 has no atomic call for both.
     """
     generator = torch.cuda.default_generators[device]
     offset = generator.get_offset()
@@ -182,25 +179,25 @@ def draw_from_generator(device: int, count: int) -> tuple[int, int]:
 
 
 def graph_is_retained() -> bool:
-    """Return whether the backward in progress keeps its graph, so that a node may run once more."""
+    """Return whether the running backward retains the graph, so a node may run again."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def running_node() -> Node | None:
-    """Return the node whose backward runs on this thread, also while it unpacks what it saved."""
+    """Return the node running in backward on this thread, also while the node unpacks saved tensors."""
     node: Node | None = torch._C._current_autograd_node()
     return node
 
 
 def saved_form(node: Node, name: str) -> object:
-    """Return what a pack hook returned for a tensor that ``node`` saves under a name, or None if it saves none."""
+    """Return the pack hook's result for the tensor saved by ``node`` under a name, or None without one."""
     saved = getattr(node, f"_raw_saved_{name}", None)
-    # Of a list of tensors it is a tuple.
+    # A saved list of tensors is a tuple, without `unpack_hook`.
     return None if saved is None or getattr(saved, "unpack_hook", None) is None else saved.data
 
 
 def saved_as_it_is(node: Node, name: str) -> Tensor | None:
-    """Return a tensor that ``node`` saves under a name and that no hook packed, or None; runs no unpack hook."""
+    """Return the tensor saved by ``node`` under a name, or None if a hook packed the tensor; runs no unpack hook."""
     saved = getattr(node, f"_raw_saved_{name}", None)
     if saved is None or saved.unpack_hook is not None:
         return None
@@ -209,7 +206,7 @@ def saved_as_it_is(node: Node, name: str) -> Tensor | None:
 
 
 def source_dtype(node: Node) -> torch.dtype | None:
-    """Return the dtype of the first tensor that ``node`` read, or None if it needs no gradient."""
+    """Return the dtype of the first input of ``node``, or None if the input needs no gradient."""
     producer, number = node.next_functions[0]
     if producer is None:
         return None
@@ -219,21 +216,21 @@ def source_dtype(node: Node) -> torch.dtype | None:
 
 
 def constant_in_graphs(function: Callable[[], None]) -> Callable[[], None]:
-    """Mark a function that torch.compile runs while it traces instead of tracing it.
+    """Mark a function to be run, not traced, by torch.compile.
 
-    As torch.compiler.assume_constant_result does, which imports the whole compiler for it.
+    Does the same as torch.compiler.assume_constant_result, but without importing the whole compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_traced(function: Hook) -> Hook:
-    """Keep torch.compile's hands off what a function runs: a hook, which a compiled module in an eager model calls.
+    """Keep torch.compile from tracing a function and its callees: a hook called inside a compiled module.
 
-    ``torch.compiler.disable`` does so too, for a microsecond a call, and imports the whole compiler.
+    ``torch.compiler.disable`` costs a microsecond a call, and imports the whole compiler.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    # Where it has moved the package can be imported still, and its doctor says so.
+    # If torch moves the name, pyactcomp must still import, and `pyactcomp doctor` reports the name.
     with suppress(AttributeError):
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
@@ -242,18 +239,18 @@ def never_traced(function: Hook) -> Hook:
 
 def history_enabled() -> bool:
     """Return whether torch records the history of CUDA memory."""
-    # Before CUDA is initialised there is no allocator to ask, and torch 2.11 does not check.
+    # Before CUDA is initialised there is no allocator, and torch 2.11 does not check.
     return torch.cuda.is_initialized() and bool(torch._C._cuda_isHistoryEnabled())  # type: ignore[no-untyped-call]
 
 
 def replace_entry_points(functions: Mapping[str, Callable[..., object]]) -> None:
-    """Put functions in the place of torch._C's, for all that look them up there at each call."""
+    """Replace functions of torch._C; callers that look the name up at each call then use the replacement."""
     for name, function in functions.items():
         setattr(torch._C, name, function)
 
 
 def pluggable_setters(allocator: object) -> dict[str, Callable[[int], None]]:
-    """Return, by what they do, the functions that give a pluggable allocator the address of one of its functions."""
+    """Return the setters of a pluggable allocator's function pointers, by purpose."""
     return {
         "init": allocator.set_init_fn,  # type: ignore[attr-defined]
         "reset": allocator.set_reset_fn,  # type: ignore[attr-defined]

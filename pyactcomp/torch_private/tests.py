@@ -1,8 +1,8 @@
-"""A test for each name in ``torch_private.py``, of what it must do.
+"""A test for each private name of torch in ``torch_private/__init__.py``.
 
-``pyactcomp doctor`` runs the tests, so that a torch release that moves a name is named rather than guessed at.
+``pyactcomp doctor`` runs the tests, so the doctor can report the name moved or changed by a torch release.
 
-Longer than 400 lines: one test for each name, and a table of them.
+Longer than 400 lines: one test for each name, and a table of the tests.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _test_checkpointed_run() -> None:
     results = [torch.utils.checkpoint.checkpoint(noted, x, use_reentrant=False) for _ in range(2)]
     (results[0] + results[1]).backward()
     assert checkpointed_run() is None
-    # The first function runs again last.
+    # Backward reruns the first function last.
     assert runs[0] is runs[3] is not runs[1] is runs[2] is not None
 
 
@@ -206,9 +206,9 @@ def _test_never_traced() -> None:
             graphs.append(graph)
             return graph.forward
 
-        # It gives a function up that it has compiled too often, as where this test runs many times.
+        # Dynamo stops compiling a function after too many compilations: reset, since this test may run many times.
         torch._dynamo.reset()
-        # One of torch's own modules runs as it is, and what it calls is traced.
+        # Dynamo does not trace the forward of torch's own modules, but traces the hooks called inside.
         linear = torch.nn.Linear(2, 2)
         linear.compile(backend=backend)
         with torch.autograd.graph.saved_tensors_hooks(pack, pack):
@@ -407,19 +407,19 @@ def self_test() -> dict[str, str | None]:
     Returns
     -------
     dict
-        Name to None where it does what pyactcomp relies on, otherwise to what went wrong.
+        Name to None if the test passed, otherwise to the error.
 
     Examples
     --------
-    >>> from pyactcomp import torch_private_tests
-    >>> [name for name, wrong in torch_private_tests.self_test().items() if wrong]
+    >>> from pyactcomp.torch_private import tests
+    >>> [name for name, wrong in tests.self_test().items() if wrong]
     []
     """
     results: dict[str, str | None] = {}
     for name, test in _TESTS.items():
         try:
             test()
-        except Exception as error:  # whatever a changed torch raises is the finding
+        except Exception as error:  # a changed torch may raise anything
             results[name] = f"{type(error).__name__}: {error}"
         else:
             results[name] = None

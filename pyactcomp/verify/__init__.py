@@ -1,4 +1,4 @@
-"""Measures what compression does to the gradients of a model."""
+"""Measures the error of compressed gradients."""
 
 from .gradients import Verification, verify
 

@@ -1,4 +1,4 @@
-"""Lossless hooks that compare what backward restores with what the forward saved: a check that ``verify`` makes."""
+"""Hooks for ``verify``: compress without loss and compare each restored tensor with the saved tensor."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from ..torch_private import never_traced
 
 
 class _Expected(NamedTuple):
-    """A tensor that was saved, alive as plain autograd would hold it, and what was recorded about it."""
+    """A saved tensor, held as in plain autograd, and the tensor's record."""
 
     tensor: Tensor
     record: SavedTensor
 
 
 class CheckedFrame(Frame):
-    """The hooks of one forward that hold what they replace as well, and compare when it is first unpacked."""
+    """The hooks of one forward; they also hold the saved tensors, and compare each at the first unpacking."""
 
     __slots__ = ("_expected", "_saves")
 
     def __init__(self, packing: Packing, module: Module | None, recorder: Recorder) -> None:
         super().__init__(packing, module, recorder)
         self._saves = recorder.saved
-        # By what is held instead, which several operators may share; while it is in here, its id is its own. To wrap it
-        # would hide it from the recipes that compute from it.
+        # Saved tensors by the id of their stored form, which several operators may share. The entry holds the form, so
+        # the id stays unique. A wrapper around the form would hide the form from recipes.
         self._expected: dict[int, tuple[Saved, list[_Expected]]] = {}
         self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
-        """Pack, and hold the tensor too where it is not held as it is."""
+        """Pack, and hold the tensor too unless the stored form already holds the tensor."""
         saved = super().pack(tensor)
         if type(tensor) in PLAIN and not _values_are_not_read(saved):
             record = self._saves[-1]
@@ -54,9 +54,9 @@ class CheckedFrame(Frame):
 
     @never_traced
     def unpack(self, saved: Saved) -> Tensor:
-        """Restore, and raise PyactcompError where autograd would have used other values."""
+        """Restore, and raise PyactcompError if plain autograd would have used other values."""
         restored = saved.restore()
-        # Taken out, so that memory shrinks during backward as it does without the check.
+        # Remove the entry, so that backward frees memory as without the check.
         _, expected = self._expected.pop(id(saved), (saved, ()))
         for tensor, record in expected:
             if not _same(restored, tensor):
@@ -65,7 +65,7 @@ class CheckedFrame(Frame):
 
 
 class CheckedSession(Session):
-    """A session whose frames check, and record each time where they are."""
+    """A session whose frames compare, and record every forward to name the module in errors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckedSession, (self.config,)
@@ -75,9 +75,9 @@ class CheckedSession(Session):
 
 
 class Checked(Compressed):
-    """Compresses without loss and raises where what backward restores is not what plain autograd would have used.
+    """Compresses without loss, and raises if backward restores other values than plain autograd would have used.
 
-    Without loss any difference is an edit that no version counter saw, however small; with codes it might be rounding.
+    In lossless mode any difference is an edit unseen by version counters; with codes, rounding could explain it.
     """
 
     def __init__(self, model: Module, config: Config) -> None:
@@ -86,13 +86,13 @@ class Checked(Compressed):
 
 
 def _values_are_not_read(saved: Saved) -> bool:
-    """Return whether a saved tensor is restored without its values: its shape, or the answer to a comparison."""
+    """Return whether a stored form holds no values: only the shape, or the outcome of a comparison."""
     shared = saved.region if isinstance(saved, View) else saved
     return isinstance(shared, Shapeless) or (isinstance(shared, Region) and shared.form.need == BITS)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same elements; NaN is NaN."""
+    """Return whether two tensors have the same elements; NaN equals NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -102,11 +102,11 @@ def _edited(record: SavedTensor) -> PyactcompError:
     if record.kept == RECAST:
         advice = "run backward before parameters are written to, or pass keep_weight_copies=True"
     else:
-        advice = "write to it under torch.no_grad() instead, which counts the edit"
+        advice = "write to the tensor under torch.no_grad() instead, so that the version counter sees the edit"
     if record.module:
         advice += f", or leave the module as it is with skip=[{record.module!r}]"
     return PyactcompError(
         f"a tensor of shape {list(record.shape)} and dtype {record.dtype} that {where} saved ({held}) came back in "
-        "backward with other values than autograd would have used: it, or what it is made from, was probably written "
+        "backward with other values than autograd would have used: the tensor, or its source, was probably written "
         f"to through .data, which no version counter sees; {advice}."
     )

@@ -1,4 +1,4 @@
-"""One exact and one compressed step from the same state, compared gradient by gradient."""
+"""Compares the gradients of a compressed step with the gradients of an exact step from the same state."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Verification:
     worst : str
         Name of the parameter with the largest error; empty if no parameter has a gradient.
     loss_exact, loss_compressed : float
-        The two losses; the forward computes the same, so they differ by less than its own noise.
+        The two losses; both forwards compute the same, so the losses differ by less than the forward's own noise.
     notes : tuple of str
-        Sentences about the states of the model that these figures speak for; none in lossless mode, whose gradients are
-        exact in every state.
+        Sentences about the model states covered by the figures; empty in lossless mode, where gradients are exact in
+        every state.
     history : tuple of (int, float, float)
-        Training step, exact loss and error of each look; one at step 0 unless ``steps`` were asked for.
+        Training step, exact loss and error of each comparison; one entry at step 0 unless ``steps`` is given.
     """
 
     error: float
@@ -81,42 +81,42 @@ def verify(
     Parameters
     ----------
     model : Module
-        Compressed or not; parameters, their ``.grad``, buffers, hooks and mode are left as they were, and so are
-        torch's random generators.
+        Compressed or not; parameters, their ``.grad``, buffers, hooks, mode and torch's random generators are restored.
     batch : mapping, tuple, list or anything else
         Passed to the model as keyword arguments, positional arguments or the one argument. With ``steps``, an iterator
-        gives such a batch for each step.
+        may give one batch for each step and one for the last comparison.
     loss_fn : callable
         Takes the model's output, returns a scalar loss; targets come in by closure, as in
         ``lambda output: F.cross_entropy(output, target)`` or ``lambda output: output.loss``.
     steps : int
-        Train for so many exact steps, which are undone, and compare before the first, after 1, 2, 4, 8, ... and after
-        the last: the error of one state says little about a later one. Progress shows on a terminal after two seconds.
+        Number of exact training steps, undone at the end. Gradients are compared before the first step, after 1, 2, 4,
+        8, ... steps and after the last: the error in one state says little about later states. Progress shows on a
+        terminal after two seconds.
     optimizer : callable, optional
-        From a list of parameters to the optimizer of those steps; by default AdamW with a learning rate of 0.001.
+        Maps a list of parameters to the optimizer for ``steps``; by default AdamW with a learning rate of 0.001.
     **options
-        The fields of :class:`Config`; by default those the model was compressed with.
+        The fields of :class:`Config`; by default the options of ``compress`` for this model.
 
     Returns
     -------
     Verification
-        Plain data that prints as a few lines: of the look with the largest error, with the history of all.
+        Plain data that prints as a few lines: the comparison with the largest error, and the history of all.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong option, a loss that is no scalar tensor with a graph, or a loss that training makes infinite or NaN.
+        For a wrong option, a loss other than a scalar tensor with a graph, or a loss that becomes infinite or NaN.
     PyactcompError
-        If backward would be given other values than autograd saved: a tensor was written to through ``.data``.
+        If backward would restore other values than autograd saved: a tensor was written to through ``.data``.
 
     Notes
     -----
-    Each look takes three steps: an exact step, a step in lossless mode, and a step with the options asked for. The
-    lossless step compares each tensor that is not held as it is with the tensor that plain autograd would hold.
+    Each comparison takes three steps: an exact step, a step in lossless mode, and a step with the given options. The
+    lossless step compares each restored tensor with the tensor saved by autograd.
 
-    Uses ``torch.autograd.grad``, so that no ``.grad`` is touched and no optimizer or reduction that hangs on
-    accumulation runs; reentrant checkpointing does not support that and raises torch's own error. Call it inside
-    ``torch.autocast`` to verify a step under autocast.
+    Uses ``torch.autograd.grad``, so no ``.grad`` changes and no hook on gradient accumulation (an optimizer in
+    backward, DDP's reduction) runs. Reentrant checkpointing does not support ``torch.autograd.grad`` and raises
+    torch's own error. Call ``verify`` inside ``torch.autocast`` to verify a step under autocast.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def _adamw(parameters: list[Parameter]) -> Optimizer:
 def _look(
     model: Module, batch: Any, loss_fn: Callable[[Any], Tensor], parameters: dict[str, Parameter], config: Config
 ) -> tuple[Verification, State]:
-    """Compare in the state that the model is in."""
+    """Compare in the current state of the model."""
 
     def compressed_by(config: Config, hooks: Compressed) -> tuple[Tensor, dict[str, Tensor]]:
         with paused(model), _state_kept(model), fused_by(model, config), hooks:
@@ -199,7 +199,7 @@ def _look_while_training(
     steps: int,
     make_optimizer: MakeOptimizer,
 ) -> tuple[Verification, State, History]:
-    """Compare again and again between exact training steps; return the worst look, the last state, and all looks."""
+    """Compare repeatedly between exact training steps; return the worst comparison, the last state and the history."""
     batches = batch if isinstance(batch, Iterator) else itertools.repeat(batch)
     looks: list[tuple[int, Verification]] = []
     optimizer = make_optimizer(list(parameters.values()))
@@ -227,25 +227,25 @@ def _look_while_training(
 
 
 def _notes(state: State, history: History) -> tuple[str, ...]:
-    """Return sentences about the state that was looked at last."""
+    """Return sentences about the state compared last."""
     steps, loss, _ = history[-1]
     if steps:
         lowest = min(loss for _, loss, _ in history)
         notes = [f"verified at {len(history)} states in {steps} steps, at losses down to {lowest:.4g}"]
     else:
         notes = [
-            f"verified at one state, where the loss is {loss:.4g}; in another the error may be another: pass steps=... "
-            "to look again while the model trains"
+            f"verified at one state, where the loss is {loss:.4g}; the error may differ in other states: pass "
+            "steps=... to compare again while the model trains"
         ]
     if state.looks_untrained:
         notes.append(
             f"the model looks untrained{' still' if steps else ''}: the entropy of its classes is "
-            f"{state.uniformity:.0%} of the largest possible, and the error of one that has learned may be larger"
+            f"{state.uniformity:.0%} of the largest possible, and the error of a trained model may be larger"
         )
     if state.attention_logit is not None:
         notes.append(
-            f"no logit of a fused attention was above {state.attention_logit:.3g}; where they grow, rounded queries "
-            "and keys weigh more"
+            f"no logit of a fused attention was above {state.attention_logit:.3g}; larger logits amplify the rounding "
+            "of queries and keys"
         )
     return tuple(notes)
 
@@ -266,7 +266,7 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def _loss(model: Module, batch: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:
-    # Autocast, if the caller has entered it, holds casts of the parameters from before they were trained.
+    # Under autocast, the cache holds casts of the parameters from before the last training step.
     torch.clear_autocast_cache()
     with torch.enable_grad():
         if isinstance(batch, Mapping):
@@ -293,7 +293,7 @@ def _gradients(loss: Tensor, parameters: dict[str, Parameter]) -> dict[str, Tens
 
 @contextmanager
 def _state_kept(model: Module, parameters: Collection[Parameter] = ()) -> Iterator[None]:
-    """Put buffers, torch's random generators and, with their gradients, these parameters back as they were."""
+    """Restore buffers, torch's random generators, and the given parameters with their gradients on exit."""
     devices = sorted({t.get_device() for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -319,7 +319,7 @@ def _state_kept(model: Module, parameters: Collection[Parameter] = ()) -> Iterat
 
 @contextmanager
 def _optimizer_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Put the state of an optimizer, which may be the caller's own, back as it was."""
+    """Restore the state of an optimizer on exit: the caller may own the optimizer."""
     before = copy.deepcopy(optimizer.state_dict())
     try:
         yield
@@ -328,7 +328,7 @@ def _optimizer_kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Progress:
-    """A line on a terminal that tells of steps, once they have taken a while; it is gone at the end."""
+    """A progress line on a terminal, shown once the steps take a while and erased at the end."""
 
     _PATIENCE_S = 2.0
 
@@ -341,7 +341,7 @@ class _Progress:
         return self
 
     def show(self, step: int, loss: float) -> None:
-        """Tell how many steps are done."""
+        """Show the number of finished steps."""
         if sys.stderr.isatty() and time.monotonic() - self._begin > self._PATIENCE_S:
             self._write(f"{_CLEAR}verify: step {step} of {self._steps}, loss {loss:.4g}")
             self._shown = True

@@ -1,4 +1,4 @@
-"""What an exact step tells of the state that a model is in, from its loss's graph alone."""
+"""Reads the state of a model from the graph of a loss: uniformity of the classes, largest attention logit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NEARLY_UNIFORM = 0.9
 """Share of the largest entropy above which a model looks untrained; Llamas of 256 to 32,000 tokens are initialised at
 0.99 and above."""
 _ROWS_BYTES = 64 << 20
-"""Of log-probabilities that are looked at together."""
+"""Bytes of log-probabilities reduced at a time."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What was seen; None where nothing of the kind was.
+    """The state of a model; a value is None if the graph has no such operator.
 
     Attributes
     ----------
     uniformity : float or None
-        Mean entropy of the class distributions that ``log_softmax`` gave, as a share of the largest possible; the
-        smallest such mean of several calls.
+        Mean entropy of the class distributions from ``log_softmax``, as a share of the largest possible; the smallest
+        mean over several calls.
     attention_logit : float or None
-        The largest log-sum-exp of a fused attention's row, which no logit of that row exceeds.
+        The largest log-sum-exp over the rows of fused attentions, an upper bound of all logits.
     """
 
     uniformity: float | None
@@ -43,7 +43,7 @@ class State:
 
 
 def state_of(loss: Tensor) -> State:
-    """Return what a loss's graph tells; what foreign hooks packed, as checkpointing does, is not looked at."""
+    """Return the state read from a loss's graph; skips tensors packed by other hooks, such as checkpointing's."""
     uniformities, logits = [], []
     with torch.no_grad():
         for node in _nodes(loss):
@@ -73,7 +73,7 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
 
 def _uniformity(log_probabilities: Tensor, node: Any) -> float:
     dim = node._saved_dim
-    # A dimension that was counted from the back is held as an unsigned number.
+    # The node returns a negative dimension as an unsigned number.
     rows = log_probabilities.movedim(dim - 2**64 if dim >= 2**63 else dim, -1)
     rows = rows.reshape(-1, rows.shape[-1])
     classes = rows.shape[-1]
