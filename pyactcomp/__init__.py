@@ -1,4 +1,4 @@
-"""pyactcomp makes training fit: activations saved for backward in 8 bits, with one call."""
+"""pyactcomp makes training fit in memory: one call stores the activations saved for backward in 8 bits."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Compression works where the native module does not load; the allocator is nothing without it.
+    # Import the allocator on first use: the allocator needs the native module, compression does not.
     if name == "allocator":
         import importlib
 

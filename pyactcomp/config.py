@@ -1,4 +1,4 @@
-"""The one configuration object behind ``compress``, ``compressed`` and ``verify``."""
+"""The configuration shared by ``compress``, ``compressed`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Skip = str | type[torch.nn.Module]
 
 MODES: tuple[Mode, ...] = ("int8", "lossless")
 
-# Below this a launch costs more than the memory is worth, and the statistics of normalisation layers (mean and
-# reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact.
+# Below 128 KiB a kernel launch costs more than the memory is worth. Statistics of normalisation layers (mean and
+# reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact too.
 MIN_BYTES = 128 * 1024
 
 
@@ -31,44 +31,42 @@ class Config:
     Parameters
     ----------
     mode : {"int8", "lossless"}
-        The form of a floating-point tensor that backward cannot compute again: 8-bit codes, or itself. Either way
-        duplicates are stored once, outputs of cheap operators whose operands are stored are computed again in
-        backward, and booleans take a bit.
+        How to store a floating-point tensor: as 8-bit codes, or unchanged. In both modes duplicates are stored once,
+        outputs of cheap operators are recomputed in backward from stored operands, and booleans take one bit.
     fuse : bool
-        Run modules for which there is a fused function through it; in lossless mode only where the results are the
-        same to the bit.
+        Run modules with a fused function through the function; in lossless mode only if the results are bitwise equal.
     fuse_head : bool
-        Compute the loss of a Hugging Face language model from its last hidden states in chunks, so that the logits
-        of a whole batch never exist; the output's ``logits`` are then None, in training only.
+        Compute the loss of a Hugging Face language model from the last hidden states in chunks, so the logits of a
+        whole batch never exist. In training the output's ``logits`` are then None.
     group_size : {64, 128, 256}
-        Elements that share a minimum and a step: 8.5, 8.25 or 8.125 bits an element.
+        Number of elements with a common minimum and step: 8.5, 8.25 or 8.125 bits an element.
     rounding : {"nearest", "stochastic"}
         Stochastic rounding is unbiased and about 1.4 times noisier.
     seed : int
         Seed of the stochastic rounding, from 0 to 2**64 - 1.
     min_bytes : int
-        Smaller tensors are kept as they are.
+        Size in bytes below which a tensor is kept as it is.
     skip : sequence of str or module types
-        Modules, by qualified name or by type, inside which nothing is compressed.
+        Modules to leave uncompressed with all their submodules, by qualified name or by type.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        Implementation; a named one never falls back.
+        Implementation of the kernels; only ``"auto"`` falls back to another.
     unknown : {"exact", "int8"}
-        How to store the tensors of an operator that is not in the table of readers
-        (:func:`pyactcomp.register_reader` adds a row): as they are, or in codes on the chance that codes are enough.
+        How to store the tensors of an operator missing from the table of readers
+        (:func:`pyactcomp.register_reader` adds a row): unchanged, or in codes, which may not be exact enough.
     attention : {"exact", "int8"}
-        How to store the queries and keys of scaled_dot_product_attention and of fused window attention, from which
-        backward computes the probabilities again: in 16 bits, or in codes. Codes put an error on the gradients of q
-        and k that grows with the logits: 1 % where the largest is 5, 4 % at 20, 13 % at 80.
+        How to store the queries and keys of scaled_dot_product_attention and of fused window attention: in 16 bits, or
+        in codes. Backward recomputes the probabilities from them, so with codes the error of the gradients of q and k
+        grows with the logits: 1 % if the largest is 5, 4 % at 20, 13 % at 80.
     keep_weight_copies : bool
         Keep autocast's low-precision copies of the parameters, as torch does, instead of casting again in
-        backward. Needed where an optimizer changes parameters between forward and backward.
+        backward. Needed if an optimizer changes parameters between forward and backward.
     on_conflict : {"raise", "skip"}
-        Raise, or step aside, where another pair of saved-tensor hooks is active, which ours would silence.
+        Raise, or step aside, if another pair of saved-tensor hooks is active: ours would silence the other pair.
 
     Raises
     ------
     TypeError, ValueError
-        For a value that is not one of these, and for ``fuse_head`` in lossless mode.
+        For a value outside of the choices above, and for ``fuse_head`` in lossless mode.
     """
 
     mode: Mode = "int8"
@@ -101,7 +99,8 @@ class Config:
             check_choice(name, value, allowed)
         if self.fuse_head and self.mode == "lossless":
             raise ValueError(
-                "fuse_head=True sums in another order, so that mode='lossless' cannot have it: leave one out"
+                "fuse_head=True sums in another order than torch, so it cannot be lossless: drop fuse_head=True or "
+                "mode='lossless'"
             )
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)

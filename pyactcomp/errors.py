@@ -1,8 +1,8 @@
 """The exceptions of pyactcomp.
 
-Wrong arguments raise :class:`TypeError` or :class:`ValueError`; a state that makes a correct answer
-impossible raises :class:`PyactcompError` or a subclass. Every message says what was got, what was
-expected and what to do. The checks of options that several calls share are here too.
+Wrong arguments raise :class:`TypeError` or :class:`ValueError`. A state without a correct answer raises
+:class:`PyactcompError` or a subclass. Every message names the value, the expected values and the remedy. The option
+checks shared by several calls are here too.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Collection
 
 
 class PyactcompError(RuntimeError):
-    """The base of everything pyactcomp raises for a state rather than an argument."""
+    """Base class of the errors raised by pyactcomp for a state rather than an argument."""
 
 
 class ImplementationUnavailableError(PyactcompError):
-    """An implementation was asked for by name and cannot run here; it never falls back silently."""
+    """An implementation requested by name cannot run here; pyactcomp never falls back silently."""
 
 
 class HookConflictError(PyactcompError):
-    """Another pair of saved-tensor hooks is active where ours would be installed."""
+    """Another pair of saved-tensor hooks is active where pyactcomp would install hooks."""
 
 
 def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raise ValueError unless an option has one of its values; 8.0 is not 8."""
+    """Raise ValueError unless ``value`` is one of the ``allowed`` values; 8.0 is not 8."""
     if not isinstance(value, (str, int, type(None))) or value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 

@@ -1,4 +1,4 @@
-"""Finds and compiles the two libraries that are built for one release of torch: its allocator and the observer."""
+"""Loads and compiles the two libraries built for one torch release: the torch allocator and the observer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Library:
-    """A library that includes torch's headers.
+    """A library compiled against torch's headers.
 
     Attributes
     ----------
     purpose : str
-        What it is, for errors.
+        Description, for errors.
     sources, links : tuple of str
-        Files below ``csrc``; libraries of torch.
+        Source files below ``csrc``; torch libraries to link.
     remedy : str
-        The command that builds it.
+        The command to build the library.
     """
 
     purpose: str
@@ -58,7 +58,7 @@ LIBRARIES = {
 
 
 def load(name: str) -> tuple[ModuleType | None, str | None]:
-    """Return a library, or None and why it cannot be used and what to do."""
+    """Return a library and None, or None and the reason with the remedy."""
     library = LIBRARIES[name]
     if importlib.util.find_spec(f"pyactcomp.{name}") is None:
         return None, f"its {library.purpose} is not built: run {library.remedy}"
@@ -78,18 +78,20 @@ def load(name: str) -> tuple[ModuleType | None, str | None]:
 def build(
     name: str, directory: Path | None = None, *, source: Path | None = None, headers: Sequence[Path] = ()
 ) -> Path:
-    """Compile a library for the torch that runs here, which alone can load it; a process that has loaded one keeps it.
+    """Compile a library for the installed torch. No other torch can load the result.
+
+    A process keeps an already loaded library.
 
     Parameters
     ----------
     name : str
         One of :data:`LIBRARIES`.
     directory : Path, optional
-        Where the module goes: the installed package by default.
+        Target folder; the installed package by default.
     source : Path, optional
-        The folder ``csrc`` of pyactcomp's sources, by default the one beside the package.
+        The folder ``csrc`` of pyactcomp's sources; by default the ``csrc`` beside the package.
     headers : sequence of Path
-        Folders of headers beside torch's and Python's.
+        Include folders in addition to torch's and Python's.
 
     Returns
     -------
@@ -99,7 +101,7 @@ def build(
     Raises
     ------
     PyactcompError
-        If something needed is missing, or the compiler fails; with its messages.
+        If the sources or the compiler are missing, or the compiler fails; includes the compiler's messages.
     """
     library = LIBRARIES[name]
     module = (directory or _PACKAGE) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -111,15 +113,15 @@ def build(
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise PyactcompError(
-                f"the {library.purpose} does not compile for torch {torch.__version__}; it is written for 2.11 and "
-                f"later. The command was\n{' '.join(command)}\nand said\n{result.stderr[-4000:]}"
+                f"the {library.purpose} does not compile for torch {torch.__version__}; it supports torch 2.11 and "
+                f"later. The command was\n{' '.join(command)}\nand printed\n{result.stderr[-4000:]}"
             )
         built.replace(module)
     return module
 
 
 def compile_command(name: str, source: Path | None = None, headers: Sequence[Path] = ()) -> list[str]:
-    """Return the compiler's command for a library's sources, up to what is to be made of them.
+    """Return the compiler command for a library's sources, without link options and output.
 
     Raises
     ------
@@ -141,10 +143,10 @@ def compile_command(name: str, source: Path | None = None, headers: Sequence[Pat
     folders = (include, include / "torch" / "csrc" / "api" / "include", *headers, sysconfig.get_path("include"))
     return [
         compiler,
-        # Torch's classes have other members where NDEBUG is not defined.
+        # Without NDEBUG torch's classes have other members.
         *("-std=c++17", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
         *("-Wall", "-Wextra", "-Wconversion", "-Wshadow"),
-        # Messages name files as the repository does, not this machine.
+        # Messages show file paths relative to the repository.
         f"-ffile-prefix-map={source.parent}/=",
         f'-DPAC_BUILT_FOR="{torch.__version__}"',
         f"-I{source}",

@@ -1,4 +1,4 @@
-"""What was saved, as what, how small, and why not."""
+"""The report on the saved tensors of one forward: sizes by module, and reasons for uncompressed tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULE_ROWS = 20
 
 @dataclass
 class Line:
-    """A sum over saved tensors, in bytes."""
+    """Sums over saved tensors, in bytes."""
 
     name: str
     tensors: int = 0
@@ -29,7 +29,7 @@ class Line:
     restored_bytes: int = 0
 
     def add(self, tensor: SavedTensor) -> None:
-        """Count a tensor in."""
+        """Add a tensor to the sums."""
         self.tensors += 1
         self.saved_bytes += tensor.saved_bytes
         self.unique_bytes += tensor.unique_bytes
@@ -44,22 +44,23 @@ class Report:
     Attributes
     ----------
     tensors : tuple of SavedTensor
-        One record for each tensor that autograd asked to save, in order; empty before the first step.
+        One record for each tensor saved by autograd, in order; empty before the first step.
     note : str
-        Why there are none, or empty.
+        Reason for an empty report, or empty.
     gradient_bytes : dict of str to int
         Bytes of the gradients of each module's own parameters.
     fused : tuple of (str, str)
-        The modules that run through a fused function, each with the name of its form.
+        The modules running through a fused function, by name, with the name of the fused form.
     left_alone : tuple of (str, str, str)
-        Those that could, by name and class, with the reason why they do not: hooks of others, a changed forward.
+        Name, class and reason for each module with a fused form but not running through it: foreign hooks, a changed
+        forward.
 
     Notes
     -----
-    The totals leave out parameters, buffers and other leaves, which are alive whether saved or not; they are
-    in :attr:`kept`. ``unique_bytes`` is what autograd alone would have held, whole storages counted once;
-    ``stored_bytes`` is what is held instead; ``restored_bytes`` what backward makes of it while the module's
-    operators run, at most all of a module's at once.
+    The totals leave out parameters, buffers and other leaves, which are alive whether saved or not; see :attr:`kept`
+    for their sums. ``unique_bytes`` is the memory that autograd alone would have held, each storage counted once.
+    ``stored_bytes`` is the memory held instead. ``restored_bytes`` is the memory allocated by backward to restore the
+    tensors of a module, at most all at once.
     """
 
     tensors: tuple[SavedTensor, ...]
@@ -78,12 +79,12 @@ class Report:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd asked to save, a tensor saved twice counted twice."""
+        """Bytes saved by autograd; a tensor saved twice counts twice."""
         return self._total.saved_bytes
 
     @property
     def unique_bytes(self) -> int:
-        """Bytes of the storages that autograd alone would have kept alive."""
+        """Bytes of the storages kept alive by autograd without compression."""
         return self._total.unique_bytes
 
     @property
@@ -93,11 +94,11 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that a step holds at most on top of the model, an estimate from above.
+        """Upper estimate of the bytes held by a step on top of the model.
 
-        Where backward stands in a module, it holds what is stored for it and all before it, what it restores there,
-        two restored tensors that neighbours share, the gradients that come in and go out, which are taken for as
-        large as what the module saved, and the parameter gradients of the modules behind.
+        While backward runs in a module, memory holds the stored tensors of this and all earlier modules, the restored
+        tensors of this module, two restored tensors shared with neighbours, the incoming and outgoing gradients (taken
+        to be as large as the module's saved tensors), and the parameter gradients of the later modules.
         """
         stored = peak = 0
         shared = sorted((t.restored_bytes for t in self.tensors if t.kept not in policy.ALIVE_ANYWAY), reverse=True)
@@ -110,12 +111,12 @@ class Report:
 
     @property
     def modules(self) -> tuple[Line, ...]:
-        """Sums for each module that saved something, in the order of the forward."""
+        """Sums for each module with saved tensors, in the order of the forward."""
         return self._lines(lambda tensor: tensor.module, alive_anyway=False)
 
     @property
     def kept(self) -> tuple[Line, ...]:
-        """Sums for each reason for which tensors were not compressed."""
+        """Sums of the uncompressed tensors, for each reason."""
         return self._lines(lambda tensor: tensor.kept, alive_anyway=True)
 
     def _lines(self, key: Callable[[SavedTensor], str | None], *, alive_anyway: bool) -> tuple[Line, ...]:
@@ -171,17 +172,17 @@ def _table(title: str, rows: list[tuple[str, Line]]) -> str:
 
 
 def report(target: Module | Compressed) -> Report:
-    """Return what autograd saved in the first recorded training forward.
+    """Return a report on the tensors saved by autograd in the first recorded training forward.
 
     Parameters
     ----------
     target : Module or Compressed
-        A compressed model, or the object that ``with pyactcomp.compressed() as c`` gives.
+        A compressed model, or ``c`` of ``with pyactcomp.compressed() as c``.
 
     Returns
     -------
     Report
-        Plain data that prints as a table. Before the first step its ``note`` says that nothing was recorded.
+        Plain data, printed as a table. Before the first step ``note`` says that nothing was recorded.
 
     Raises
     ------
@@ -197,7 +198,7 @@ def report(target: Module | Compressed) -> Report:
     nothing was recorded yet: run a training step first
     >>> model(torch.randn(1024, 256)).sum().backward()
     >>> r = pyactcomp.report(model)
-    >>> r.unique_bytes, r.stored_bytes       # 4 MiB: the model's input is kept, two are packed, one is made again
+    >>> r.unique_bytes, r.stored_bytes       # 4 MiB: the model's input is kept, two are packed, one is recomputed
     (4194304, 1605632)
     """
     session: Session = target.session if isinstance(target, Compressed) else session_of(target)
