@@ -1,4 +1,4 @@
-"""The calls that switch compression on and off."""
+"""Switches compression on and off: compress, decompress, compressed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from .fusions.scriptable import Scriptable
 from .fusions.untouched import untouched
 from .torch_private import constant_in_graphs
 
-# Compressed roots of this process, to notice a submodule that is compressed already through its root.
+# Compressed models of this process, to detect a module inside an already compressed model.
 _roots: WeakSet[Module] = WeakSet()
 
 
 @constant_in_graphs
 def _warn_of_traced_root() -> None:
-    """Warn while torch.compile traces a compressed model: the graph decides itself what to save."""
+    """Warn while torch.compile traces a compressed model: the compiler chooses the graph's saved tensors."""
     warnings.warn(
-        "torch.compile traces a model that pyactcomp compresses, hooks included, so nothing in it is compressed. "
-        "Leave the modules that hold most activations eager, or let torch.compile decide what to save.",
+        "torch.compile traces a model that pyactcomp compresses, hooks included, so nothing in the model is "
+        "compressed. Leave the modules that hold most activations eager, or let torch.compile choose the tensors to "
+        "save.",
         stacklevel=2,
     )
 
@@ -55,7 +56,7 @@ class _OpenHooks:
 
 
 class _CloseHooks:
-    """Forward hook of the root; runs also where the forward raised."""
+    """Forward hook of the root; also runs if the forward raised."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -67,7 +68,7 @@ class _CloseHooks:
 
 
 class _EnterExact:
-    """Forward pre-hook of a module in which nothing is compressed."""
+    """Forward pre-hook of a skipped module."""
 
     def __init__(self, session: Session, reason: str) -> None:
         self.session, self.reason = session, reason
@@ -79,7 +80,7 @@ class _EnterExact:
 
 
 class _LeaveExact:
-    """Forward hook of such a module."""
+    """Forward hook of a skipped module."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -91,7 +92,7 @@ class _LeaveExact:
 
 
 class _OfferLayerNorm:
-    """Forward hook of a layer norm: its output can be computed again."""
+    """Forward hook of a layer norm: offers a recipe for the output."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -114,7 +115,7 @@ def _sessions(model: Module) -> Iterator[tuple[Module, Session]]:
 
 
 def session_of(model: Module) -> Session:
-    """Return the session of a compressed model, or raise PyactcompError if it is not compressed."""
+    """Return the session of a compressed model, or raise PyactcompError if the model is not compressed."""
     if not isinstance(model, Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module, session in _sessions(model):
@@ -132,7 +133,7 @@ def _fusings(model: Module) -> Iterator[Fusing]:
 
 @contextlib.contextmanager
 def fused_by(model: Module, config: Config) -> Iterator[None]:
-    """Fuse the modules of a model as another configuration says, for a while."""
+    """Fuse the modules of a model by another configuration inside a ``with`` block."""
     before = [(module, module.__class__, FUSING.get(module)) for module in model.modules()]
     unfuse(model)
     try:
@@ -148,7 +149,7 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused(model: Module) -> Iterator[None]:
-    """Switch the compression of a model, and of what is in it, off for a while."""
+    """Switch off the compression of a model and of all its modules inside a ``with`` block."""
     states: list[Session | Fusing] = [session for _, session in _sessions(model)]
     states += {id(state): state for state in _fusings(model)}.values()
     before = [state.paused for state in states]
@@ -178,13 +179,13 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
 
 
 def _offer_layer_norms(session: Session, model: Module) -> list[RemovableHandle]:
-    """Put the hooks on layer norms that run as torch's own."""
+    """Register the hooks on the layer norms that run torch's own forward."""
     norms = (module for module in model.modules() if type(module) is torch.nn.LayerNorm)
     return [module.register_forward_hook(_OfferLayerNorm(session)) for module in norms]
 
 
 def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle]:
-    """Put the hooks on the modules in which nothing is compressed."""
+    """Register the hooks on skipped modules."""
     handles: list[RemovableHandle] = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(_EnterExact(session, SKIPPED), prepend=True))
@@ -193,7 +194,7 @@ def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle
 
 
 def _check_implementation(model: Module, config: Config) -> None:
-    """Raise now, rather than in the first forward, if a named implementation cannot work at all."""
+    """Raise now, rather than in the first forward, if the implementation cannot run on the model's device."""
     if config.impl != "auto":
         device = next((parameter.device for parameter in model.parameters()), None)
         if device is not None and device.type != "meta":
@@ -217,14 +218,16 @@ def compress(
     keep_weight_copies: bool = False,
     on_conflict: OnConflict = "raise",
 ) -> Module:
-    """Store less of what autograd saves in the forward of ``model``: what must be stored, in 8 bits or without loss.
+    """Compress the tensors saved by autograd in the forward of ``model``, to 8 bits or without loss.
+
+    Cheap outputs are recomputed in backward instead of stored.
 
     Parameters
     ----------
     model : Module
-        Changed in place, by hooks and by the classes of the modules in it that have a fused form. Use the outermost
-        module that you call: whatever runs in its forward in training mode is covered, a loss computed outside is
-        not (see :func:`compressed`).
+        Changed in place: gets hooks, and modules with a fused form change class. Pass the outermost module of your
+        training step: everything in its forward in training mode is covered, but not a loss computed outside (see
+        :func:`compressed`).
     mode, fuse, fuse_head, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, \
 on_conflict
         As in :class:`Config`.
@@ -237,17 +240,18 @@ on_conflict
     Raises
     ------
     TypeError, ValueError
-        If the model is no Module or an option is unknown or has no such value. Nothing is changed then.
+        If the model is not a Module, or an option is unknown or has a wrong value. The model is then unchanged.
     PyactcompError
-        If the model, a module in it or a model around it is compressed already, or ``impl`` cannot work.
+        If the model, a module inside or a model around it is already compressed, or ``impl`` cannot run.
 
     Notes
     -----
-    Replace or patch modules of the model before, not after: a fused module takes its neighbours for what they were.
+    Replace or patch modules before this call, not after: fused modules rely on their neighbours at the time of the
+    call.
 
-    Parameters, buffers, autocast's copies of parameters, integers, floating-point tensors that do not require
-    grad and tensors smaller than ``min_bytes`` are never compressed; what an operator needs exactly is not either;
-    :func:`report` gives the reason for each tensor. In evaluation mode nothing is done.
+    Never compressed are parameters, buffers, autocast's copies of parameters, integers, floating-point tensors that do
+    not require grad, tensors smaller than ``min_bytes``, and operands needed exactly by their operator.
+    :func:`report` gives the reason for each tensor. In evaluation mode the hooks do nothing.
     ``PYACTCOMP_DISABLE=1`` in the environment switches everything off.
 
     Examples
@@ -280,10 +284,10 @@ on_conflict
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
-    unfuse(model)  # what a compressed model that is gone, or a copy of one, left in this module
+    unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
     fusing = fusions.fuse(model, config, skipped)
     session = Session(config, fusing.seeds)
-    # First in and last out: whatever other hooks of the module do runs inside.
+    # First in and last out, so that the module's other hooks run inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
     model.register_forward_hook(_CloseHooks(session), always_call=True)
     _keep_exact(session, skipped)
@@ -304,12 +308,12 @@ def decompress(model: Module) -> Module:
     Returns
     -------
     Module
-        ``model``, with no hook of ours left. Graphs that were recorded before keep working.
+        ``model``, without any hook of pyactcomp. Graphs recorded before keep working.
 
     Raises
     ------
     PyactcompError
-        If it is not compressed.
+        If the model is not compressed.
 
     Examples
     --------
@@ -329,7 +333,7 @@ def decompress(model: Module) -> Module:
 
 
 class Compressed(contextlib.ContextDecorator):
-    """The context manager that :func:`compressed` returns, for a model and a configuration that fuses nothing."""
+    """The context manager returned by :func:`compressed`, for a model and a configuration without fusion."""
 
     def __init__(self, model: Module | None, config: Config) -> None:
         if model is not None:
@@ -374,21 +378,21 @@ def compressed(
     keep_weight_copies: bool = False,
     on_conflict: OnConflict = "raise",
 ) -> Compressed:
-    """Compress what autograd saves inside a ``with`` block, a loss outside the model included.
+    """Compress the tensors saved by autograd inside a ``with`` block, including a loss outside the model.
 
     Parameters
     ----------
     model : Module, optional
-        Tells which parameters and buffers must never be compressed and names them in errors. Without it, leaves
-        that require grad are recognised, and frozen parameters by their type.
+        The model whose parameters and buffers must never be compressed; also names parameters in errors. Without a
+        model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
     mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict
-        As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so :func:`compress` alone has
+        As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
         ``fuse`` and ``fuse_head``.
 
     Raises
     ------
     TypeError, ValueError
-        For an option that has no such value.
+        For an option with a wrong value.
     HookConflictError
         On entering, if other saved-tensor hooks are active.
 
