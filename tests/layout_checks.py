@@ -231,7 +231,7 @@ def check(name: str, layout: str, bits: int | None, impl: str, device: torch.dev
             assert torch.equal(grad, true) or not to_the_bit, layout_of_grad
     if bits is None and to_the_bit:
         assert torch.equal(out, expected)
-    again = recompute.again(out)
+    again = recompute.recomputation_of(out)
     if again is not None:
         assert again().stride() == out.stride()
         assert off_by(again(), out) < FAR

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp.engine import policy
-from pyactcomp.engine.recipes import Recipe, Redone
+from pyactcomp.engine.recipes import FromRecipe, Recipe
 from pyactcomp.engine.saved import Region
 
 LOSSLESS = {"mode": "lossless", "min_bytes": 0}
@@ -153,8 +153,8 @@ def test_nll_loss_gets_no_more_than_the_shape_of_what_it_saved(monkeypatch: pyte
 
     x = leaf(16, 32)
     made = []
-    monkeypatch.setattr(Redone, "_make", lambda self: made.append(self.shape) or make(self))
-    make = Redone._make
+    monkeypatch.setattr(FromRecipe, "_make", lambda self: made.append(self.shape) or make(self))
+    make = FromRecipe._make
     assert_same(gradients(loss_of, x, **LOSSLESS), gradients(loss_of, x))
     assert made == []
 
@@ -260,9 +260,9 @@ def reasons_in_projections(block: Block) -> list[str | None]:
 
 def test_a_layer_norm_is_made_again_once_with_its_own_eps(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = step(block, autocast=False)
-    made: list[Redone] = []
-    real = Redone._make
-    monkeypatch.setattr(Redone, "_make", lambda self: made.append(self) or real(self))
+    made: list[FromRecipe] = []
+    real = FromRecipe._make
+    monkeypatch.setattr(FromRecipe, "_make", lambda self: made.append(self) or real(self))
     pyactcomp.compress(block, **LOSSLESS, fuse=False)
     assert_same(step(block, autocast=False), exact)
     assert reasons_in_projections(block).count(policy.REDONE) == 3
@@ -497,7 +497,7 @@ def test_long_chains_of_products_rest_on_no_more_than_two_recipes(chain: Callabl
 
 def test_nothing_is_held_once_the_graph_is_gone() -> None:
     def held() -> int:
-        return sum(type(o) in (Recipe, Redone, Region) for o in gc.get_objects())
+        return sum(type(o) in (Recipe, FromRecipe, Region) for o in gc.get_objects())
 
     gc.collect()
     before = held()

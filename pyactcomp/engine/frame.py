@@ -64,7 +64,7 @@ from .policy import (
     producer,
     spans_magnitudes,
 )
-from .recipes import Recipe, Redone
+from .recipes import FromRecipe, Recipe
 from .recompute import cast_recipe, is_exact, source_of, source_of_cast
 from .record import Recorder
 from .saved import (
@@ -262,7 +262,7 @@ class Frame:
                 return self._pack_cast(tensor, node, reading, form)
             source = source_of(tensor, node)
             if source is not None and self._serves(source[0], form):
-                return self._redone(tensor, *source)
+                return self._recomputed(tensor, *source)
         return self._store(tensor, node if name == CAST else None, reading, form)
 
     def _sharpen(self, node: Node | None) -> None:
@@ -294,7 +294,7 @@ class Frame:
         known = cast_recipe(whole, node)
         source = source_of_cast(whole, node, known)
         if source is not None and self._serves(source[0], form):
-            return self._redone(copy, *source)
+            return self._recomputed(copy, *source)
         if known is None:
             return self._store(copy, node, reading, form)
         copies = known[0].copies
@@ -371,14 +371,14 @@ class Frame:
                 if self.recorder is not None:
                     self.recorder.leave()
 
-    def _redone(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
+    def _recomputed(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
         """Return the stored form of a recomputed tensor: an output in a dtype, or a view of one."""
-        shared = recipe.redone(out, dtype, self._stream_of(tensor), self._recent)
+        shared = recipe.stored(out, dtype, self._stream_of(tensor), self._recent)
         if self.recorder is not None:
             self.recorder.add(tensor, REDONE)
         layout = layout_of(tensor)
         whole = shared.layout == layout
-        stored: Redone | View = shared if whole else View(shared, layout, int(tensor.storage_offset()))
+        stored: FromRecipe | View = shared if whole else View(shared, layout, int(tensor.storage_offset()))
         return stored if dtype is recipe.dtype else Same(stored, tensor)
 
     def _narrow(self, tensor: Tensor, cast: Node | None, reading: Reading) -> Saved:

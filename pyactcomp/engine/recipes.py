@@ -46,7 +46,7 @@ class Recipe:
         "_copies",
         "_operands",
         "_out",
-        "_redone",
+        "_stored",
         "_versions",
         "casts",
         "depth",
@@ -70,7 +70,7 @@ class Recipe:
         self._operands = operands
         self._out = ref(out)
         self._versions = tuple(operand._version for operand in operands)
-        self._redone: ref[Redone] | None = None
+        self._stored: ref[FromRecipe] | None = None
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth
         self.casts = casts and self.computes
@@ -107,26 +107,26 @@ class Recipe:
         try:
             for operand, version in zip(self._operands, self._versions, strict=True):
                 check_version(operand, version)
-            again = self._compute(dtype)
+            recomputed = self._compute(dtype)
         except ModifiedError as error:
             out = self._out()
             if out is None or out._version != self.version:
                 raise ModifiedError(f"{error} {_NOT_HELD}") from None
-            again = out.detach().to(dtype)
-        return arranged(again, self.layout)
+            recomputed = out.detach().to(dtype)
+        return arranged(recomputed, self.layout)
 
-    def redone(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> Redone:
+    def stored(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> FromRecipe:
         """Return the stored form of ``out`` in a dtype; consecutive savers of the same dtype share one."""
-        redone = None if self._redone is None else self._redone()
-        if redone is not None and redone.dtype is dtype and redone.stream == stream:
-            redone.uses += 1
-            return redone
-        redone = Redone(self, out, dtype, stream, recent)
-        self._redone = ref(redone)
-        return redone
+        stored = None if self._stored is None else self._stored()
+        if stored is not None and stored.dtype is dtype and stored.stream == stream:
+            stored.uses += 1
+            return stored
+        stored = FromRecipe(self, out, dtype, stream, recent)
+        self._stored = ref(stored)
+        return stored
 
 
-class Redone(Shared):
+class FromRecipe(Shared):
     """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output."""
 
     __slots__ = ("_saved", "dtype", "recipe")

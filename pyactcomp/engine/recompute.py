@@ -23,9 +23,8 @@ from ..readers.forms import ITSELF
 from ..readers.observer import being_traced, observer
 from ..torch_private import saved_form, saves_are_dropped
 from .marks import PACKS, RECIPE, Packs, attach, output_of
-from .policy import CAST, PLAIN, source
-from .policy import producer as made_by
-from .recipes import Compute, Recipe, Redone
+from .policy import CAST, PLAIN, producer, source
+from .recipes import Compute, FromRecipe, Recipe
 from .record import is_recording
 from .saved import (
     Kept,
@@ -39,7 +38,7 @@ from .saved import (
 _DEEPEST = 2
 
 
-Stored = Kept | Region | View | Redone
+Stored = Kept | Region | View | FromRecipe
 
 
 def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
@@ -60,7 +59,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
-def held(parameter: Tensor | None) -> Tensor | None:
+def stable_copy(parameter: Tensor | None) -> Tensor | None:
     """Return a detached parameter that stays valid until backward ends; a clone if training is distributed.
 
     FSDP frees a parameter after forward and gathers the parameter only for the backward of its module. Operators behind
@@ -116,8 +115,8 @@ def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
     """Return the recipe of a cast's source, and the source, while the source is alive and provably unchanged."""
     if copy.grad_fn is not node or copy._version != 0 or not copy.is_contiguous():
         return None
-    producer, number = source(node)
-    out = None if producer is None else output_of(producer)
+    behind, number = source(node)
+    out = None if behind is None else output_of(behind)
     if out is None or out.output_nr != number or out.numel() != copy.numel() or out.device != copy.device:
         return None
     recipe = RECIPE.get(out)
@@ -132,17 +131,17 @@ def source_of_cast(
         return (*known, copy.dtype) if known[0].casts else None
     if copy.grad_fn is not node or copy._version != 0:
         return None
-    producer, number = source(node)
-    if producer is None:
+    behind, number = source(node)
+    if behind is None:
         return None
-    stored = _stored_result(producer)
+    stored = _stored_result(behind)
     if stored is None or stored.layout != layout_of(copy) or number != 0:
         return None
     exact = is_exact(stored)
     return Recipe(copy, lambda dtype: stored.restore().to(dtype), exact=exact), copy, copy.dtype
 
 
-def again(tensor: Tensor) -> Callable[[], Tensor] | None:
+def recomputation_of(tensor: Tensor) -> Callable[[], Tensor] | None:
     """Return a function that recomputes an offered output, or autocast's cast of one; None without a recipe."""
     recipe = RECIPE.get(tensor)
     if recipe is None and tensor.grad_fn is not None and tensor.grad_fn.name() == CAST:
@@ -173,7 +172,7 @@ def is_result_to_store(x: Tensor) -> bool:
 
     Decided by the operator's name alone: both runs of a checkpointed function must take the same path.
     """
-    return made_by(x)[0] in _SAVING_THEIR_RESULT
+    return producer(x)[0] in _SAVING_THEIR_RESULT
 
 
 def _operand(node: Node, name: str) -> Stored | None:
@@ -181,17 +180,17 @@ def _operand(node: Node, name: str) -> Stored | None:
     stored = saved_form(node, name)
     if isinstance(stored, (Same, Pending)):
         stored = stored.stored
-    return stored if isinstance(stored, (Kept, Region, View, Redone)) and _depth(stored) < _DEEPEST else None
+    return stored if isinstance(stored, (Kept, Region, View, FromRecipe)) and _depth(stored) < _DEEPEST else None
 
 
 # Clone a factor only if the product is at least this many times larger: the clone then costs 1.6 % of the saved bytes.
 _COPIED = 64
 
 
-def _lasting(stored: Stored | None, made_by: Node | None, out: Tensor) -> Stored | None:
+def _lasting(stored: Stored | None, node: Node | None, out: Tensor) -> Stored | None:
     """Return a stored factor of ``out`` that stays valid until backward ends: FSDP may free a leaf, so clone a leaf."""
-    made = made_by is not None and type(made_by).__name__ != "AccumulateGrad"
-    if made or not isinstance(stored, Kept):
+    is_leaf = node is None or type(node).__name__ == "AccumulateGrad"
+    if not is_leaf or not isinstance(stored, Kept):
         return stored
     # FSDP may have freed the leaf already.
     copied = stored.tensor.untyped_storage().nbytes() > 0 and stored.tensor.numel() * _COPIED <= out.numel()
@@ -208,14 +207,14 @@ def _shared(stored: object) -> object:
 def is_exact(stored: Stored) -> bool:
     """Return whether a stored form restores the tensor bit by bit."""
     shared = _shared(stored)
-    if isinstance(shared, Redone):
+    if isinstance(shared, FromRecipe):
         return shared.recipe.exact
     return not isinstance(shared, Region) or shared.form is ITSELF
 
 
 def _depth(stored: Stored) -> int:
     shared = _shared(stored)
-    return shared.recipe.depth if isinstance(shared, Redone) else 0
+    return shared.recipe.depth if isinstance(shared, FromRecipe) else 0
 
 
 def _narrowed(stored: Stored) -> bool:
@@ -228,8 +227,8 @@ def _gelu(out: Tensor, node: Any) -> Recipe | None:
     if x is None:
         return None
     approximate = node._saved_approximate
-    again = functools.partial(F.gelu, approximate=approximate)
-    return Recipe(out, lambda dtype: again(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
+    gelu = functools.partial(F.gelu, approximate=approximate)
+    return Recipe(out, lambda dtype: gelu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
 
 
 def _silu(out: Tensor, node: Node) -> Recipe | None:
@@ -252,8 +251,8 @@ def _mul(out: Tensor, node: Node) -> Recipe | None:
 
 def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     """Recompute the dropout of a stored result, such as attention probabilities."""
-    mask, (producer, _) = _operand(node, "result1"), source(node)
-    stored = None if producer is None else _stored_result(producer)
+    mask, (behind, _) = _operand(node, "result1"), source(node)
+    stored = None if behind is None else _stored_result(behind)
     # Only a drawn mask is packed as a Region. The node does not tell ``train``.
     if not isinstance(mask, Region) or stored is None or stored.layout != layout_of(out):
         return None
@@ -303,7 +302,7 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
         return
 
     # Read the parameters now: by backward their ``.data`` may be reassigned or freed.
-    gamma, beta = held(module.weight), held(module.bias)
+    gamma, beta = stable_copy(module.weight), stable_copy(module.bias)
     affine = tuple(each for each in (gamma, beta) if each is not None)
 
     def compute(dtype: torch.dtype) -> Tensor:

@@ -166,8 +166,8 @@ class Recast(Versioned):
                 "between forward and backward: run backward before the optimizer's step, or keep the copies with "
                 "keep_weight_copies=True."
             )
-        again = self._parameter.detach().to(self._dtype)
-        return again.as_strided(self._layout.shape, self._layout.stride, self._offset)
+        copy = self._parameter.detach().to(self._dtype)
+        return copy.as_strided(self._layout.shape, self._layout.stride, self._offset)
 
 
 class Shared:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...codec.layouts import arranged, layout_of, overlaps, suggested_layout
 from ...engine.policy import PLAIN
-from ...engine.recompute import held, offer
+from ...engine.recompute import offer, stable_copy
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
@@ -134,7 +134,7 @@ def _forward(
     ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
     ctx.restore, ctx.restore_mask = restore, restore_mask
     if residual is None and how.bits is not None:
-        gamma, beta = held(weight), held(bias)
+        gamma, beta = stable_copy(weight), stable_copy(bias)
         channels = (1, -1) + (1,) * (x.dim() - 2)
 
         def compute(dtype: torch.dtype) -> Tensor:
@@ -174,7 +174,7 @@ def _forward_fused(
     ctx.fused = norm
     ctx.save_for_backward(packed, mean, rstd, weight, signs)
     if packed_out is None:
-        gamma, beta = held(weight), held(bias)
+        gamma, beta = stable_copy(weight), stable_copy(bias)
         operands = [t for t in (gamma, beta) if t is not None]
         offer(ctx, out, lambda dtype: norm.recompute(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...codec.layouts import layout_of
-from ...engine.recompute import held, offer
+from ...engine.recompute import offer, stable_copy
 from ...engine.saved import Versioned
 from ...torch_private import under_checkpoint
 from ..codes import INT8, Codes, one_option
@@ -41,7 +41,7 @@ class _AddRmsNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # A sum is kept itself, and of a narrower row the chain of operators saves a cast.
         begin(ctx, x if residual is None and x.dtype.itemsize >= 4 else None)
-        gamma = held(weight)
+        gamma = stable_copy(weight)
         itself = _keeps_itself(x, residual)
         total = x if residual is None else torch.empty_like(x, dtype=_dtype_of(x, residual))
         ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, total.dtype if itself else None)

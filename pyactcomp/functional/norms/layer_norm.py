@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...codec.layouts import layout_of
-from ...engine.recompute import held, offer
+from ...engine.recompute import offer, stable_copy
 from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
@@ -53,7 +53,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
-        gamma, beta = held(weight), held(bias)
+        gamma, beta = stable_copy(weight), stable_copy(bias)
         read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
         # Autocast's casts are written to by nobody.
         begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))

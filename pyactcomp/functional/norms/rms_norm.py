@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...codec.layouts import layout_of
-from ...engine.recompute import held, offer
+from ...engine.recompute import offer, stable_copy
 from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .launch import Norm, norm_of, serves
@@ -39,7 +39,7 @@ class _RmsNorm(torch.autograd.Function):
         # Of a narrower row the chain of operators saves a cast.
         begin(ctx, x if how.bits is not None and _wide(x) is x else None)
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        gamma = held(weight)
+        gamma = stable_copy(weight)
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype

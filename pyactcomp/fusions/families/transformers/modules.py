@@ -126,7 +126,7 @@ def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
     torch.utils.checkpoint what is saved lives for one block only, and is being computed again as it is.
     """
     weight, bias = linear.weight, linear.bias
-    x_again = recompute.again(x)
+    x_again = recompute.recomputation_of(x)
     if x_again is None or under_checkpoint():
         return None
     version, device = weight._version, x.device.type
