@@ -360,7 +360,7 @@ def test_skipped_modules_keep_everything_exact() -> None:
         model(torch.randn(32, 64, requires_grad=True) * 1).sum().backward()
         by_module = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (32, 64)}
         # GELU's result is computed again, exactly, from its input.
-        assert by_module == {"0": None, "1": policy.SKIPPED, "2": policy.REDONE}
+        assert by_module == {"0": None, "1": policy.SKIPPED, "2": policy.RECOMPUTED}
         pyactcomp.decompress(model)
 
 

@@ -304,7 +304,7 @@ def test_dropout_of_a_stored_result_is_torchs_own(device: str) -> None:
     model = pyactcomp.compress(Probabilities(), mode="lossless", min_bytes=0)
     model(x, changed=False)
     assert model.node.startswith("_Dropout") == (device == "cpu")
-    assert (policy.REDONE in [t.kept for t in pyactcomp.report(model).tensors]) == (device == "cuda")
+    assert (policy.RECOMPUTED in [t.kept for t in pyactcomp.report(model).tensors]) == (device == "cuda")
     model(x, changed=True)
     assert model.node.startswith("_Dropout")
 
@@ -570,7 +570,7 @@ def test_norm_at_the_end_of_a_sharded_block_is_computed_again(
     report = pyactcomp.report(model)
     model(x)
     # Of the first two blocks at least.
-    assert sum(tensor.kept == policy.REDONE for tensor in report.tensors) >= 2
+    assert sum(tensor.kept == policy.RECOMPUTED for tensor in report.tensors) >= 2
 
 
 @pytest.mark.usefixtures("one_process")

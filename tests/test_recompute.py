@@ -109,7 +109,7 @@ def test_dropped_probabilities_are_those_of_the_forward(dtype: torch.dtype, p: f
     (exact,) = torch.autograd.grad(gradient(), v)
     with pyactcomp.compressed(**LOSSLESS) as c:
         loss = gradient()
-    assert (policy.REDONE in reasons(c)) == (device == "cuda" or dtype.itemsize >= 4)
+    assert (policy.RECOMPUTED in reasons(c)) == (device == "cuda" or dtype.itemsize >= 4)
     # The gradient of the factor is the dropped tensor itself.
     assert torch.equal(torch.autograd.grad(loss, v)[0], exact)
 
@@ -123,9 +123,9 @@ def test_dropped_probabilities_are_those_of_the_forward(dtype: torch.dtype, p: f
 def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tensor], made_again: int) -> None:
     with pyactcomp.compressed(**LOSSLESS) as c:
         compute(leaf(16, 32), leaf(32, 32, seed=1))
-    assert reasons(c).count(policy.REDONE) == made_again
+    assert reasons(c).count(policy.RECOMPUTED) == made_again
     report = pyactcomp.report(c)
-    redone = [t for t in report.tensors if t.kept == policy.REDONE]
+    redone = [t for t in report.tensors if t.kept == policy.RECOMPUTED]
     assert sum(t.stored_bytes for t in redone) == 0
     assert sum(t.unique_bytes for t in redone) == made_again * 16 * 32 * 4
 
@@ -133,7 +133,7 @@ def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tenso
 def test_pieces_of_an_output_are_made_of_the_whole() -> None:
     with pyactcomp.compressed(**LOSSLESS) as c:
         through_pieces(leaf(16, 32), leaf(32, 32, seed=1))
-    pieces = [t for t in pyactcomp.report(c).tensors if t.kept == policy.REDONE]
+    pieces = [t for t in pyactcomp.report(c).tensors if t.kept == policy.RECOMPUTED]
     assert [t.shape for t in pieces] == [(16, 8), (16, 24)]
     assert sum(t.stored_bytes for t in pieces) == 0
 
@@ -181,7 +181,7 @@ def test_a_norm_of_what_is_stored_narrower_is_kept() -> None:
     pyactcomp.compress(model, **LOSSLESS, fuse=False)
     assert_same(gradients_of_a_step(), exact)
     kept = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (64, 32)}
-    assert kept == {"0": None, "1": policy.LOSSLESS, "2": policy.REDONE}
+    assert kept == {"0": None, "1": policy.LOSSLESS, "2": policy.RECOMPUTED}
 
 
 def test_a_cast_that_was_written_to_is_stored_as_it_is() -> None:
@@ -265,7 +265,7 @@ def test_a_layer_norm_is_made_again_once_with_its_own_eps(block: Block, monkeypa
     monkeypatch.setattr(FromRecipe, "_make", lambda self: made.append(self) or real(self))
     pyactcomp.compress(block, **LOSSLESS, fuse=False)
     assert_same(step(block, autocast=False), exact)
-    assert reasons_in_projections(block).count(policy.REDONE) == 3
+    assert reasons_in_projections(block).count(policy.RECOMPUTED) == 3
     assert len(made) == 1
 
 
@@ -288,7 +288,7 @@ def test_casts_of_a_checkpointed_norm_are_stored_once(block: Block) -> None:
     step(block)
     # Its codes are thrown away with the rest of its first run, so it is stored: one of its casts.
     assert reasons_in_projections(block).count(policy.SAME_CAST) == 2
-    assert reasons_in_projections(block).count(policy.REDONE) == 0
+    assert reasons_in_projections(block).count(policy.RECOMPUTED) == 0
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -311,7 +311,7 @@ def test_a_layer_norm_is_made_again_with_the_weights_that_it_read(mixed: bool) -
     assert_same(gradients_of_a_step(), exact)
     # GELU's input is the norm's output.
     assert [t.kept for t in pyactcomp.report(model).tensors if t.module == "1"] == [
-        policy.LOSSLESS if mixed else policy.REDONE
+        policy.LOSSLESS if mixed else policy.RECOMPUTED
     ]
 
 
@@ -396,7 +396,7 @@ def test_casts_of_a_layer_norm_that_was_written_to_are_kept(block: Block) -> Non
     exact = step(block)
     pyactcomp.compress(block, **LOSSLESS, fuse=False)
     assert_same(step(block), exact)
-    assert not {policy.REDONE, policy.SAME_CAST} & {t.kept for t in pyactcomp.report(block).tensors}
+    assert not {policy.RECOMPUTED, policy.SAME_CAST} & {t.kept for t in pyactcomp.report(block).tensors}
 
 
 class Halves(nn.Module):
@@ -432,7 +432,7 @@ def test_a_layer_norm_that_others_changed_is_not_made_again(block: Block, patche
     exact = step(block, autocast=False)
     pyactcomp.compress(block, **LOSSLESS)
     assert_same(step(block, autocast=False), exact)
-    assert policy.REDONE not in reasons_in_projections(block)
+    assert policy.RECOMPUTED not in reasons_in_projections(block)
 
 
 def test_eight_bits_compute_again_from_what_is_packed() -> None:
@@ -441,7 +441,7 @@ def test_eight_bits_compute_again_from_what_is_packed() -> None:
         y = x * 2
         out = F.gelu(y) @ w
     (gradient,) = torch.autograd.grad(out.sum(), w)
-    assert policy.REDONE in reasons(c)
+    assert policy.RECOMPUTED in reasons(c)
     restored = pyactcomp.dequantize(pyactcomp.quantize(y))
     assert torch.equal(gradient, F.gelu(restored).t() @ torch.ones(64, 64))
 

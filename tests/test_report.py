@@ -61,7 +61,7 @@ def test_totals_and_modules_of_a_perceptron() -> None:
     assert report.stored_bytes == x + packed((hidden + narrow) // 4)
     assert by_name(report.kept) == {
         policy.NO_GRAD: (1, x, x, x),
-        policy.REDONE: (1, hidden, hidden, 0),
+        policy.RECOMPUTED: (1, hidden, hidden, 0),
         policy.PARAMETER: (2, weight_2 + weight_4, 0, 0),
     }
     assert report.note == ""
@@ -74,7 +74,7 @@ def test_records_name_module_shape_and_dtype_in_the_order_of_the_forward() -> No
     assert [(t.module, t.shape, t.dtype, t.kept) for t in tensors] == [
         ("0", (ROWS, 256), "bfloat16", policy.NO_GRAD),
         ("1", (ROWS, 512), "bfloat16", None),
-        ("2", (ROWS, 512), "bfloat16", policy.REDONE),
+        ("2", (ROWS, 512), "bfloat16", policy.RECOMPUTED),
         ("3", (ROWS, 256), "bfloat16", None),
         ("4", (ROWS, 256), "bfloat16", None),
     ]

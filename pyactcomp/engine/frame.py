@@ -54,7 +54,7 @@ from .policy import (
     OVERLAPPING,
     PLAIN,
     RECAST,
-    REDONE,
+    RECOMPUTED,
     SAME_CAST,
     SHAPE_ALONE,
     SHARPENED,
@@ -375,7 +375,7 @@ class Frame:
         """Return the stored form of a recomputed tensor: an output in a dtype, or a view of one."""
         shared = recipe.stored(out, dtype, self._stream_of(tensor), self._recent)
         if self.recorder is not None:
-            self.recorder.add(tensor, REDONE)
+            self.recorder.add(tensor, RECOMPUTED)
         layout = layout_of(tensor)
         whole = shared.layout == layout
         stored: FromRecipe | View = shared if whole else View(shared, layout, int(tensor.storage_offset()))

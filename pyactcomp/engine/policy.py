@@ -21,7 +21,7 @@ RECAST = "autocast copy of a parameter, cast again in backward"
 # Additive attention masks, log-sum-exps, rotary tables, copies of frozen weights, the model's inputs: few, often alive
 # anyway, and sensitive to errors. Half a step is small beside a group's range, but a mask's range is the dtype's.
 NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, kept exact"
-REDONE = "recomputed in backward from stored tensors"
+RECOMPUTED = "recomputed in backward from stored tensors"
 SAME_CAST = "another cast of the same tensor is stored"
 SHAPE_ALONE = "backward reads only the shape"
 SHARPENED = "a factor of a product that is then a divisor or the argument of a log or a root: stored in 16 bits"
@@ -31,7 +31,7 @@ OVERLAPPING = "elements overlap in memory"
 NEGATIVE_VIEW = "lazy negation"
 
 # Reasons under which no memory is held for a tensor: backward recomputes the tensor or reads another stored one.
-MADE_AGAIN = frozenset({RECAST, REDONE, SAME_CAST, SHAPE_ALONE})
+HOLDS_NOTHING = frozenset({RECAST, RECOMPUTED, SAME_CAST, SHAPE_ALONE})
 # Reasons under which a saved tensor costs no memory even without compression.
 ALIVE_ANYWAY = frozenset({PARAMETER, LEAF})
 

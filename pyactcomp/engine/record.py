@@ -50,7 +50,7 @@ class SavedTensor:
     @property
     def restored_bytes(self) -> int:
         """Bytes allocated in backward to restore the tensor; 0 for a kept tensor."""
-        return self.saved_bytes if self.kept is None or self.kept in policy.MADE_AGAIN else 0
+        return self.saved_bytes if self.kept is None or self.kept in policy.HOLDS_NOTHING else 0
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -159,7 +159,7 @@ class Recorder:
         ``unknown`` names the reader of a tensor kept because the table has no row for the reader.
         """
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
-        stored = packed if kept is None or kept in policy.MADE_AGAIN else unique
+        stored = packed if kept is None or kept in policy.HOLDS_NOTHING else unique
         self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept, unknown)
 
     def add_more(self, tensor: Tensor, reason: str, nbytes: int) -> None:

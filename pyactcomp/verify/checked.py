@@ -12,7 +12,7 @@ from ..compress import Compressed
 from ..config import Config
 from ..engine.frame import Frame
 from ..engine.packing import Packing
-from ..engine.policy import MADE_AGAIN, PLAIN, RECAST
+from ..engine.policy import HOLDS_NOTHING, PLAIN, RECAST
 from ..engine.record import Recorder, SavedTensor
 from ..engine.saved import Region, Saved, Shapeless, View
 from ..engine.session import Session
@@ -47,7 +47,7 @@ class CheckedFrame(Frame):
         saved = super().pack(tensor)
         if type(tensor) in PLAIN and not _values_are_not_read(saved):
             record = self._saves[-1]
-            if record.kept is None or record.kept in MADE_AGAIN:
+            if record.kept is None or record.kept in HOLDS_NOTHING:
                 expected = _Expected(tensor.detach(), record)
                 self._expected.setdefault(id(saved), (saved, []))[1].append(expected)
         return saved
