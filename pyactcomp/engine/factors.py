@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from ..codec.layouts import Layout, contiguous_layout
 from ..readers.forms import CODES, Reading
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
@@ -52,26 +54,88 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gather
             continue
         seen.add(node)
         name = node.name()
-        if name.startswith(_ENDS) or isinstance(node, BackwardCFunction) or _gathers(node, name, group_size):
+        if name.startswith(_ENDS) or isinstance(node, BackwardCFunction):
             continue
-        for operand in _operands(type(node)):
-            stored = saved_form(node, operand)
-            if isinstance(stored, (Pending, Same)):
-                stored = stored.stored
-            if isinstance(stored, View):
-                stored = stored.region
-            if isinstance(stored, (Region, Gathered)) and stored.form.need == CODES:
-                yield stored
+        if _gathers(node, name, group_size):
+            yield from _coded_across_rows(node, group_size)
+            continue
+        yield from (region for _, region in _coded(node))
         left.extend(behind for behind, _ in node.next_functions)
+
+
+def _coded(node: Node) -> Iterator[tuple[Layout | None, Region | Gathered]]:
+    """Yield the regions in codes that a node saves, each with the layout that the node restores."""
+    for operand in _operands(type(node)):
+        stored = saved_form(node, operand)
+        if isinstance(stored, (Pending, Same)):
+            stored = stored.stored
+        layout = getattr(stored, "layout", None)
+        if isinstance(stored, View):
+            stored = stored.region
+        if isinstance(stored, (Region, Gathered)) and stored.form.need == CODES:
+            yield layout, stored
+
+
+def _coded_across_rows(node: Any, group_size: int) -> Iterator[Region | Gathered]:
+    """Yield the operands of a reduction, and of the operator before, whose groups span several of the reduced rows.
+
+    Such groups are as wide as their largest row, and codes are off by as much in their smallest.
+    """
+    read = node.next_functions[0][0] if node.next_functions else None
+    for layout, region in (*_coded(node), *(() if read is None else _coded(read))):
+        if layout is None or _elements_reduced(node, layout) < group_size:
+            yield region
+
+
+def _elements_reduced(node: Any, layout: Layout) -> float:
+    """Return the adjacent elements of an operand that go into one number; infinity where all of them do."""
+    if node.name() == "NativeGroupNormBackward0":
+        channels: int = node._saved_C // node._saved_group
+        return channels * node._saved_HxW if layout == contiguous_layout(layout.shape) else channels
+    dims = getattr(node, "_saved_dim", None)
+    return _elements_in_a_row(layout, dims) if isinstance(dims, tuple) else math.inf
+
+
+@functools.lru_cache(maxsize=1024)
+def meets_several(layout: Layout, divisor: torch.Size, group_size: int) -> bool:
+    """Return whether a group of a factor spans rows that a tensor of the shape ``divisor`` has one number each for.
+
+    Where an operator with an unbounded derivative made that number, the gradient of a small row is as large as the
+    factors of that row are small, and a group is off by as much in all its rows.
+    """
+    if len(divisor) == len(layout.shape):
+        dims = [dim for dim, (own, other) in enumerate(zip(layout.shape, divisor, strict=True)) if own != other == 1]
+        others = tuple(1 if dim in dims else own for dim, own in enumerate(layout.shape))
+    else:  # a reduction without keepdim
+        dims, left = [], list(divisor)
+        for dim, own in enumerate(layout.shape):
+            if left and left[0] == own:
+                left.pop(0)
+            else:
+                dims.append(dim)
+        others = () if left else tuple(divisor)
+    return bool(dims) and others == divisor and _elements_in_a_row(layout, tuple(dims)) < group_size
+
+
+def _elements_in_a_row(layout: Layout, dims: tuple[int, ...]) -> int:
+    """Return the adjacent elements in memory that a reduction over ``dims`` adds up."""
+    rank = len(layout.shape)
+    # Torch gives negative dimensions back as unsigned numbers of 64 bits.
+    reduced = {(dim - 2**64 if dim >= 2**63 else dim) % max(rank, 1) for dim in dims}
+    elements = 1
+    for _, dim in sorted((layout.stride[dim], dim) for dim in range(rank) if layout.shape[dim] != 1):
+        if dim not in reduced:
+            break
+        elements *= layout.shape[dim]
+    return elements
 
 
 def _gathers(node: Any, name: str, group_size: int) -> bool:
     """Return whether each element of a node's output sums a whole group of elements or more."""
     rows = _ROWS_OF.get(name)
     if rows is not None:
-        stored = saved_form(node, rows)
-        shape = getattr(stored, "layout", None)
-        return shape is None or shape.shape[-1] >= group_size
+        layout = getattr(saved_form(node, rows), "layout", None)
+        return layout is None or _elements_in_a_row(layout, (len(layout.shape) - 1,)) >= group_size
     if not node.next_functions:
         return False
     read, number = node.next_functions[0]

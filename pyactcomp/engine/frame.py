@@ -41,7 +41,7 @@ from ..torch_private import (
     profiler_enabled,
     source_dtype,
 )
-from .factors import coded_behind, is_factor
+from .factors import coded_behind, is_factor, meets_several
 from .marks import PACKS
 from .narrow import NarrowKernel, is_exact_cast
 from .packing import HALF_BYTES, Packing
@@ -93,6 +93,8 @@ _RECENTLY_RESTORED = 2
 _LARGEST_BASE = 4
 # Factors whose memory stays alive until the following operators have run: the factors of one or two products.
 _LATEST_FACTORS = 6
+# Divisors whose rows a factor behind them may meet: those of a norm's variance and its root, twice.
+_LATEST_DIVISORS = 4
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -106,6 +108,7 @@ class Frame:
         "_casts_left",
         "_context",
         "_copies",
+        "_divisors",
         "_factors",
         "_held",
         "_min_bytes",
@@ -136,6 +139,8 @@ class Frame:
         self._saving, self._reader = observer().saving, observer().reader
         # Storages of the latest factors, alive so that `_sharpen` can store a factor anew if its product is a divisor.
         self._factors: deque[torch.UntypedStorage] = deque(maxlen=_LATEST_FACTORS)
+        # The shapes of the latest tensors that an operator with an unbounded derivative read or made.
+        self._divisors: deque[torch.Size] = deque(maxlen=_LATEST_DIVISORS)
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Lossless mode copies almost nothing, so a tensor's ownership matters only to a report.
         self._copies = not packing.lossless or recorder is not None
@@ -198,9 +203,10 @@ class Frame:
         if type(tensor) in PLAIN:
             if self.recorder is None:  # a report wants the reason from `_pack_plain`
                 dtype = tensor.dtype
-                if (tensor.layout is torch.strided and tensor.nbytes < self._min_bytes) or not (
-                    dtype.is_floating_point or dtype is torch.bool
-                ):
+                if not (dtype.is_floating_point or dtype is torch.bool):
+                    return Kept(tensor)
+                if tensor.layout is torch.strided and tensor.nbytes < self._min_bytes:
+                    self._look_behind(tensor)
                     return Kept(tensor)
             return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)
@@ -214,6 +220,7 @@ class Frame:
             self.policy = Policy(self._module, self._min_bytes)
         reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
         if reason is not None:
+            self._look_behind(saved)
             if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
                 self.packing.warn_of_compiled_graph()
             return self._keep(tensor, reason)
@@ -237,6 +244,7 @@ class Frame:
         name, node = producer(saved)
         if form.need > CODES:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
+                self._divisors.append(tensor.size())
                 self._sharpen(node)
         elif is_factor(tensor, reading, self.packing.config.group_size):
             # A following operator may divide by the product, and the factor may be freed by then.
@@ -244,7 +252,7 @@ class Frame:
         elif self._factors and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
-            wide = spans_magnitudes(name, node)
+            wide = spans_magnitudes(name, node) or self._meets_several(tensor)
             form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
         elif form is SCALED and spans_magnitudes(name, node):
             form = ITSELF
@@ -264,6 +272,23 @@ class Frame:
             if source is not None and self._serves(source[0], form):
                 return self._recomputed(tensor, *source)
         return self._store(tensor, node if name == CAST else None, reading, form)
+
+    def _look_behind(self, kept: Tensor) -> None:
+        """Sharpen the factors behind a tensor that is kept, mostly as it is small, if it is divided by."""
+        if self.packing.lossless or not kept.requires_grad or kept.is_nested:
+            return
+        reading = self._reader(kept)
+        if reading is not None and reading.operator in AMPLIFYING:
+            if self.packing.form_for(kept, reading).need > CODES:
+                self._divisors.append(kept.size())
+                self._sharpen(producer(kept)[1])
+
+    def _meets_several(self, factor: Tensor) -> bool:
+        """Return whether a group of a factor may span several rows that are divided by numbers of their own."""
+        if not self._divisors:
+            return False
+        layout, group_size = layout_of(factor), self.packing.config.group_size
+        return any(meets_several(layout, divisor, group_size) for divisor in self._divisors)
 
     def _sharpen(self, node: Node | None) -> None:
         """Store factors anew, in 16 bits or as they are, because a following operator divides by their product.

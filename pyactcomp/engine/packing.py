@@ -106,7 +106,11 @@ class Packing:
             form = BFLOAT16
         elif form is ROWS or form is VECTORS:
             images = form is VECTORS and tensor.dim() > _VECTORS
-            form = BFLOAT16 if few or (not images and tensor.shape[-1] < config.group_size) else AS_CODES
+            # A group lies in memory, and spans rows that are shorter or transposed.
+            if few or (not images and (tensor.shape[-1] < config.group_size or tensor.stride(-1) != 1)):
+                form = BFLOAT16
+            else:
+                form = AS_CODES
         elif form is CHANNELS:
             # In images a group spans few channels, and the channels of one layer have similar ranges.
             vectors = tensor.dim() <= _VECTORS or tensor.numel() < config.group_size * tensor.shape[1]

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import codec
 from ..codec import Impl, Packed
 from ..codec import format as fmt
+from ..codec.layouts import arranged, layout_of
 from ..codec.seeds import calls, second_of
 from ..engine.halves import half_kernel, half_nbytes
 from ..engine.policy import PLAIN
@@ -79,6 +80,18 @@ class Saving(Codes):
             x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
         )
         return mark_as_packed(packed.buffer, x), _restore(packed, self.impl)
+
+    def keep_rows(self, x: Tensor) -> tuple[Tensor, Restore]:
+        """Return what :meth:`keep` does, with groups that span no rows of ``x`` unless these are shorter.
+
+        Groups lie in memory. Where a norm divides each row by its own deviation, a group across rows is as wide as its
+        largest row, and codes are off by as much in its smallest.
+        """
+        layout = layout_of(x)
+        if self.bits is None or x.is_contiguous() or not layout.dense:
+            return self.keep(x)
+        kept, restore = self.keep(x.contiguous())
+        return mark_as_packed(kept, x), lambda buffer: arranged(restore(buffer), layout)
 
     def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return the bytes of a copy, which hooks keep as they keep codes, and what makes ``x`` of them."""

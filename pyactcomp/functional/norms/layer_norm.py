@@ -74,7 +74,7 @@ class _LayerNorm(torch.autograd.Function):
         out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
         out = out.to(dtype)
         if ctx.keeps:
-            kept, restore = how.keep(x)
+            kept, restore = how.keep_rows(x)
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
             again = functools.partial(_redo, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide)

@@ -51,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
             offer(ctx, out, compute, *parameters)
             return out
 
-        kept, ctx.restore = how.keep_copy(x) if copy else how.keep(x.detach())
+        kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach())
         wide = _wide(x)
         rstd = _reciprocal_deviation(wide, eps)
         # Exactly, the chain of torch's operators is differentiated, of which it is one.

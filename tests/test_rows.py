@@ -1,0 +1,141 @@
+"""Norms written from operators, of rows of very unlike size, in every layout: codes span rows where memory does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import pyactcomp
+from pyactcomp import functional
+
+# The project's bar for the relative L2 error over all gradients of a step in int8.
+BAR = 0.02
+TINY = 1e-12
+Norm = Callable[[Tensor, tuple[int, ...]], Tensor]
+
+
+def _centred(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return x - x.mean(dims, keepdim=True)
+
+
+def _rms_of_squares(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + TINY)
+
+
+def _without_keepdim(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    scale = (x * x).sum(dims).add(TINY).rsqrt()
+    for dim in sorted(dim % x.dim() for dim in dims):
+        scale = scale.unsqueeze(dim)
+    return x * scale
+
+
+NORMS: dict[str, Norm] = {
+    "mean of squares": _rms_of_squares,
+    "mean of squares in float32": lambda x, dims: _rms_of_squares(x.float(), dims).to(x.dtype),
+    "sum of products": lambda x, dims: x * torch.rsqrt((x * x).sum(dims, keepdim=True) + TINY),
+    "without keepdim": _without_keepdim,
+    "divided by a root": lambda x, dims: x / (x.square().mean(dims, keepdim=True) + TINY).sqrt(),
+    "centred squares": lambda x, dims: _rms_of_squares(_centred(x, dims), dims),
+    "var": lambda x, dims: _centred(x, dims) * (x.var(dims, keepdim=True) + TINY).rsqrt(),
+    "std": lambda x, dims: _centred(x, dims) / (x.std(dims, keepdim=True) + TINY),
+    "divided by a norm": lambda x, dims: x / torch.linalg.vector_norm(x, dim=dims, keepdim=True),
+    "a norm's reciprocal": lambda x, dims: x * torch.linalg.vector_norm(x, dim=dims, keepdim=True).reciprocal(),
+    "a norm's power": lambda x, dims: x * torch.linalg.vector_norm(x, dim=dims, keepdim=True) ** -1,
+    "mean of magnitudes": lambda x, dims: x * x.abs().mean(dims, keepdim=True).reciprocal(),
+}
+
+
+def _sizes(rows: int) -> Tensor:
+    """Return sizes of rows over six orders of magnitude, in random order."""
+    return torch.logspace(-3, 3, rows)[torch.randperm(rows)]
+
+
+def _channels(width: int) -> Tensor:
+    return torch.randn(8, width, 64, 4) * _sizes(8 * 64 * 4).view(8, 1, 64, 4)
+
+
+def _images() -> Tensor:
+    return torch.randn(512, 4, 8, 8) * _sizes(512).view(-1, 1, 1, 1)
+
+
+# The rows' dimensions, and tensors of 256 KiB or more in float32 whose rows' statistics are below min_bytes.
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], tuple[int, ...]]] = {
+    "rows": (lambda: torch.randn(1024, 128) * _sizes(1024)[:, None], (-1,)),
+    "short rows": (lambda: torch.randn(2048, 32) * _sizes(2048)[:, None], (-1,)),
+    "transposed rows": (lambda: (torch.randn(128, 1024) * _sizes(1024)).t(), (-1,)),
+    "columns": (lambda: torch.randn(128, 1024) * _sizes(1024), (0,)),
+    "channels": (lambda: _channels(32), (1,)),
+    "channels last": (lambda: _channels(128).to(memory_format=torch.channels_last), (1,)),
+    "images": (_images, (1, 2, 3)),
+    "images, channels last": (lambda: _images().to(memory_format=torch.channels_last), (-3, -2, -1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_small_rows_beside_large_ones_have_their_gradients(norm: str, layout: str, dtype: torch.dtype) -> None:
+    make, dims = LAYOUTS[layout]
+    x = make().to(dtype).requires_grad_()
+    weight = torch.randn(x.shape).to(dtype)
+
+    def gradient(out: Tensor) -> Tensor:
+        return torch.autograd.grad((out * weight).sum(), x)[0].double()
+
+    exact = gradient(NORMS[norm](x * 1, dims))
+    with pyactcomp.compressed() as c:
+        out = NORMS[norm](x * 1, dims)
+    assert math.isfinite(float(exact.norm()))
+    assert float((gradient(out) - exact).norm() / exact.norm()) <= BAR
+    if (norm, layout) == ("mean of squares", "rows"):  # each row has groups of its own: codes are enough
+        assert [t for t in pyactcomp.report(c).tensors if t.kept is not None and t.stored_bytes >= x.nbytes] == []
+
+
+MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
+    "LayerNorm": lambda width: torch.nn.LayerNorm(width, eps=TINY),
+    "RMSNorm": lambda width: torch.nn.RMSNorm(width, eps=TINY),
+    # Rows of 32 elements, shorter than a group of codes.
+    "GroupNorm": lambda width: torch.nn.GroupNorm(width // 32, width, eps=TINY),
+}
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("layout", ["rows", "short rows", "transposed rows"])
+@pytest.mark.parametrize("module", MODULES)
+def test_norms_of_torch_have_the_gradients_of_small_rows(module: str, layout: str, fuse: bool) -> None:
+    x = LAYOUTS[layout][0]()
+    weight = torch.randn(x.shape)
+    model = torch.nn.Sequential(MODULES[module](x.shape[1]))
+    x = x.requires_grad_()
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad((model(x * 1) * weight).sum(), (x, *model.parameters()))
+
+    exact = gradients()
+    pyactcomp.compress(model, fuse=fuse)
+    for got, expected in zip(gradients(), exact, strict=True):
+        assert float((got - expected).norm() / expected.norm()) <= BAR
+
+
+@pytest.mark.parametrize("function", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("layout", ["rows", "transposed rows"])
+def test_functions_have_the_gradients_of_small_rows(function: str, layout: str) -> None:
+    x = LAYOUTS[layout][0]().requires_grad_()
+    gamma, weight = torch.randn(x.shape[1]).requires_grad_(), torch.randn(x.shape)
+    shape = (x.shape[1],)
+    calls: dict[str, Callable[[functional.Codes], Tensor]] = {
+        "layer_norm": lambda codes: functional.layer_norm(x * 1, shape, gamma, None, TINY, codes=codes),
+        "rms_norm": lambda codes: functional.rms_norm(x * 1, gamma, TINY, codes=codes),
+        "add_layer_norm": lambda codes: functional.add_layer_norm(x * 1, x * 0, shape, gamma, None, TINY, codes=codes),
+        "add_rms_norm": lambda codes: functional.add_rms_norm(x * 1, x * 0, gamma, TINY, codes=codes)[0],
+    }
+
+    def gradients(codes: functional.Codes) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((calls[function](codes) * weight).sum(), (x, gamma))
+
+    for got, expected in zip(gradients(functional.INT8), gradients(functional.Codes(bits=None)), strict=True):
+        assert float((got - expected).norm() / expected.norm()) <= BAR
