@@ -21,9 +21,10 @@ class _Gelu(torch.autograd.Function):
         begin(ctx, None if how.bits is None else x)
         ctx.approximate = approximate
         if how.fuses(x):
-            from . import launch
+            from . import gelu_kernels, launch
 
-            out, kept, ctx.fused_backward, compute = launch.gelu(x, approximate, how)
+            tanh = approximate == "tanh"
+            out, kept, ctx.fused_backward, compute = launch.unary(x, gelu_kernels, "gelu", (tanh,), how)
             ctx.save_for_backward(kept)
             recompute.offer(ctx, out, compute)
             return out

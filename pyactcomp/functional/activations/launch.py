@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,22 +32,28 @@ def _owns_memory(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Gelu:
-    """gelu of dense operands of one layout; a bfloat16 element moves 5.06 bytes each way, 3.06 when it is redone."""
+class _Unary:
+    """A function of dense operands of one layout; a bfloat16 element moves 5.06 bytes each way, 3.06 when it is redone.
+
+    ``kernels`` has ``{name}_forward_kernel``, ``{name}_backward_kernel`` and ``{name}_redo_kernel``, whose first
+    constants are ``constants``.
+    """
 
     on: Elementwise
-    tanh: bool
+    kernels: ModuleType
+    name: str
+    constants: tuple[object, ...]
     how: Saving
 
-    def _form(self, tile: int, bits: int | None) -> tuple[bool, int | None, int, int]:
+    def _form(self, tile: int, bits: int | None) -> tuple[object, ...]:
         group_size = self.how.group_size
-        return self.tanh, bits, group_size, tile // group_size
+        return *self.constants, bits, group_size, tile // group_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         out, packed = self.on.empty(x.dtype), buffer(x, self.how)
         self.on.launch(
-            gelu_kernels,
-            "gelu_forward_kernel",
+            self.kernels,
+            f"{self.name}_forward_kernel",
             (*self._form(codec_kernels.TILE, written_bits(self.how.bits)), self.how.stochastic),
             (x, out, packed),
             keys(self.how),
@@ -59,8 +66,8 @@ class _Gelu:
     def backward(self, packed: Tensor, grad: Tensor) -> Tensor:
         grad_x = self.on.empty(grad.dtype)
         self.on.launch(
-            gelu_kernels,
-            "gelu_backward_kernel",
+            self.kernels,
+            f"{self.name}_backward_kernel",
             self._form(codec_kernels.TILE, self.how.bits),
             (packed, self.on.arrange(grad), grad_x),
             tile=codec_kernels.TILE,
@@ -71,8 +78,8 @@ class _Gelu:
     def recompute(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         again = self.on.empty(dtype)
         self.on.launch(
-            gelu_kernels,
-            "gelu_redo_kernel",
+            self.kernels,
+            f"{self.name}_redo_kernel",
             self._form(codec_kernels.DECODE_TILE, self.how.bits),
             (packed, again),
             tile=codec_kernels.DECODE_TILE,
@@ -81,17 +88,22 @@ class _Gelu:
         return again
 
 
-_gelu_of = functools.lru_cache(maxsize=256)(_Gelu)
+_unary_of = functools.lru_cache(maxsize=256)(_Unary)
 
 
-def gelu(
-    x: Tensor, approximate: str, how: Saving
+def unary(
+    x: Tensor, kernels: ModuleType, name: str, constants: tuple[object, ...], how: Saving
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return gelu of x, the packed x, its backward (packed x, output's gradient -> gradient) and its recompute."""
+    """Return the function ``name`` of x by the Triton kernels of the module ``kernels``, which keep x in codes.
+
+    Returns
+    -------
+    Its output, the packed x, its backward (packed x, output's gradient -> gradient) and its recompute.
+    """
     x = dense(x)
-    fused = _gelu_of(elementwise(x), approximate == "tanh", how)
+    fused = _unary_of(elementwise(x), kernels, name, constants, how)
     out, packed = fused.forward(x)
-    return out, packed, fused.backward, functools.partial(_Gelu.recompute, fused, packed)
+    return out, packed, fused.backward, functools.partial(_Unary.recompute, fused, packed)
 
 
 def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:
@@ -172,7 +184,7 @@ def silu_mul(
 
 
 def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return what :func:`gelu` does for the exact chain, of which x itself is kept.
+    """Return what :func:`unary` does, for the exact chain, of which x itself is kept.
 
     A bfloat16 element moves 6 bytes forward and 8 backward with float32 results (``wide``), 4 and 6 otherwise; redone
     in bfloat16, 4.
