@@ -17,7 +17,9 @@ OnConflict = Literal["raise", "skip"]
 Exactness = Literal["exact", "int8"]
 Skip = str | type[torch.nn.Module]
 
-MODES: tuple[Mode, ...] = ("int8", "lossless")
+# Bits of a code. In lossless mode they hold for ``unknown="int8"`` and ``attention="int8"``, which ask for codes.
+_BITS: dict[Mode, int] = {"int8": 8, "lossless": 8}
+MODES = tuple(_BITS)
 
 # Below 128 KiB a kernel launch costs more than the memory is worth. Statistics of normalisation layers (mean and
 # reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact too.
@@ -31,15 +33,16 @@ class Config:
     Parameters
     ----------
     mode : {"int8", "lossless"}
-        How to store a floating-point tensor: as 8-bit codes, or unchanged. In both modes duplicates are stored once,
-        outputs of cheap operators are recomputed in backward from stored operands, and booleans take one bit.
+        How to store a floating-point tensor: as codes of the bits in the mode's name, or unchanged. In every mode
+        duplicates are stored once, outputs of cheap operators are recomputed in backward from stored operands, and
+        booleans take one bit.
     fuse : bool
         Run modules with a fused function through the function; in lossless mode only if the results are bitwise equal.
     fuse_head : bool
         Compute the loss of a Hugging Face language model from the last hidden states in chunks, so the logits of a
         whole batch never exist. In training the output's ``logits`` are then None.
     group_size : {64, 128, 256}
-        Number of elements with a common minimum and step: 8.5, 8.25 or 8.125 bits an element.
+        Number of elements with a common minimum and step, which take 0.5, 0.25 or 0.125 bits an element.
     rounding : {"nearest", "stochastic"}
         Stochastic rounding is unbiased and about 1.4 times noisier.
     seed : int
@@ -105,6 +108,11 @@ class Config:
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)
         object.__setattr__(self, "skip", _skip_tuple(self.skip))
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code, in lossless mode of the codes that ``unknown`` and ``attention`` ask for."""
+        return _BITS[self.mode]
 
 
 def _skip_tuple(skip: object) -> tuple[Skip, ...]:

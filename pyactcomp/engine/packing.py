@@ -80,7 +80,7 @@ class Packing:
         if dtype is not torch.bool and form.need == RELATIVE:
             nbytes = half_nbytes(numel, form)
         else:
-            bits = 1 if dtype is torch.bool or form.need == BITS else 8
+            bits = 1 if dtype is torch.bool or form.need == BITS else self.config.bits
             nbytes = fmt.packed_nbytes(numel, bits, self.config.group_size)
         carrier = CARRIER[dtype] if form.need == CODES else dtype
         return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
@@ -92,7 +92,8 @@ class Packing:
         if dtype is torch.bool or form.need == BITS:
             bits = bind(config.impl, torch.bool, 1, config.group_size, self.stochastic, False, device)
             return bits if form.comparison is None else BitsKernel(form.comparison, bits)
-        return bind(config.impl, CARRIER[dtype], 8, config.group_size, self.stochastic, form is POSITIVE, device)
+        carrier, positive = CARRIER[dtype], form is POSITIVE
+        return bind(config.impl, carrier, config.bits, config.group_size, self.stochastic, positive, device)
 
     def form_for(self, tensor: Tensor, reading: Reading) -> Form:
         """Return the form in which to store a tensor for a reader, no wider than the tensor's own dtype."""

@@ -51,7 +51,7 @@ class Fusing:
     def _codes(self) -> Codes:
         config = self.config
         return Codes(
-            bits=None if config.mode == "lossless" else 8,
+            bits=None if config.mode == "lossless" else config.bits,
             group_size=config.group_size,
             rounding=config.rounding,
             # Rounding to the nearest reads no seed.

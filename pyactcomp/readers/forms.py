@@ -83,12 +83,12 @@ class Form(NamedTuple):
 
 
 AS_SHAPE = Form("shape", SHAPE)
-AS_CODES = Form("8 bits", CODES)
-POSITIVE = Form("8 bits that keep positive elements positive", CODES)
-FACTOR = Form("8 bits unless it spans orders of magnitude", CODES)
-ROWS = Form("8 bits where no group spans rows", CODES)
-CHANNELS = Form("8 bits where no group spans channels", CODES)
-VECTORS = Form("8 bits where no group spans vectors", CODES)
+AS_CODES = Form("codes", CODES)
+POSITIVE = Form("codes that keep positive elements positive", CODES)
+FACTOR = Form("codes unless it spans orders of magnitude", CODES)
+ROWS = Form("codes where no group spans rows", CODES)
+CHANNELS = Form("codes where no group spans channels", CODES)
+VECTORS = Form("codes where no group spans vectors", CODES)
 BFLOAT16 = Form("bfloat16", RELATIVE)
 SCALED = Form("float16 times a power of two", RELATIVE)
 LOG = Form("saturating float16", RELATIVE)
