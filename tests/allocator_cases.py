@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
@@ -55,3 +57,16 @@ def physical(device: SimulatedDevice, address: int, size: int) -> list[tuple[int
 
 def overlap(left: list[tuple[int, int, int]], right: list[tuple[int, int, int]]) -> bool:
     return any(a == b and begin < stop and start < end for a, begin, end in left for b, start, stop in right)
+
+
+def assert_typed(path: Path, settings: list[str]) -> None:
+    """Assert that the stub of AllocatorConfig has the settings, in their order, as arguments and as properties."""
+    stub = ast.parse(path.read_text())
+    [config] = [node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "AllocatorConfig"]
+    functions = [node for node in config.body if isinstance(node, ast.FunctionDef)]
+    [init] = [node for node in functions if node.name == "__init__"]
+    assert [argument.arg for argument in init.args.args[1:]] == settings
+    properties = [
+        node.name for node in functions if [ast.unparse(each) for each in node.decorator_list] == ["property"]
+    ]
+    assert properties == settings

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from pathlib import Path
 
 import pytest
+from allocator_cases import assert_typed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -253,15 +253,7 @@ def test_every_setting_is_a_key_a_keyword_and_a_property() -> None:
 
 def test_every_setting_is_a_keyword_of_enable_and_typed() -> None:
     assert set(inspect.signature(allocator.enable).parameters) == set(SETTINGS)
-    stub = ast.parse((ROOT / "pyactcomp" / "_core.pyi").read_text())
-    [config] = [node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "AllocatorConfig"]
-    functions = [node for node in config.body if isinstance(node, ast.FunctionDef)]
-    [init] = [node for node in functions if node.name == "__init__"]
-    assert [argument.arg for argument in init.args.args[1:]] == list(SETTINGS)
-    properties = [
-        node.name for node in functions if [ast.unparse(each) for each in node.decorator_list] == ["property"]
-    ]
-    assert properties == list(SETTINGS)
+    assert_typed(ROOT / "pyactcomp" / "_core.pyi", list(SETTINGS))
 
 
 def test_settings_are_documented_as_the_table_has_them() -> None:
