@@ -1,4 +1,4 @@
-"""Modules swapped for fused ones, and back: only the class of a module changes, and one attribute."""
+"""Swap modules for fused ones, and back: only the class of a module and one attribute change."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ __all__ = ["Fusing", "fuse", "fused_modules", "left_alone", "unfuse"]
 
 
 def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds: Seeds | None = None) -> Fusing:
-    """Swap the modules of ``model`` for which there is a fused function, all of them or, after an error, none.
+    """Swap the class of every module of ``model`` with a known fused class; after an error, of none.
 
     Parameters
     ----------
     model : Module
     config : Config
-        ``fuse`` and ``fuse_head`` say what to swap; in lossless mode, that is only what stays the same to the bit.
+        ``fuse`` and ``fuse_head`` select the modules; lossless mode fuses only modules whose result stays the same to
+        the bit.
     skipped : collection of Module
-        Left as they are, with all that is in them.
+        Modules to leave as they are, with all their children.
     seeds : Seeds, optional
-        What stochastic rounding draws from; by default a sequence of its own.
+        Sequence of seeds for stochastic rounding; by default a new one.
 
     Returns
     -------
     Fusing
-        What the fused modules share; pausing it makes them run as their own classes do.
+        State shared by the fused modules; while it is paused, they run the forward of their own class.
 
     Raises
     ------
     ValueError
-        If ``fuse_head`` is asked for and the model has no head to fuse. Nothing is changed then.
+        If ``fuse_head`` is set and the model has no head to fuse. The model is then unchanged.
     """
     exempt = {module for root in skipped for module in root.modules()}
     plan: dict[Module, type[Module]] = {}
@@ -71,8 +72,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
 def unfuse(model: Module) -> None:
     """Give every fused module its own class back.
 
-    Where something else has made a class of the fused one, as ``fully_shard`` does, that stays and runs the module's
-    own forward.
+    A class derived from the fused one, as ``fully_shard`` makes one, stays and runs the module's own forward.
     """
     for module in model.modules():
         if FUSING.pop(module) is not None and is_form(type(module)):
@@ -80,7 +80,7 @@ def unfuse(model: Module) -> None:
 
 
 def fused_modules(model: Module) -> list[tuple[str, str]]:
-    """Return the qualified names of the fused modules, each with the name of its fused form."""
+    """Return the qualified name of each fused module, with the name of the fused class."""
     return [
         (name, next(base.__bases__[0].__name__ for base in type(module).__mro__ if is_form(base)))
         for name, module in model.named_modules()
@@ -89,13 +89,13 @@ def fused_modules(model: Module) -> list[tuple[str, str]]:
 
 
 def left_alone(model: Module) -> list[LeftAlone]:
-    """Return the modules that there is a fused form for, but that others have changed or that are skipped."""
+    """Return the modules with a known fused class that stay as they are: skipped, or changed by other code."""
     state: Fusing | None = FUSING.get(model)
     return list(state.left_alone) if state is not None else []
 
 
 def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[tuple[str, Module, Fusion]]:
-    """Yield the modules whose class, or one that theirs is derived from, has a fused form that is wanted."""
+    """Yield each module whose class, or a base of the class, has a fused class selected by ``config``."""
     by_class = families.by_class({type(module) for module in model.modules()}) if config.fuse else {}
     by_place = _by_place(model) if config.fuse else {}
     for name, module in model.named_modules():
@@ -114,7 +114,7 @@ def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[
 
 
 def _mixes_rows(module: Module, fusion: Fusion, config: Config) -> bool:
-    """Return whether codes would share a group among rows that are divided by deviations of their own.
+    """Return whether a group of codes would span several rows, each divided by a deviation of its own.
 
     The engine stores such rows in 16 bits.
     """
@@ -125,14 +125,14 @@ def _mixes_rows(module: Module, fusion: Fusion, config: Config) -> bool:
 
 
 def _headless(model: Module) -> LeftAlone:
-    """Return the module whose loss was to be taken in chunks, and why it cannot be."""
+    """Return the module with the loss to take in chunks, and the reason against it."""
     named = ((name, module) for name, module in model.named_modules() if hasattr(module, "get_output_embeddings"))
     name, module = next(named, ("", model))
     return LeftAlone(name, type(module).__name__, head.unsupported_head(module) or "it is skipped or was changed")
 
 
 def _by_place(model: Module) -> dict[Module, Fusion]:
-    """Return the forms of modules of which the parent tells where their output goes, if nothing else calls them."""
+    """Return the fusions of modules by their place in a parent, if nothing else calls the modules."""
     calls = Counter(child for module in model.modules() for child in module._modules.values())
     return {
         module: fusion

@@ -1,4 +1,4 @@
-"""What a module whose class was swapped for a fused one knows of the compression that swapped it."""
+"""State of the fused modules of one compressed model, and the codes for each of their calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..readers.observer import transformed
 
 
 class LeftAlone(NamedTuple):
-    """A module that could be fused but is not, by its qualified name, its class's name and why."""
+    """A module with a known fused class that is not fused: qualified name, name of the class, reason."""
 
     name: str
     type: str
@@ -26,16 +26,16 @@ class LeftAlone(NamedTuple):
 
 
 class Fusing:
-    """State that the fused modules of one compressed model share.
+    """State shared by the fused modules of one compressed model.
 
     Attributes
     ----------
     config : Config
     left_alone : tuple of LeftAlone
     seeds : Seeds
-        What the hooks of the model draw from, too.
+        Sequence of seeds, shared with the hooks of the model.
     paused : bool
-        While it is set, fused modules run as their own classes do.
+        While set, fused modules run the forward of their own class.
     """
 
     def __init__(self, config: Config, left_alone: tuple[LeftAlone, ...] = (), seeds: Seeds | None = None) -> None:
@@ -56,22 +56,22 @@ class Fusing:
             rounding=config.rounding,
             # Rounding to the nearest reads no seed.
             seed=0,
-            # The kernels of fused functions are Triton's; "cuda" is about the codec beside them.
+            # Fused functions have Triton kernels only; "cuda" selects the codec of the engine.
             impl="auto" if config.impl == "cuda" else config.impl,
         )
 
     def codes(self) -> Codes:
-        """Return how one call stores tensors: with a seed of its own, and exactly in lossless mode."""
+        """Return the codes of one call, with a new seed; in lossless mode tensors are kept exact."""
         return replace(self._codes, seed=self.seeds.next()) if self._codes.stochastic else self._codes
 
 
 def fusing(module: Module) -> Codes | None:
-    """Return how the fused form of ``module`` is to store tensors, or None where it must run as its own class does.
+    """Return the codes for one call of a fused module, or None where the forward of its own class must run.
 
-    That is in evaluation mode, without gradients, inside functorch transforms and forward-mode differentiation, while
-    torch.compile or make_fx traces, where compression is paused, and under ``PYACTCOMP_DISABLE=1``.
-    It does not depend on hooks, so a checkpointed function
-    takes the same way when it runs again in backward.
+    The own forward runs in evaluation mode, without gradients, inside functorch transforms and forward-mode
+    differentiation, while torch.compile or make_fx traces, while compression is paused, and under
+    ``PYACTCOMP_DISABLE=1``. Hooks do not matter: a checkpointed function must take the same path when checkpoint
+    recomputes the function in backward.
     """
     state: Fusing | None = FUSING.get(module)
     if (
@@ -88,7 +88,7 @@ def fusing(module: Module) -> Codes | None:
 
 
 def codes_again(module: Module) -> Codes:
-    """Return the codes for one more call in a forward that runs fused: they have another seed."""
+    """Return codes with another seed, for the next fused call in the same forward."""
     state: Fusing | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks
     return state.codes()

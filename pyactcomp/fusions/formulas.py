@@ -1,7 +1,7 @@
-"""What the source of a function says that it computes.
+"""Read the formula of a function from the source code.
 
-Model families define the same small module again and again under other names. Whether two agree is asked of their
-source, never of a list of names: a family that adds one to its weight is then told apart.
+Model families define the same small module many times under different names. Comparing formulas, not names, tells
+a family apart whose norm adds one to the weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import Module
 
 @functools.cache
 def _definitions(module: str) -> dict[str, ast.FunctionDef]:
-    """Return the functions and methods that stand in the file of a loaded module, by qualified name."""
+    """Return the functions and methods defined in the file of a loaded module, by qualified name."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -32,7 +32,7 @@ def _definitions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def definition(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """Return the source of a plain function, or None where it has none; that of a wrapper is no one else's."""
+    """Return the syntax tree of a function; None if the source is missing or a wrapper's from another file."""
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != getattr(sys.modules.get(function.__module__), "__file__", None):
         return None
@@ -40,13 +40,13 @@ def definition(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def forward_of(cls: type[Module]) -> ast.FunctionDef | None:
-    """Return the source of the ``forward`` that a class was defined with, whatever it has now."""
+    """Return the syntax tree of the ``forward`` in the source of a class, even if ``forward`` was replaced since."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     return _definitions(owner.__module__).get(f"{owner.__qualname__}.forward")
 
 
 class _Inline(ast.NodeTransformer):
-    """Replaces local variables by what was assigned to them."""
+    """Replaces local variables by the assigned expressions."""
 
     def __init__(self, values: dict[str, ast.expr]) -> None:
         self._values = values
@@ -57,7 +57,7 @@ class _Inline(ast.NodeTransformer):
 
 @functools.cache
 def formula(function: ast.FunctionDef | None) -> str | None:
-    """Return what a function returns in terms of its parameters, or None unless it only assigns and returns.
+    """Return the returned expression in terms of the parameters; None unless the body only assigns and returns.
 
     Examples
     --------
@@ -82,9 +82,9 @@ def formula(function: ast.FunctionDef | None) -> str | None:
 
 @functools.cache
 def children_fed(method: ast.FunctionDef | None) -> frozenset[str]:
-    """Return the children that the first argument of a method goes to, or none if it goes anywhere else.
+    """Return the children called with the first argument of a method; none if the argument is used elsewhere too.
 
-    Its shape, size and device may be read as well.
+    Reading the argument's shape, size or device does not count as a use.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def children_fed(method: ast.FunctionDef | None) -> frozenset[str]:
 
 
 class _Uses:
-    """Collects where the value goes that a name has at the start of a function, until the name means another."""
+    """Collects the children called with the initial value of a name, until the name is assigned to."""
 
     def __init__(self, name: str) -> None:
         self.known = True
@@ -109,7 +109,7 @@ class _Uses:
         self._name = name
 
     def follow(self, statements: list[ast.stmt]) -> bool:
-        """Visit statements in order until the name is certainly assigned to; return whether it then is."""
+        """Visit statements in order until every path has assigned to the name; return whether every path has."""
         return any(self._assigns(statement) for statement in statements)
 
     def _assigns(self, statement: ast.stmt) -> bool:

@@ -1,4 +1,4 @@
-"""How the class of a module is swapped for a fused one that pickles, copies and goes back."""
+"""Build the fused class for a module; a module with a fused class can be pickled, copied and restored."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from .base import Fusing, fusing
 
 
 class Fused(Module):
-    """Base of what goes before a module's own class: a ``forward`` that falls back on ``super().forward``.
+    """Base of the mixins before a module's own class: a ``forward`` with ``super().forward`` as the fallback.
 
-    It must add nothing to the module and keep nothing on it, so that changing ``__class__`` is all there is to do.
+    A mixin must keep no state on the module: fusing a module only changes ``__class__``.
     """
 
     @staticmethod
     def row_length(module: Module) -> int | None:
-        """Return how many elements share a deviation that the module divides by; None where it divides by none."""
+        """Return the number of elements per deviation if the module divides by deviations, else None."""
         return None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Name the two classes instead of the one made of them, which is no attribute of any module."""
+        """Pickle the two base classes: the fused class built from them is no attribute of any module."""
         parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
         return (_blank, type(self).__bases__, *parts[2:]) if is_form(type(self)) else parts
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """What the modules of one class become.
+    """The fused class for modules of one class, and the conditions for fusing.
 
     Attributes
     ----------
     fused : type
-        Made by :func:`form_of`.
+        A class from :func:`form_of`.
     exact : bool
-        Whether outputs and gradients in lossless mode are those of the module's own operators, to the bit.
+        Whether outputs and gradients in lossless mode equal, to the bit, the results of the module's own operators.
     bypassed : tuple of str
-        Children whose ``forward`` is not called: what others hook to them would not run.
+        Children whose ``forward`` is not called, so hooks on them would not run.
     suits : callable, optional
-        Whether a module of the class gains anything, where that depends on what is in it.
+        Predicate on a module of the class: whether fusing this module gains anything.
     """
 
     fused: type[Module]
@@ -56,9 +56,9 @@ class Fusion:
 
 
 def form_of(fused: type[Fused], original: type[Module]) -> type[Module]:
-    """Return the class that runs ``fused`` before ``original``; its name stays the original's.
+    """Return the class with the bases ``fused`` and ``original``, under the name of ``original``.
 
-    Frameworks look names up: what to wrap in FSDP, how to initialise, what a checkpoint holds.
+    Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints.
     """
     bases = fused, original
     if bases not in _forms:
@@ -77,16 +77,16 @@ def is_form(cls: type) -> bool:
 
 
 def original_of(cls: type[Module]) -> type[Module]:
-    """Return the class that a module had before it was fused; any other class is its own original."""
+    """Return the class of a module before fusing; a class that is not fused is returned unchanged."""
     original = _originals.get(cls)
     if original is None:
-        # A class made of a form, as fully_shard makes one, has its original too.
+        # fully_shard derives a class from the fused one: search the bases.
         original = next((base.__bases__[1] for base in cls.__mro__ if is_form(base)), cls)
         _originals[cls] = original
     return original
 
 
-# Asked many times in each forward; the classes of a program are few.
+# Cached: original_of is called many times in each forward, and a program has few classes.
 _originals: dict[type[Module], type[Module]] = {}
 
 
@@ -96,10 +96,11 @@ def _blank(fused: type[Fused], original: type[Module]) -> Module:
 
 
 def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
-    """Return how the fused form of ``module`` is to store ``inputs``, or None where it must run as its own class does.
+    """Return the codes for a fused call on ``inputs``, or None where the forward of the module's own class must run.
 
-    Beside what :func:`.base.fusing` tells, that is where an input is no plain tensor, needs no gradient or is smaller
-    than ``min_bytes``: the engine keeps such tensors exact. Complex ones are for the module's own class to refuse.
+    The own forward runs where :func:`.base.fusing` says so, and where an input is a tensor subclass, needs no gradient
+    or is smaller than ``min_bytes``: the engine keeps such tensors exact. A complex input also goes to the module's own
+    class, to be refused there.
     """
     state: Fusing | None = FUSING.get(module)
     if state is None:
@@ -113,7 +114,7 @@ def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
 
 
 def attention_codes(module: Module, codes: Codes) -> Codes:
-    """Return ``codes`` for queries and keys: 16 bits where ``config.attention`` is "exact", as the engine has them."""
+    """Return ``codes`` for queries and keys: as in the engine, 16 bits where ``config.attention`` is "exact"."""
     state: Fusing | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks
     return _sixteen_bits(codes) if codes.bits is not None and state.config.attention == "exact" else codes
@@ -125,21 +126,21 @@ def _sixteen_bits(codes: Codes) -> Codes:
 
 
 def fits(norm: nn.LayerNorm, x: Tensor) -> bool:
-    """Return whether torch normalises ``x``; if not, the module's own class raises what it does."""
+    """Return whether torch's layer norm accepts ``x``; if not, the own forward raises torch's error."""
     shape = norm.normalized_shape
-    # Outside autocast CUDA's takes no others.
+    # Outside autocast, CUDA's layer norm refuses mixed dtypes.
     mixed = x.device.type == "cpu" or torch.is_autocast_enabled(x.device.type)
     return x.shape[-len(shape) :] == shape and of_one_dtype(x, norm.weight, norm.bias, mixed=mixed)
 
 
 def of_one_dtype(x: Tensor, *parameters: Tensor | None, mixed: bool) -> bool:
-    """Return whether parameters have the dtype of ``x``, or if ``mixed`` float32 beside 16 bits."""
+    """Return whether the parameters have the dtype of ``x`` or, if ``mixed``, are float32 and ``x`` has 16 bits."""
     wide = torch.float32 if mixed and x.itemsize == 2 else x.dtype
     return all(p is None or p.dtype is x.dtype or p.dtype is wide for p in parameters)
 
 
 def linear_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast has a Linear read ``x``, or None where autocast has no say."""
+    """Return the dtype to which autocast casts the input ``x`` of a Linear, or None where autocast does not apply."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.dtype.is_floating_point:
         return None
@@ -147,6 +148,6 @@ def linear_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return what autocast makes of ``x`` before a Linear, or None where it leaves it as it is."""
+    """Return the dtype to which autocast casts ``x`` before a Linear, or None where ``x`` needs no cast."""
     dtype = linear_dtype(x)
     return None if dtype is x.dtype else dtype

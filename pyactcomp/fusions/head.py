@@ -1,9 +1,9 @@
-"""The loss head of language models in chunks, for any model that projects hidden states and then takes the loss.
+"""Take the loss of language models in chunks, without the logits of the whole batch.
 
-While the fused model runs its own class's forward, the Linear of its output embeddings returns, in place of logits, a
-tensor that knows how to compute them. The model's loss function casts and flattens that, shifts labels, divides by
-``num_items_in_batch``, ..., as it is written, until ``torch.nn.functional.cross_entropy`` takes the loss: that is when
-hidden states and weight go to :func:`linear_cross_entropy`. Whatever else is done with the logits gets them.
+The fused model runs the forward of its own class, but the Linear of the output embeddings returns lazy logits
+(:class:`Logits`). The model's loss function casts, flattens and shifts them as written, until
+``torch.nn.functional.cross_entropy`` receives them and calls :func:`linear_cross_entropy` with the hidden states and
+the weight. Any other operator computes the logits first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .base import fusing
 from .fusion import Fused, form_of, linear_dtype, original_of
 from .untouched import plain, untouched
 
-# Settings of transformers' models that change logits before the loss, which then needs them all.
+# Settings of transformers' models that change logits before the loss: the loss then needs all logits.
 _BETWEEN = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -38,7 +38,7 @@ _BETWEEN = (
 
 
 class _Standing(torch.autograd.Function):
-    """Ties the empty tensor that stands for logits to what they depend on, so that no use of it goes unnoticed."""
+    """Links an empty stand-in for logits to the graph; backward raises, so no use of the stand-in goes unnoticed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class _Standing(torch.autograd.Function):
 
 
 class _Projection:
-    """A Linear's product, computed at most once; from then on its logits are ordinary tensors."""
+    """The product of a Linear, computed at most once; from then on the logits are ordinary tensors."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, impl: Impl) -> None:
         self.rows, self.weight, self.bias, self.impl = rows, weight, bias, impl
@@ -69,7 +69,7 @@ class _Projection:
 
     @property
     def autocast(self) -> torch.autocast:
-        """The state of autocast that the Linear ran in."""
+        """The autocast state of the Linear's call."""
         enabled, dtype = self._autocast
         return torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled)
 
@@ -80,7 +80,7 @@ class _Projection:
         return dtype if enabled and self.rows.dtype is not torch.float64 else self.rows.dtype
 
     def compute(self, wide: bool) -> Tensor:
-        """Return the logits, or their float32 cast, which is a tensor of its own from now on, as in eager code."""
+        """Return the logits or, if ``wide``, their float32 cast: two tensors, as in eager code."""
         if self._logits is None:
             with self.autocast:
                 self._logits = F.linear(self.rows, self.weight, self.bias)
@@ -92,20 +92,20 @@ class _Projection:
 
 
 class Logits(Tensor):
-    """Logits that are not computed until something needs them.
+    """Logits, computed when an operator first needs them.
 
-    It holds no elements itself, so that code which does not ask Python finds an empty tensor, never a wrong one.
+    The tensor itself is empty: code that bypasses ``__torch_function__`` finds no elements, never wrong ones.
     """
 
     projection: _Projection
     rows: Tensor
-    """The input of the projection, of the shape of the logits but for the last dimension."""
+    """Input of the projection; all dimensions but the last are those of the logits."""
     wide: bool
-    """Whether logits are to be cast to float32."""
+    """Whether to cast the logits to float32."""
 
     @staticmethod
     def of(projection: _Projection, rows: Tensor, wide: bool = False) -> Logits:
-        """Return the logits of a projection for rows of another shape."""
+        """Return lazy logits of a projection for ``rows``, the projection's input in any shape."""
         standing: Tensor = _Standing.apply(rows, projection.weight)  # type: ignore[no-untyped-call]
         logits = standing.as_subclass(Logits)
         logits.projection, logits.rows, logits.wide = projection, rows, wide
@@ -114,18 +114,18 @@ class Logits(Tensor):
 
     @property
     def full_shape(self) -> torch.Size:
-        """Their shape."""
+        """Shape of the computed logits."""
         return torch.Size((*self.rows.shape[:-1], self.projection.weight.shape[0]))
 
     def computed(self) -> Tensor:
-        """Compute them, once: what is written to them is there when the loss asks."""
+        """Return the computed logits, the same memory on every call: in-place writes reach the loss."""
         return self.projection.compute(self.wide).view(self.full_shape)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do what keeps them uncomputed, else compute them first."""
+        """Run ``func`` lazily if a lazy form is known, else on computed logits."""
         kwargs = kwargs or {}
         uncomputed = _UNCOMPUTED.get(func)
         result = NotImplemented
@@ -138,7 +138,7 @@ class Logits(Tensor):
 
 
 def _computed(value: Any) -> Any:
-    """Return arguments with their logits computed."""
+    """Return arguments with computed tensors in place of lazy logits."""
     if isinstance(value, Logits):
         return value.computed()
     if type(value) in (tuple, list):
@@ -147,7 +147,7 @@ def _computed(value: Any) -> Any:
 
 
 def _wide(logits: Logits, memory_format: Any = None) -> Any:
-    # Wider logits would lose digits by the cast that the loss then does not have.
+    # The cast to float32 would lose digits of float64 logits.
     if logits.rows.dtype is torch.float64 or memory_format is not None:
         return NotImplemented
     return Logits.of(logits.projection, logits.rows, wide=True)
@@ -218,7 +218,7 @@ _UNCOMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.dtype.__get__: lambda logits: torch.float32 if logits.wide else logits.projection.dtype,  # type: ignore[attr-defined]
     F.cross_entropy: _cross_entropy,
 }
-# What is asked about logits, and has the same answer once they are computed.
+# Queries about metadata: the answer is the same before and after the logits are computed.
 _ABOUT = frozenset(
     {
         Tensor.size,
@@ -230,7 +230,7 @@ _ABOUT = frozenset(
 
 @contextmanager
 def _projecting_later(head: nn.Linear, impl: Impl) -> Iterator[None]:
-    # On the instance, so that it is as it was the moment the model is done.
+    # Set on the instance: deleting the attribute restores the Linear after the model's forward.
     def forward(input: Tensor) -> Tensor:
         under_autocast = linear_dtype(input) is not None
         one_dtype = under_autocast or all(t is None or t.dtype is input.dtype for t in (head.weight, head.bias))
@@ -246,17 +246,17 @@ def _projecting_later(head: nn.Linear, impl: Impl) -> Iterator[None]:
 
 
 class Head(Fused):
-    """A model with output embeddings whose ``forward`` takes ``labels``: the loss in chunks, and no logits.
+    """A model with output embeddings and a ``forward`` with ``labels``: takes the loss in chunks, returns no logits.
 
-    That is in training, with ``labels`` given by name and nothing hooked to the head; else it runs as its own class
-    does.
+    Runs fused in training, if ``labels`` are given by name and the head has no hooks; else the forward of the model's
+    own class runs.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         original: Any = cls.__bases__[1]
 
-        # Frameworks read the names of its parameters to know what a model takes.
+        # Keeps the signature: frameworks read the parameter names of a model's forward.
         @functools.wraps(original.forward)
         def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
             codes = fusing(self) if kwargs.get("labels") is not None else None
@@ -270,7 +270,7 @@ class Head(Fused):
 
 
 def _without_logits(output: Any) -> Any:
-    """Leave out of a tuple or a mapping what was never computed."""
+    """Drop the lazy logits from a tuple or a mapping."""
     if isinstance(output, dict):
         return type(output)(**{name: part for name, part in output.items() if not isinstance(part, Logits)})
     if type(output) is tuple:
@@ -283,12 +283,12 @@ def _head_of(model: Module) -> Any:
 
 
 def fused_head_class(module: Module) -> type[Module] | None:
-    """Return the class that takes the loss of ``module`` in chunks, or None where it has no such head."""
+    """Return the fused class with the chunked loss, or None where :func:`unsupported_head` has a reason against it."""
     return form_of(Head, original_of(type(module))) if unsupported_head(module) is None else None
 
 
 def unsupported_head(module: Module) -> str | None:
-    """Return why the loss of ``module`` cannot be taken in chunks, or None if it can."""
+    """Return why the loss of ``module`` cannot be taken in chunks, or None."""
     name = original_of(type(module)).__name__
     if not callable(getattr(module, "get_output_embeddings", None)):
         return f"{name} has no get_output_embeddings"

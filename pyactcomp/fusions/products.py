@@ -1,4 +1,4 @@
-"""Linears that a form may take for what they compute: matrix products of one input."""
+"""Linears: which a fused forward may replace by a matrix product, and one cast for several of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .untouched import plain
 
 
 def is_matrix_product(linear: Module) -> bool:
-    """Return whether a child is a Linear, and nothing else computes or sees its output."""
+    """Return whether a child is a Linear without hooks or changes by other code."""
     return plain(linear, nn.Linear) and type(linear._parameters.get("weight")) is nn.Parameter
 
 
 def feeds_linears(module: Module) -> bool:
-    """Return whether the input of a module goes to several Linears, and nowhere else."""
+    """Return whether several Linears read the input of a module, and nothing else does."""
     names = children_fed(forward_of(original_of(type(module))))
     return len(names) > 1 and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
 
 
 def cast_once(module: Module, x: Any) -> Any:
-    """Return the input as the Linears that it goes to would cast it, if it goes to several, and nowhere else."""
+    """Return the input in autocast's dtype if several Linears and nothing else read the input, else unchanged."""
     if type(x) is not Tensor or (dtype := autocast_dtype(x)) is None:
         return x
     return x.to(dtype) if feeds_linears(module) else x

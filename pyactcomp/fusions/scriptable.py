@@ -1,4 +1,4 @@
-"""Compressed models for TorchScript, which compiles no hooks: without what compresses them."""
+"""TorchScript for compressed models: script an uncompressed twin, since TorchScript compiles no hooks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .fusion import is_form, original_of
 
 
 class Scriptable:
-    """What torch.jit.script calls, found by its name on the root, in place of reading the module itself."""
+    """The method of the root module called by torch.jit.script to get the module to compile."""
 
     NAME = "__prepare_scriptable__"
 
     def __init__(self, model: Module) -> None:
-        # No cycle: a model that is gone is no root any more.
+        # A weak reference, to avoid a cycle with the model.
         self._model = ref(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Scriptable, (self._model(),)
 
     def __call__(self) -> Module:
-        """Return a twin of the model, with the same parameters, that has nothing of ours: hooks cannot be scripted."""
+        """Return a twin of the model with the same parameters, without the hooks and classes of this package."""
         model = self._model()
         if model is None:
             raise PyactcompError("the model that this is a shallow copy of is gone; script a deep copy")

@@ -1,4 +1,4 @@
-"""Whether a module still is what its class says, so that something else may run in its place."""
+"""Detect hooks and replaced forwards, to decide whether a fused forward may bypass a module."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OURS = __name__.split(".")[0]
 
 
 def untouched(module: Module) -> str | None:
-    """Return why nothing may run in place of the module's ``forward``, or None.
+    """Return why nothing may run in place of the module's ``forward``, or None if a fused forward may.
 
-    Hooks of this package do not count. Parametrizations change a module's class, so they need no mention here.
+    Hooks of this package do not count. Parametrizations need no check here: they change the class of the module.
     """
     if "forward" in module.__dict__:
         return "its forward was replaced"
@@ -36,19 +36,19 @@ def untouched(module: Module) -> str | None:
 
 
 def plain(module: object, *classes: type[Module]) -> bool:
-    """Return whether a child is of one of ``classes``, fused or not, and :func:`unseen`: it may be bypassed."""
+    """Return whether a child is of one of ``classes``, fused or not, and may be bypassed (:func:`unseen`)."""
     return isinstance(module, Module) and original_of(type(module)) in classes and unseen(module)
 
 
-# What was told of modules, by the run of a checkpointed function that asked.
+# Answers of `unseen` in the first run of each checkpointed function.
 _told: WeakKeyDictionary[object, dict[Module, bool]] = WeakKeyDictionary()
 
 
 def unseen(module: Module) -> bool:
-    """Return whether a module is :func:`untouched` and no hook of all modules runs with it.
+    """Return whether a module is :func:`untouched` and torch has no hooks for all modules.
 
-    A function under torch.utils.checkpoint has to take the same way when it runs again, and hooks may have come or gone
-    by then: it is told what it was told first.
+    Under torch.utils.checkpoint the recomputation must take the path of the first run, but hooks may have been added or
+    removed in between. So the recomputation gets the cached answer of the first run.
     """
     run = checkpointed_run()
     if run is None:
@@ -65,15 +65,15 @@ def _unseen_now(module: Module) -> bool:
 
 @functools.cache
 def _is_own(cls: type, forward: Callable[..., Any]) -> bool:
-    """Return whether ``forward`` is the function that stands in the source of the class, or in that of a base."""
+    """Return whether ``forward`` is the function in the source of the class or of a base."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    # What a base puts around the methods of its subclasses is as much the class's own.
+    # A wrapper that a base class puts around the methods of subclasses belongs to the class.
     bases = {_file(base) for base in owner.__mro__[1:]} - {None}
     while _code_file(forward) in bases and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     defined = forward_of(cls) if hasattr(forward, "__wrapped__") else None
     for _ in defined.decorator_list if defined is not None else ():
-        # Not each decorator wraps, so one more wrapper than there are shows only by where it comes from.
+        # Not every decorator wraps, so counting cannot expose a wrapper added later: the package does.
         if hasattr(forward, "__wrapped__") and _package(forward) == _package(owner):
             forward = forward.__wrapped__
     return (
@@ -93,6 +93,6 @@ def _code_file(function: Callable[..., Any]) -> str | None:
 
 
 def _package(thing: Any) -> str:
-    """Return the top-level package of a class, a function, or an instance or bound method of a class."""
+    """Return the top-level package of a class, a function, a bound method or an instance."""
     scope = getattr(thing, "__globals__", None)
     return str(thing.__module__ if scope is None else scope["__name__"]).split(".")[0]

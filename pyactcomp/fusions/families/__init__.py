@@ -1,6 +1,7 @@
-"""Families of modules that have fused forms: a file or a folder each, found by being here.
+"""Families of modules with fused classes: each file or folder here is one family, found by listing this package.
 
-Each says by ``by_class`` what modules of a class become, and by ``by_place`` what the children of a module do.
+A family defines ``by_class`` (fusions for modules of a class) and may define ``by_place`` (fusions for the children of
+a given parent).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ _FAMILIES = [import_module(f"{__name__}.{family.name}") for family in pkgutil.it
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
-    """Return the fused forms of modules by their class, for a model that has modules of ``classes``."""
+    """Return the fusions of all families for a model with modules of ``classes``."""
     return {cls: fusion for family in _FAMILIES for cls, fusion in family.by_class(classes).items()}
 
 
 def by_place(parent: Module) -> dict[Module, Fusion]:
-    """Return the fused forms of those children of ``parent`` of which it tells where their output goes."""
+    """Return the fusions of children whose output goes to a known sibling, by the class of ``parent``."""
     placed = [family for family in _FAMILIES if hasattr(family, "by_place")]
     return {child: fusion for family in placed for child, fusion in family.by_place(parent).items()}

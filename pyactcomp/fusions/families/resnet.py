@@ -27,9 +27,10 @@ _BYPASSED = ("bn1", "bn2", "bn3", "act1", "act2", "act3", "relu", "drop_block", 
 def _normalise(
     norm: nn.BatchNorm2d, x: Tensor, codes: Codes, *, relu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
-    """Apply a batch norm that is in training mode as its module does."""
+    """Apply a batch norm in training mode, with the module's update of running statistics."""
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    few = x.numel() < codes.group_size * norm.num_features  # for codes of them: see the table of readers
+    # With fewer elements a channel than a group, groups of codes would span channels: see the table of readers.
+    few = x.numel() < codes.group_size * norm.num_features
     if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
         out = nn.BatchNorm2d.forward(norm, x)
         out = out if residual is None else out + residual
@@ -78,7 +79,7 @@ class MaxPool2d(Fused, nn.MaxPool2d):
 
 
 class BatchNormReLU2d(Fused, nn.BatchNorm2d):
-    """A batch norm whose output goes to a :class:`PassingReLU` and nowhere else: it is rectified already."""
+    """A batch norm with ReLU: only a :class:`PassingReLU` reads the output."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input`` and apply ReLU."""
@@ -91,10 +92,10 @@ class BatchNormReLU2d(Fused, nn.BatchNorm2d):
 
 
 class PassingReLU(Fused, nn.ReLU):
-    """A ReLU that passes on what a :class:`BatchNormReLU2d` has rectified."""
+    """A ReLU that returns the output of a :class:`BatchNormReLU2d` unchanged."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply ReLU, once."""
+        """Apply ReLU unless the batch norm has."""
         if RECTIFIED.get(input) == input._version:
             return input
         return super().forward(input)
@@ -106,7 +107,7 @@ class ResidualBlock(Fused):
     downsample: Module | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the convolutions make of ``x`` to it, or to its projection."""
+        """Add the output of the convolutions to ``x``, or to the projection of ``x``."""
         codes = codes_for(self, x)
         layers = _layers(self) if codes is not None and x.dim() == 4 else []
         if codes is None or not layers:
@@ -118,13 +119,13 @@ class ResidualBlock(Fused):
         out = convolution(out)
         shortcut: Tensor = x if self.downsample is None else self.downsample(x)
         if shortcut.dtype is not out.dtype or shortcut.shape != out.shape:
-            # Promoted or broadcast by the sum, as in the block's own forward.
+            # The sum promotes or broadcasts, as in the block's own forward.
             return torch.relu(_normalise(norm, out, codes, relu=False) + shortcut)
         return _normalise(norm, out, codes, relu=True, residual=shortcut)
 
 
 def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
-    """Return the convolutions with their norms, each followed by ReLU, or none if there is anything else between."""
+    """Return the pairs of convolution and norm, each followed by ReLU; none if another child is in between."""
     children = block._modules
     if any(getattr(block, name, None) is not None for name in ("se", "drop_path")):
         return []
@@ -145,9 +146,9 @@ def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
 
 
 def by_place(model: Module) -> dict[Module, Fusion]:
-    """Return the fused forms of a ResNet's first norms and the ReLUs behind them.
+    """Return the fusions of a ResNet's first norms and the ReLUs behind them.
 
-    In these classes the one's output goes to the other and nowhere else, which no other place of a model tells.
+    In these classes only the ReLU reads the norm's output; the norm alone does not show this.
     """
     if not any(type(model) is getattr(sys.modules.get(name), "ResNet", None) for name in _RESNETS):
         return {}
@@ -171,7 +172,7 @@ def by_place(model: Module) -> dict[Module, Fusion]:
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
-    """Return the fused form of each class, of timm's and torchvision's only if they are loaded."""
+    """Return the fusion of each class; timm's and torchvision's classes only if loaded."""
     forms: dict[type[Module], Fusion] = {
         nn.BatchNorm2d: Fusion(form_of(BatchNorm2d, nn.BatchNorm2d)),
         nn.MaxPool2d: Fusion(form_of(MaxPool2d, nn.MaxPool2d), exact=True),

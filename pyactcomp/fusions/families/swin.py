@@ -1,8 +1,8 @@
-"""The blocks of timm's Swin Transformer in fused form.
+"""Fused blocks of timm's Swin Transformer.
 
-Partition into windows, the cyclic shift and their inverses are an order of rows: the norm before the attention writes
-its rows in that order, and the residual addition behind it takes them back. Neither costs a pass. In lossless mode the
-norm is torch's, and the cast that autocast makes of its output for the attention takes the rows.
+Partition into windows and cyclic shift only permute rows: the norm before the attention writes rows in window order,
+and the residual addition after the attention restores the order. Neither costs a pass. In lossless mode the norm is
+torch's, and autocast's cast of the norm's output permutes the rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..base import codes_again
 from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, form_of, linear_dtype
 from ..untouched import plain
 
-# Of one window: the kernels serve no more, and without them computing the scores again costs more than reading them.
+# Tokens of one window: the kernels serve no more, and without kernels recomputing scores costs more than reading them.
 _MOST_TOKENS = 64
 
 
 class WindowAttention(Fused):
-    """timm's ``WindowAttention`` without dropout of the probabilities, which are never stored."""
+    """timm's ``WindowAttention`` without dropout of the probabilities; the probabilities are never stored."""
 
     _get_rel_pos_bias: Callable[[], Tensor]
     attn_drop: nn.Dropout
@@ -75,7 +75,7 @@ class Block(Fused):
         if codes is None or self.dynamic_mask or not self._known(x):
             return cast(Tensor, super().forward(x))
         exact = codes.bits is None
-        # Rows are taken from contiguous memory, and torch lays out what it makes of other tensors as they are.
+        # take_rows needs contiguous rows, and torch's operators preserve the layout of other inputs.
         if exact and not x.is_contiguous():
             return cast(Tensor, super().forward(x))
         batch, height, width, channels = x.shape
@@ -102,7 +102,7 @@ class Block(Fused):
         return residual_add(rows, branch, scale=scale, impl=codes.impl).view(x.shape)
 
     def _known(self, x: Tensor) -> bool:
-        """Return whether ``x`` needs no padding and the children are those of the standard configuration."""
+        """Return whether ``x`` needs no padding and the block has the children of the standard configuration."""
         return (
             not any(size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
             and all(plain(norm, nn.LayerNorm) and fits(norm, x) for norm in (self.norm1, self.norm2))
@@ -115,18 +115,18 @@ def _is_drop_path(module: Module) -> bool:
 
 
 def _feeds_linear(module: object, file: str, cls: str, name: str) -> bool:
-    """Return whether all that becomes of the input is what autocast makes of it for a Linear: it may be cast early."""
+    """Return whether a Linear is the only reader of the input, so autocast's cast may happen earlier."""
     return plain(module, getattr(sys.modules.get(file), cls, Module)) and plain(getattr(module, name), nn.Linear)
 
 
 def _normalise(norm: nn.LayerNorm, x: Tensor, codes: Codes, order: Tensor | None, early: bool) -> Tensor:
-    """Return the norm of ``x``, if ``early`` in the dtype that autocast casts it to for a Linear."""
+    """Return the norm of ``x``; if ``early``, in the dtype of autocast's cast for a Linear."""
     dtype = linear_dtype(x) if early else None
     return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype, rows=order, codes=codes)
 
 
 def _drops(drop_path: Module, branch: Tensor, batch: int) -> Tensor | None:
-    """Return the factor of each sample, from the random numbers that ``drop_path`` would take for the branch."""
+    """Return the factor of each sample, drawn as ``drop_path`` would draw for the branch."""
     return None if isinstance(drop_path, nn.Identity) else drop_path(branch.new_ones(batch))
 
 
@@ -134,7 +134,7 @@ def _drops(drop_path: Module, branch: Tensor, batch: int) -> Tensor | None:
 def _windows(
     batch: int, height: int, width: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the row of [batch, height, width] that each token of the shifted windows comes from, and the inverse."""
+    """Return the row of [batch, height, width] for each token of the shifted windows, and the inverse order."""
     rows = torch.arange(batch * height * width, dtype=torch.int32, device=device).view(batch, height, width)
     rows = rows.roll((-shift[0], -shift[1]), (1, 2))
     split = rows.view(batch, height // window[0], window[0], width // window[1], window[1])
@@ -143,7 +143,7 @@ def _windows(
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
-    """Return the fused forms of timm's Swin Transformer, if it is loaded."""
+    """Return the fusions of timm's Swin Transformer, if loaded."""
     swin = sys.modules.get("timm.models.swin_transformer")
     if swin is None:
         return {}

@@ -1,4 +1,4 @@
-"""timm's layer norm, which computes what torch's does, and its vision transformer's blocks."""
+"""timm's layer norm, which computes the same as torch's, and the blocks of timm's vision transformer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PRE_NORM = {("timm.models.vision_transformer", "Block"): {"norm1": "attn", "nor
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
-    """Return the fused form of timm's layer norm, if timm is loaded."""
+    """Return the fusion of timm's layer norm, if timm is loaded."""
     return {norm: Fusion(form_of(LayerNorm, norm)) for norm in _layer_norm()}
 
 
 def by_place(block: Module) -> dict[Module, Fusion]:
-    """Return the fused forms of the norms of a block whose output goes to Linears."""
+    """Return the fusions of a block's norms that only Linears read."""
     return norms_before_linears(block, _PRE_NORM, (nn.LayerNorm, *_layer_norm()), (nn.Linear,))
 
 

@@ -1,4 +1,4 @@
-"""Modules of :mod:`torch.nn` in fused form."""
+"""Fused modules of :mod:`torch.nn`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..untouched import plain, untouched
 
 
 class LayerNorm(Fused, nn.LayerNorm):
-    """``nn.LayerNorm``, float32 under autocast as that is."""
+    """``nn.LayerNorm``; like torch's, the output is float32 under autocast."""
 
     @staticmethod
     def row_length(module: Module) -> int | None:
@@ -31,14 +31,14 @@ class LayerNorm(Fused, nn.LayerNorm):
 
     def _normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         codes = codes_for(self, x)
-        # timm's may run apex's, which rounds otherwise.
+        # timm's layer norm may run apex's kernel, with another rounding.
         if codes is None or getattr(self, "_fast_norm", False) or not fits(self, x):
             return super().forward(x)
         return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype, codes=codes)
 
 
 class LayerNormForLinear(LayerNorm):
-    """A layer norm whose output only goes to Linears: under autocast it is written as they would cast it."""
+    """A layer norm read by Linears only: under autocast the output has the dtype of the Linears' cast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
@@ -85,19 +85,19 @@ class Dropout(Fused, nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements."""
         codes = codes_for(self, input)
-        # What CUDA's own makes of stored probabilities is computed again from them.
+        # The output of CUDA's own dropout is recomputed from stored probabilities.
         if codes is None or self.inplace or (input.is_cuda and is_result_to_store(input)):
             return super().forward(input)
         return dropout(input, self.p, impl=codes.impl)
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
-    """Return the fused form of each class."""
+    """Return the fusion of each class."""
     return {
         nn.LayerNorm: Fusion(form_of(LayerNorm, nn.LayerNorm)),
         nn.RMSNorm: Fusion(form_of(RMSNorm, nn.RMSNorm)),
         nn.GELU: Fusion(form_of(GELU, nn.GELU)),
-        # One that drops nothing, of which models have many, costs a call less as it is.
+        # A dropout with p = 0, common in models, costs one call less without fusing.
         nn.Dropout: Fusion(form_of(Dropout, nn.Dropout), exact=True, suits=_drops),
     }
 
@@ -112,15 +112,15 @@ def norms_before_linears(
     norms: Collection[type[Module]],
     linears: Collection[type[Module]],
 ) -> dict[Module, Fusion]:
-    """Return the fused forms of the layer norms in ``block`` whose output goes to Linears, and nowhere else.
+    """Return the fusions of the layer norms in ``block`` read only by Linears.
 
     Parameters
     ----------
     block : Module
     places : mapping
-        The module and the name of the class of a block: {norm: the only child that reads its output}.
+        (Python module, class name) of a block: {norm: the only child that reads the norm's output}.
     norms, linears : collection of type
-        Classes of norms, and classes whose input autocast casts.
+        Classes of norms, and classes with inputs cast by autocast.
     """
     cls = original_of(type(block))
     feeds = places.get((cls.__module__, cls.__name__))
@@ -137,6 +137,6 @@ def norms_before_linears(
 def _feeds(module: Module, linears: Collection[type[Module]]) -> bool:
     names = children_fed(forward_of(original_of(type(module))))
     children = [getattr(module, name, None) for name in names]
-    # A branch that is never taken may name a child that this module does not have.
+    # A branch that is never taken may name an absent child.
     present = [child for child in children if child is not None]
     return untouched(module) is None and bool(present) and all(plain(child, *linears) for child in present)

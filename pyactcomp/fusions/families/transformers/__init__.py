@@ -1,4 +1,4 @@
-"""Modules of Hugging Face transformers in fused form."""
+"""Fused modules of Hugging Face transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face transformers: its input cast once, its rotary embedding fused."""
+"""Attention of Hugging Face transformers: cast the input once, fuse the rotary embedding."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ROTATE_HALF = "torch.cat((-x[..., x.shape[-1] // 2:], x[..., :x.shape[-1] // 2]
 
 
 class Projections(Fused):
-    """A module whose input goes to several Linears, such as attention, and which may apply rotary embeddings.
+    """A module with several Linears on one input, such as attention; may apply rotary embeddings.
 
-    Under autocast each Linear would cast the input for itself, and their gradients would be added in float32: it is
-    cast once, which moves less but is not the same to the bit.
+    Under autocast each Linear would cast the input separately, and the gradients would be added in float32. One cast
+    moves fewer bytes, but the result is not the same to the bit.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward on the cast input, with the fused rotary embedding."""
+        """Run the module's forward on the cast input, with the fused rotary embedding."""
         codes = fusing(self)
         if codes is None:
             return super().forward(*args, **kwargs)
@@ -47,7 +47,7 @@ class Projections(Fused):
 
 
 def rotates(forward: Callable[..., Any]) -> bool:
-    """Return whether a function calls the rotary embedding as Llama computes it."""
+    """Return whether a function calls a rotary embedding with Llama's formula."""
     if not isinstance(forward, types.FunctionType) or _ROTATE not in forward.__code__.co_names:
         return False
     rotate: Any = forward.__globals__.get(_ROTATE)
@@ -59,7 +59,7 @@ def rotates(forward: Callable[..., Any]) -> bool:
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a function as they are at each call, but for one name."""
+    """The live globals of a function with one name replaced."""
 
     def __init__(self, of: dict[str, Any], **changed: Any) -> None:
         super().__init__(changed)
@@ -70,7 +70,7 @@ class _Globals(dict[str, Any]):
 
 
 def _with_rope(forward: types.FunctionType, codes: Codes) -> types.FunctionType:
-    """Return the same function, with the fused rotary embedding for its module's where that serves."""
+    """Return a copy of a forward that calls the fused rotary embedding."""
     rotate = functools.partial(_rotated, forward.__globals__[_ROTATE], codes)
     scope = _Globals(forward.__globals__, **{_ROTATE: rotate})
     copy = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -81,7 +81,7 @@ def _with_rope(forward: types.FunctionType, codes: Codes) -> types.FunctionType:
 def _rotated(
     original: Callable[..., Any], codes: Codes, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> Any:
-    """Rotate queries and keys, in the dtype that autocast casts them to before attention unless all is to be exact."""
+    """Rotate queries and keys; unless in lossless mode, in the dtype of autocast's cast before attention."""
     fits = unsqueeze_dim in (1, 2) and cos.shape == sin.shape
     for x in (q, k):
         fits = fits and type(x) is type(cos) is type(sin) is Tensor and x.dim() == 4 and cos.dim() == 3

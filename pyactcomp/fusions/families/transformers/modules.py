@@ -1,7 +1,7 @@
-"""Modules of Hugging Face transformers in fused form.
+"""Fused modules of Hugging Face transformers.
 
-Its model families repeat the same few modules under names of their own, so a class is known by the formula of its
-``forward`` (:mod:`.formulas`). A family that computes something else is left as it is.
+Model families repeat the same few modules under different names, so a class is recognised by the formula of ``forward``
+(:mod:`.formulas`). A family with another formula is left as is.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class RMSNorm(Fused):
 
 
 class RMSNormForGatedMLP(RMSNorm):
-    """The norm before a gated MLP, of which a copy of the input is kept.
+    """The norm before a gated MLP: keeps a copy of the input instead of codes.
 
-    The gradients of a layer's largest weights, gate and up, and ``up`` itself are computed from its output. With codes
-    of all norms, the gradient of a Llama of 16 layers of 512 in float32 is off by 0.69 %, with copies before its gated
-    MLPs by 0.49 % and with copies of all by 0.44 %.
+    Backward uses the norm's output for the gradients of a layer's largest weights, gate and up, and to recompute
+    ``up``. The gradient of a Llama of 16 layers of 512 in float32 is off by 0.69 % with codes for all norms, by 0.49 %
+    with copies before the gated MLPs, and by 0.44 % with copies for all norms.
     """
 
     _copy = True
 
 
 class NewGELU(Fused):
-    """``NewGELUActivation``: GELU by tanh, out of eight operators."""
+    """``NewGELUActivation``: the tanh GELU, eight operators in eager code."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
@@ -75,7 +75,7 @@ class NewGELU(Fused):
 
 
 class GELU(Fused):
-    """``GELUActivation`` and ``GELUTanh``, where they call torch's function."""
+    """``GELUActivation`` and ``GELUTanh``, if configured to call torch's function."""
 
     act: Any
 
@@ -106,31 +106,32 @@ class GatedMLP(Fused):
             x = cast_once(self, x)
         if not _is_silu(self.act_fn):
             return cast(Tensor, super().forward(x))
-        # Asked first: a hook may take itself away.
+        # Checked before the calls: a hook may remove itself.
         up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.shape != up.shape:
             return cast(Tensor, self.down_proj(self.act_fn(gate) * up))
         if codes.bits is None:
             return cast(Tensor, self.down_proj(silu_mul(gate, up, codes=codes)))
-        # Only now: a hook of theirs may have changed x.
+        # After the calls: a hook of gate_proj or up_proj may have written to x.
         up_again = _linear_again(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, codes=codes)
         return cast(Tensor, self.down_proj(product))
 
 
 def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
-    """Return what computes ``linear(x)`` again in backward, or None where that is not worth it.
+    """Return a function that recomputes ``linear(x)`` in backward, or None where this is not worth the time.
 
-    Codes of ``up`` are 31 % of what is stored of a Llama's layer, and its product is 4 % of the step on an H200. Under
-    torch.utils.checkpoint what is saved lives for one block only, and is being computed again as it is.
+    Codes of ``up`` are 31 % of the bytes stored for a Llama layer, and the product takes 4 % of the step on an H200.
+    Under torch.utils.checkpoint saved tensors live for one block only, in a forward that is itself a recomputation.
     """
     weight, bias = linear.weight, linear.bias
     x_again = recompute.recomputation_of(x)
     if x_again is None or under_checkpoint():
         return None
     version, device = weight._version, x.device.type
-    # As autograd holds them: replaced on the module, these are still what the forward used. A bias may be written to.
+    # Keep the weight of this forward, as autograd does, even if the module gets a new one. Copy the bias: an in-place
+    # update of the bias may precede backward.
     held = weight.detach()
     shift = None if bias is None else bias.detach().clone()
 
@@ -144,7 +145,7 @@ def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
 
 
 class ResidualNorm(Fused):
-    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, all but ``dense`` in one pass."""
+    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, one pass after ``dense``."""
 
     dense: Module
     dropout: Module
@@ -162,7 +163,7 @@ class ResidualNorm(Fused):
         if codes is None:
             return cast(Tensor, super().forward(hidden_states, input_tensor))
         drop, p = self.dropout, 0.0
-        # Asked first: a hook may take itself away.
+        # Checked before the call: a hook may remove itself.
         bypassed = isinstance(drop, Dropout) and not drop.inplace and unseen(drop)
         hidden = self.dense(hidden_states)
         if not bypassed:
@@ -177,7 +178,7 @@ class ResidualNorm(Fused):
 
 
 class DecoderLayer(Fused):
-    """A block of Llama's kind with a gated MLP, whose sums and norms are one pass, forward and backward."""
+    """A Llama block with a gated MLP: each sum and the norm behind are one pass, in forward and backward."""
 
     input_layernorm: Module
     self_attn: Callable[..., tuple[Tensor, Any]]
@@ -198,7 +199,7 @@ class DecoderLayer(Fused):
         normal, past = add_rms_norm(hidden_states, None, first.weight, first.variance_epsilon, codes=codes)
         function: Any = original_of(type(self)).forward
         *named, (_, others) = _bound(function, self, hidden_states, *args, **kwargs)
-        # In one name, so that no branch outlives its sum.
+        # Reuse one name, to free each branch after the sum.
         normal, _ = self.self_attn(**{**dict(named[1:]), "hidden_states": normal}, **others)
         codes = codes_again(self)
         normal, past = add_rms_norm(normal, past, second.weight, second.variance_epsilon, codes=codes)
@@ -213,7 +214,7 @@ _signature = functools.lru_cache(maxsize=256)(inspect.signature)
 
 
 def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[tuple[str, Any]]:
-    """Return the parameters of a function that takes further keywords, and what a call gives each."""
+    """Return the parameters of a function with ``**kwargs``, each with the argument of a call."""
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments.items()
@@ -254,7 +255,7 @@ return hidden_states"""
 
 
 def _is_decoder_layer(forward: ast.FunctionDef) -> bool:
-    """Return whether a method is that of Llama's block, and hands all its arguments to the attention."""
+    """Return whether a method is the forward of Llama's block and passes all arguments to the attention."""
     given = forward.args
     names = [each.arg for each in given.args[1:]]
     if names[:1] != ["hidden_states"] or given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg is None:
@@ -284,23 +285,23 @@ def _fusion(cls: type[Module]) -> Fusion | None:
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
-    """Return the fused form of those of ``classes`` that are transformers' and known."""
+    """Return the fusions of the known transformers classes among ``classes``."""
     known = ((cls, _fusion(cls)) for cls in classes if cls.__module__.startswith("transformers."))
     return {cls: fusion for cls, fusion in known if fusion is not None}
 
 
 def by_place(block: Module) -> dict[Module, Fusion]:
-    """Return the fused forms of the norms of a block of which it tells where their output goes."""
+    """Return the fusions of a block's norms that one known child reads."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     linears = (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
     return norms_before_linears(block, _PRE_NORM, (nn.LayerNorm,), linears) | _norms_before_gated_mlps(block)
 
 
 def _norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
-    """Return the fused form of the norm whose output goes to the gated MLP of a block of Llama's kind."""
+    """Return the fusion of the norm before the gated MLP of a Llama block."""
     children = block._modules
     norm, mlp = children.get("post_attention_layernorm"), children.get("mlp")
-    # Beside another norm behind the MLP, one of this name stands behind the attention, as in EXAONE 4.
+    # In a block with a norm after the MLP, such as EXAONE 4, this name is the norm after the attention.
     if norm is None or mlp is None or "post_feedforward_layernorm" in children:
         return {}
     norm_class, mlp_class = original_of(type(norm)), original_of(type(mlp))
