@@ -1,4 +1,4 @@
-"""The codec: packs tensors in codes of 8, 4 or 2 bits and restores them, on the CPU and the GPU, in one format."""
+"""The codec: pack tensors into codes of 8, 4 or 2 bits and restore them, on CPU and GPU, in one format."""
 
 from .api import (
     IMPLS,

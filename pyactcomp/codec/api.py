@@ -1,4 +1,4 @@
-"""Packing and restoring one tensor: validation, layouts and the choice of an implementation."""
+"""Pack and restore one tensor: validation, layouts and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ IMPLS: tuple[Impl, ...] = ("auto", "cuda", "triton", "cpu", "reference")
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# The implementations "auto" tries on each type of device, the fastest first.
+# Implementations tried by "auto" on each type of device, fastest first.
 _PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
 
 
 class _ReferenceKernel:
-    """The definition itself behind the interface of the kernels."""
+    """The reference implementation behind the interface of the kernels."""
 
     def __init__(self, dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool) -> None:
         self.dtype, self.bits, self.group_size = dtype, bits, group_size
@@ -66,7 +66,7 @@ def _module(impl: str) -> ModuleType:
 
 
 def unavailable_reason(impl: str, device: torch.device) -> str | None:
-    """Return why ``impl`` cannot serve tensors on ``device``, or None if it can."""
+    """Return why ``impl`` cannot serve tensors on ``device``, or None."""
     if impl == "reference":
         return None
     reason: str | None = _module(impl).unavailable_reason()
@@ -84,25 +84,25 @@ def unavailable_reason(impl: str, device: torch.device) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def resolve(impl: str, device: torch.device) -> str:
-    """Return the implementation that ``impl`` means on ``device``.
+    """Return the implementation for ``impl`` on ``device``.
 
     Parameters
     ----------
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        ``"auto"`` takes the fastest that works; a name is taken as it is.
+        ``"auto"`` selects the fastest implementation available on the device.
     device : torch.device
 
     Returns
     -------
     str
-        The name of an implementation.
+        Name of an implementation.
 
     Raises
     ------
     ValueError
-        If ``impl`` is no known name.
+        If ``impl`` is unknown.
     ImplementationUnavailableError
-        If the named implementation cannot serve the device, or none can.
+        If the named implementation, or for ``"auto"`` every implementation, cannot serve the device.
     """
     check_choice("impl", impl, IMPLS)
     if impl != "auto":
@@ -129,9 +129,9 @@ def bind(
     keep_positive: bool,
     device: torch.device,
 ) -> Kernel:
-    """Return the kernel of the implementation that ``impl`` means, bound to its parameters.
+    """Return the kernel of the implementation for ``impl``, bound to the parameters of the format.
 
-    Raises what :func:`resolve` raises.
+    Raises the errors of :func:`resolve`.
     """
     name = resolve(impl, device)
     if name == "reference":
@@ -141,20 +141,20 @@ def bind(
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed tensor: what :func:`quantize` returns and :func:`dequantize` takes.
+    """A packed tensor, from :func:`quantize` and for :func:`dequantize`.
 
     Attributes
     ----------
     buffer : Tensor, uint8, [packed_nbytes]
         Codes, then the groups' parameters; see ``reference.py`` for the layout.
     shape, stride : tuple of int
-        Of the tensor that will be restored.
+        Shape and strides of the restored tensor.
     dtype : torch.dtype
-        Of the tensor that will be restored.
+        Dtype of the restored tensor.
     bits : {8, 4, 2, 1}
-        Width of a code; 1 for booleans, which are packed without loss.
+        Width of a code; 1 for booleans (packed without loss).
     group_size : int
-        Elements that share a minimum and a step.
+        Elements with a common minimum and step.
     """
 
     buffer: Tensor
@@ -203,30 +203,30 @@ def quantize(
     Parameters
     ----------
     x : Tensor, any shape, float32 | bfloat16 | float16 | float64 | bool
-        Read in storage order if dense (in any order of dimensions), otherwise copied once. float64 passes
-        through float32. Booleans take one bit, without loss; the other options are then not used.
+        Read in storage order if dense (in any order of dimensions), otherwise copied once. float64 is cast to
+        float32 first. Booleans take one bit, without loss, and ignore the other options.
     bits : {8, 4, 2}
         Width of a code.
     group_size : {64, 128, 256}
-        Elements that share a minimum and a step.
+        Elements with a common minimum and step.
     rounding : {"nearest", "stochastic"}, optional
-        By default nearest for 8 bits and stochastic, which is unbiased, for fewer.
+        By default nearest for 8 bits and stochastic (unbiased) for fewer.
     seed : int
         64-bit seed of the stochastic rounding.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same bytes. A named one never falls back.
+        Implementation; all give the same bytes. A named implementation never falls back.
 
     Returns
     -------
     Packed
-        On the device of ``x``; detached from autograd.
+        Packed tensor on the device of ``x``, detached from autograd.
 
     Raises
     ------
     TypeError
-        If ``x`` is no strided tensor of a supported dtype.
+        If ``x`` is not a strided tensor of a supported dtype.
     ValueError
-        If an option has no such value.
+        If an option has an unknown value.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 
@@ -268,7 +268,7 @@ def quantize(
 
 
 def dequantize(packed: Packed, *, impl: Impl = "auto") -> Tensor:
-    """Restore what :func:`quantize` packed.
+    """Restore a tensor packed by :func:`quantize`.
 
     Parameters
     ----------
@@ -278,15 +278,15 @@ def dequantize(packed: Packed, *, impl: Impl = "auto") -> Tensor:
     Returns
     -------
     Tensor
-        A new tensor with the shape, strides, dtype and device of the original (contiguous where that was not
+        A new tensor with the shape, strides, dtype and device of the original (contiguous if the original was not
         dense).
 
     Raises
     ------
     TypeError
-        If ``packed`` is no :class:`Packed`.
+        If ``packed`` is not a :class:`Packed`.
     PyactcompError
-        If its fields contradict each other: a buffer of another size, a layout that is not dense.
+        If the fields of ``packed`` contradict each other: wrong buffer size, or a layout with gaps or overlaps.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of the buffer.
     """

@@ -1,7 +1,7 @@
 """The packed format in numbers: sizes, ranges, escape codes and the random keys.
 
-``reference.py`` defines what the numbers mean. This module imports nothing but the standard library, so
-that every implementation, the policy and the report can share it.
+``reference.py`` defines the meaning of the numbers. Only the standard library is imported here, so every
+implementation, the policy and the report can import this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ GROUP_SIZES = (64, 128, 256)
 BITS = (8, 4, 2)
 
 MIN_STEP = 2.0**-118
-"""Smallest step of a group that holds a finite value.
+"""Smallest step of a group with a finite value.
 
 With a step of at least 2**-118 the remainder of the division ``(x - minimum) / step`` is a multiple of
 2**-149, the smallest float32, wherever the quotient is at least 1/2: a division by Newton's method with fused
@@ -22,12 +22,12 @@ multiply-adds then gives the rounded quotient, and a smaller quotient has code 0
 MAX_FINITE = 2.0**126
 """Largest magnitude of an ordinary group.
 
-A group that reaches further, or holds a non-finite value, is *flagged*: its finite values saturate here,
-which keeps ``maximum - minimum``, ``code * step`` and their sum finite in float32.
+A group with a larger or a non-finite value is *flagged*: finite values saturate here, to keep ``maximum - minimum``,
+``code * step`` and ``code * step + minimum`` finite in float32.
 """
 
 PARAMETER_BYTES = 4
-"""Bytes of one group's parameters: minimum and step, bfloat16 each, little-endian, in this order."""
+"""Bytes of one group's parameters: minimum, then step, bfloat16 each, little-endian."""
 
 ALIGNMENT = 16
 """The parameters begin at the first multiple of this many bytes after the codes."""
@@ -41,8 +41,8 @@ def levels(bits: int) -> int:
 def flagged_levels(bits: int) -> int:
     """Return the largest code of a finite value in a flagged group.
 
-    The three codes above it stand for -inf, +inf and NaN, in this order. With 2 bits nothing but 0 is
-    left, so that every finite value of a flagged group comes back as the group's minimum.
+    The next three codes are -inf, +inf and NaN, in this order. With 2 bits only code 0 is left for finite values, so
+    every finite value of a flagged group is restored as the group's minimum.
     """
     return (1 << bits) - 4
 
@@ -53,13 +53,13 @@ def group_count(numel: int, group_size: int) -> int:
 
 
 def parameters_offset(numel: int, bits: int) -> int:
-    """Return the byte at which the groups' parameters begin."""
+    """Return the offset in bytes of the groups' parameters."""
     codes = -(-numel * bits // 8)
     return -(-codes // ALIGNMENT) * ALIGNMENT
 
 
 def packed_nbytes(numel: int, bits: int, group_size: int) -> int:
-    """Return the size of the packed buffer in bytes; 1 bit stands for booleans, which have no parameters."""
+    """Return the size of the packed buffer in bytes; 1 bit means booleans, packed without parameters."""
     if bits == 1:
         return packed_bool_nbytes(numel)
     return parameters_offset(numel, bits) + PARAMETER_BYTES * group_count(numel, group_size)

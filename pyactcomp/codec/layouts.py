@@ -1,4 +1,4 @@
-"""Shapes and strides of tensors, one object for each pair of them."""
+"""Layouts (shape and strides) of tensors, one cached object for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """How elements lie in memory; ``dense`` is what :func:`is_dense` says of it."""
+    """Order of a tensor's elements in memory; ``dense`` is the result of :func:`is_dense`."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -18,10 +18,10 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return the layout of a strided tensor, whose sizes must be integers, not the symbols of a graph.
+    """Return the layout of a strided tensor; sizes must be integers, not symbols of a traced graph.
 
-    Layouts repeat from step to step. What is held for each saved tensor should not be made for each: Python's garbage
-    collector counts and visits it.
+    Layouts repeat from step to step. Sharing one object saves allocations: Python's garbage collector counts and visits
+    every object kept for a saved tensor.
     """
     return _layout(tensor.size(), tensor.stride())
 
@@ -32,7 +32,7 @@ def _layout(shape: torch.Size, stride: tuple[int, ...]) -> Layout:
 
 
 def arranged(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return ``tensor`` with the strides of a layout of its shape: itself or a copy."""
+    """Return ``tensor`` with the strides of ``layout``: the same tensor if the strides match, else a copy."""
     if tensor.stride() == layout.stride:
         return tensor
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -46,17 +46,17 @@ def contiguous_layout(shape: torch.Size) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def elementwise_layout(first: Layout, second: Layout) -> Layout:
-    """Return how torch lays out what an elementwise operator makes of two operands, in this order."""
+    """Return the layout of torch's result for an elementwise operator on two operands, in this order."""
     a, b = (torch.empty_strided(each.shape, each.stride, device="meta") for each in (first, second))
     return layout_of(a + b)
 
 
 @functools.lru_cache(maxsize=1024)
 def suggested_layout(layout: Layout) -> Layout:
-    """Return the layout of a copy in the memory format that torch sees in the strides of ``layout``, as cuDNN takes it.
+    """Return the layout of a copy in the memory format that torch infers from the strides of ``layout`` for cuDNN.
 
-    ``Tensor::suggest_memory_format`` has no binding. It is a channels-last format where strides ascend from channels
-    over the last dimensions to the first, with or without gaps, and the contiguous format elsewhere.
+    ``Tensor::suggest_memory_format`` has no Python binding. The format is channels-last where strides ascend from
+    channels over the last dimensions to the first, with or without gaps, and contiguous otherwise.
     """
     empty = torch.empty(layout.shape, device="meta")
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -69,7 +69,7 @@ def _ascends_from_channels(layout: Layout) -> bool:
     extent, channels = 0, layout.stride[1]
     for dim in (1, *reversed(range(2, len(layout.shape))), 0):
         length, step = layout.shape[dim], layout.stride[dim]
-        # Where all but the first dimension have one element, strides say nothing.
+        # If only the first dimension has more than one element, strides do not identify a format.
         if length == 0 or step < max(extent, 1) or (dim == 0 and extent == channels):
             return False
         extent = step * length
@@ -77,7 +77,7 @@ def _ascends_from_channels(layout: Layout) -> bool:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether elements fill their extent exactly once, in whatever order of dimensions."""
+    """Return whether elements fill a range of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
         if step != expected:
@@ -87,7 +87,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return the tensor with each dimension that repeats one element (stride 0) narrowed to it."""
+    """Return the tensor with each expanded dimension (stride 0) narrowed to one element."""
     for dim, step in enumerate(layout.stride):
         if step == 0 and layout.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -95,7 +95,7 @@ def without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def overlaps(layout: Layout) -> bool:
-    """Return whether elements may share memory, by the test that sorted strides skip all smaller dimensions."""
+    """Return whether elements may overlap in memory: a stride is below the extent of smaller-stride dimensions."""
     extent = 1
     for step, length in sorted((s, n) for s, n in zip(layout.stride, layout.shape, strict=True) if n != 1):
         if step < extent:

@@ -1,9 +1,9 @@
-"""The codec as ``torch.library`` operators, so that graphs can hold it.
+"""The codec as ``torch.library`` operators, for traced graphs.
 
 ``torch.ops.pyactcomp.quantize(x, bits, group_size, stochastic, seed, impl) -> uint8`` and
 ``torch.ops.pyactcomp.dequantize(packed, shape, stride, dtype, bits, group_size, impl)``, with fake
-implementations. Neither is differentiable. The engine calls the kernels directly: an operator costs a few
-microseconds of dispatch for every saved tensor.
+implementations. Neither is differentiable. The engine calls the kernels directly, to avoid an operator's few
+microseconds of dispatch for each saved tensor.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The CPU, CUDA and Triton implementations produce the same bytes as this module, for round-to-nearest and,
 with the same seed, for stochastic rounding. All arithmetic is IEEE float32 with one rounding for each
-operation written here: no contraction into a fused multiply-add, no approximate division, no flushing of
+operation below: no contraction into a fused multiply-add, no approximate division, no flushing of
 subnormal numbers.
 
 A tensor is read in storage order as ``n`` elements in groups of ``group_size``; the last group may be
@@ -17,9 +17,9 @@ partial. For each group::
         place of `levels`; the three codes above are -inf, +inf and NaN; the stored step has its sign bit
         set; with no finite value at all, minimum = 0 and step = -0.0
 
-With ``keep_positive``, an element above zero in a group whose minimum is zero gets a code of at least 1. That is for
-the results of ReLU, whose backward asks which of them are positive: rounding the few that are below half a step to
-zero drops their whole gradient, which in a ResNet-50 adds up to an error of a third of the gradient.
+With ``keep_positive``, an element above zero in a group with minimum zero gets a code of at least 1. The option is for
+results of ReLU: backward passes the gradient where the result is positive. Rounding the few elements below half a step
+to zero would drop their whole gradient; in a ResNet-50 this adds up to an error of a third of the gradient.
 
 Stochastic rounding replaces ``round_half_even(q)`` by ``floor(q) + (uniform(seed, i) < q - floor(q))``,
 ``i`` being the element's index in the tensor.
@@ -28,7 +28,7 @@ The buffer holds the codes (``8 // bits`` to a byte, lowest bits first), zero by
 of 16, then minimum and step of each group, bfloat16, little-endian.
 
 Values are converted to the output's dtype with round-half-even; a float16 output is clamped to +-65504
-first, so that a finite value never becomes infinite. NaN comes back as the canonical quiet NaN.
+first, so a finite value never becomes infinite. NaN is restored as the canonical quiet NaN.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return a hash of 32-bit values held in an int64 tensor.
+    """Return a hash of the 32-bit values in an int64 tensor.
 
-    Of the form of Chris Wellons' ``lowbias32``, with the constants that TheIronBorn found (hash-prospector, #19).
+    Chris Wellons' ``lowbias32`` with TheIronBorn's constants (hash-prospector, #19).
     """
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & 0xFFFFFFFF
@@ -66,7 +66,7 @@ def uniform(seed: int, index: Tensor) -> Tensor:
     Returns
     -------
     Tensor, float32
-        Multiples of 2**-24. A pure function of its arguments; torch's generators are not touched.
+        Multiples of 2**-24. A pure function of the arguments; torch's generators do not advance.
     """
     k0, k1 = fmt.random_keys(seed)
     low = index & 0xFFFFFFFF
@@ -90,7 +90,7 @@ def _round_up_positive_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert float32 to ``dtype``, half to even; only non-finite input gives non-finite output."""
+    """Convert float32 to ``dtype``, half to even; finite input gives finite output."""
     if dtype is torch.float16:
         clamped = x.clamp(-65504.0, 65504.0).to(torch.float16)
         clamped = torch.where(x.isnan(), torch.full_like(clamped, float("nan")), clamped)
@@ -128,13 +128,13 @@ def quantize(
     bits : {8, 4, 2}
         Width of a code.
     group_size : {64, 128, 256}
-        Elements that share a minimum and a step.
+        Elements with a common minimum and step.
     stochastic : bool
         Round up with a probability equal to the fraction, instead of half to even.
     seed : int
         64-bit seed of the stochastic rounding.
     keep_positive : bool
-        Give an element above zero in a group whose minimum is zero a code of at least 1.
+        Give an element above zero in a group with minimum zero a code of at least 1.
 
     Returns
     -------
@@ -204,7 +204,7 @@ def quantize(
 def dequantize(
     packed: Tensor, numel: int, *, dtype: torch.dtype = torch.float32, bits: int = 8, group_size: int = 64
 ) -> Tensor:
-    """Restore the flat tensor that :func:`quantize` packed.
+    """Restore a flat tensor packed by :func:`quantize`.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ def pack_bool(x: Tensor) -> Tensor:
 
 
 def unpack_bool(packed: Tensor, numel: int) -> Tensor:
-    """Restore what :func:`pack_bool` packed."""
+    """Restore a flat tensor packed by :func:`pack_bool`."""
     bits = (packed.to(torch.int64).unsqueeze(1) >> torch.arange(8, device=packed.device)) & 1
     return bits.view(-1)[:numel].to(torch.bool)
 
@@ -260,12 +260,12 @@ def error_bound(
     stochastic: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return, for each element, the largest error that packing and restoring may make.
+    """Return, for each element, a bound on the error of packing and restoring.
 
     Half a step (stochastic: one step) plus 2 ulp of the group's largest magnitude, for the roundings of
-    ``x - minimum``, of the quotient and of the restored value; a narrower output adds half an ulp of its
-    own. Holds for finite values of at most 2**126 (float16 output: 65504), and with 2 bits in ordinary groups only.
-    With ``keep_positive`` an element that it lifts from 0 is off by at most one step.
+    ``x - minimum``, of the quotient and of the restored value; a 16-bit output adds half an ulp of the output's
+    dtype. The bound holds for finite values of at most 2**126 (float16 output: 65504), with 2 bits in ordinary groups
+    only. With ``keep_positive``, an element lifted from code 0 to 1 is off by at most one step.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ def error_bound(
     bits, group_size, stochastic
         As given to :func:`quantize`.
     dtype : torch.dtype
-        The dtype restored to.
+        Dtype of the restored tensor.
 
     Returns
     -------
@@ -288,6 +288,6 @@ def error_bound(
     largest = padded.amax(dim=1).repeat_interleave(group_size)[:n]
     bound = step * (1.0 if stochastic else 0.5) + 2 * largest * 2.0**-23
     if dtype is not torch.float32:
-        # Half an ulp of the restored value, which is at most the original plus the bound so far.
+        # Half an ulp of the restored value, at most the original plus the bound so far.
         bound = bound + (magnitude + bound) * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
     return bound

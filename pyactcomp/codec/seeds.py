@@ -1,4 +1,4 @@
-"""Seeds of stochastic rounding: each tensor of a step has its own, from run to run the same."""
+"""Seeds of stochastic rounding: a different seed for each tensor of a step, the same in every run."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import threading
 from typing import Any
 from weakref import WeakValueDictionary
 
-# Odd, so that multiples of it repeat only after 2**64; SplitMix64's, after the golden ratio.
+# SplitMix64's increment, from the golden ratio. Odd: multiples repeat only after 2**64.
 _STEP = 0x9E3779B97F4A7C15
 _SEEDS = 2**64
-# Seeds of one sequence, and sequences apart: together half of all seeds, of which the other half is for second tensors.
+# Seeds of one sequence, and number of sequences: half of all seeds. The other half is for second tensors.
 _LONGEST, _SEQUENCES = 2**40, 2**23
 
 
 class Seeds:
-    """A sequence of seeds, for all that one configuration rounds: no seed comes twice.
+    """A sequence of distinct seeds, for all tensors rounded under one configuration.
 
-    Sequences that begin with the same seed are apart while they are alive, so that the tensors of two models are not
-    rounded by the same random numbers. One that is made when no other of its seed is alive is the first again. Copies
-    and pickles are sequences of their own. Threads may draw from one sequence.
+    Live sequences with the same ``seed`` do not overlap, so two models do not share random numbers. Without another
+    live sequence of the same ``seed``, a new sequence starts from the first place again. Copies and pickles become new
+    sequences. Threads may share a sequence.
 
     Parameters
     ----------
     seed : int
     place : int, optional
-        Which of the sequences of a seed; by default the first that is free.
+        Index among the sequences of ``seed``; by default the first free one.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class Seeds:
             if place is None:
                 place = next(each for each in itertools.count() if each not in alive)
             alive[place] = self
-        # An iterator's next is one step of the interpreter, which no other thread comes between.
+        # next() on an iterator is one step of the interpreter, hence atomic.
         self._numbers = itertools.count(place % _SEQUENCES * _LONGEST + 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ class Seeds:
 
 
 def second_of(seed: int) -> int:
-    """Return the seed of the second tensor that a call rounds: half of all seeds further on."""
+    """Return the seed for the second tensor of one call: ``seed`` plus half of the range."""
     return (seed + _SEEDS // 2) % _SEEDS
 
 
@@ -66,4 +66,4 @@ _lock = threading.Lock()
 _alive: dict[int, WeakValueDictionary[int, Seeds]] = {}
 
 calls = Seeds(0, _SEQUENCES - 1)
-"""For calls that are given no seed."""
+"""Sequence for calls without a seed."""

@@ -40,7 +40,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
     Raises
     ------
     ValueError
-        If ``fuse_head`` is set and the model has no head to fuse. The model is then unchanged.
+        If ``fuse_head`` is set and the model has no head to fuse. The model stays unchanged.
     """
     exempt = {module for root in skipped for module in root.modules()}
     plan: dict[Module, type[Module]] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 class Kernel(Protocol):
     """One implementation bound to a dtype, a width, a group size, a rounding and a device.
 
-    No argument is checked here: ``codec`` validates, and this is the hot path of every saved tensor.
+    Kernels check no arguments: ``codec`` has validated them, and every saved tensor passes here.
     """
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
@@ -22,7 +22,7 @@ class Kernel(Protocol):
 
 
 def native_dtype(dtype: torch.dtype) -> int:
-    """Return the number by which the native module knows ``dtype``."""
+    """Return the native module's number for ``dtype``."""
     from ... import _core
 
     return {

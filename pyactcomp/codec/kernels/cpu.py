@@ -1,4 +1,4 @@
-"""The format on the host, in C++: vectorised, multi-threaded, without the GIL."""
+"""The codec for CPU tensors, in C++: vectorised, multi-threaded, without the GIL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import Kernel, native_dtype
 
 
 def unavailable_reason() -> str | None:
-    """Return why this implementation cannot run here, or None."""
+    """Return why the C++ kernels cannot run here, or None."""
     try:
         from ... import _core  # noqa: F401
     except ImportError as error:
@@ -21,19 +21,19 @@ def unavailable_reason() -> str | None:
 def bind(
     dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool, device: torch.device
 ) -> Kernel:
-    """Return the kernel for one format; ``device`` is the host."""
+    """Return the kernel for one format; ``device`` is the CPU."""
     return CpuKernel(dtype, bits, group_size, stochastic, keep_positive)
 
 
 class CpuKernel:
-    """One format on the host.
+    """One format on the CPU.
 
     Parameters
     ----------
     dtype, bits, group_size, stochastic, keep_positive
         As for :func:`bind`.
     simd : bool
-        False keeps to the instructions that every machine has.
+        False restricts the kernel to the baseline instruction set.
     """
 
     def __init__(

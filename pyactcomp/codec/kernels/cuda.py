@@ -1,4 +1,4 @@
-"""The format on CUDA devices, in CUDA C++: one launch on the current stream for each call."""
+"""The codec for CUDA tensors, in CUDA C++: one launch on the current stream for each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import Kernel, native_dtype
 
 
 def unavailable_reason() -> str | None:
-    """Return why this implementation cannot run here, or None."""
+    """Return why the CUDA C++ kernels cannot run here, or None."""
     try:
         from ... import _core
     except ImportError as error:
@@ -34,7 +34,7 @@ def bind(
     Raises
     ------
     ImplementationUnavailableError
-        If :func:`unavailable_reason` has one.
+        If :func:`unavailable_reason` returns a reason.
     """
     reason = unavailable_reason()
     if reason is not None:

@@ -16,12 +16,12 @@ from .. import format as fmt
 if TYPE_CHECKING:
     from . import Kernel
 
-# Elements of a program, its warps, and registers a thread. A thread then has 16 elements, of bfloat16 two independent
-# 16-byte loads; 64 registers are what the ordinary path needs without a spill, and let 32 warps run on a
-# multiprocessor; the rare paths alone would ask for more. Measured on an H200 over tiles of 1024 to 8192, 2 to 16 warps
-# and 40 to 128 registers, bfloat16 of 256 MiB, as a share of the copy's rate: packing 0.88 with 1024, 2, 64, then 0.86
-# with 2048, 4, 64; without a limit on registers 0.77. Since its divisions have no branches the first is at 0.94.
-# Restoring runs at 0.98 with 2048, 4 and anything from 64 on.
+# Elements and warps of a program, and registers of a thread. Each thread has 16 elements: for bfloat16, two independent
+# 16-byte loads. The ordinary path needs 64 registers to avoid spills, and 64 let 32 warps run on a multiprocessor; only
+# the rare paths would use more. Measured on an H200 over tiles of 1024 to 8192, 2 to 16 warps and 40 to 128 registers,
+# bfloat16 of 256 MiB, as a share of the copy's rate: packing 0.88 with 1024, 2, 64, then 0.86 with 2048, 4, 64; without
+# a limit on registers 0.77. With divisions without branches, 1024, 2, 64 reaches 0.94. Restoring reaches 0.98 with
+# 2048, 4 and 64 or more registers.
 TILE = 1024
 WARPS = 2
 REGISTERS = 64
@@ -37,7 +37,7 @@ def interpreted() -> bool:
 
 
 def unavailable_reason() -> str | None:
-    """Return why this implementation cannot run here, or None if it can."""
+    """Return why the Triton kernels cannot run here, or None."""
     try:
         on_cpu = interpreted()
     except ImportError as error:
@@ -51,22 +51,21 @@ def unavailable_reason() -> str | None:
 
 
 class Launcher:
-    """A Triton kernel with its constants, launched on the current stream of one device.
+    """A Triton kernel with bound constants, launched on the current stream of one device.
 
-    Triton's own dispatch hashes every argument on each launch. Here the compiled kernels are kept by what they
-    depend on: the tensors' dtypes and which pointers are aligned to 16 bytes. So a kernel must specialise on
-    nothing else.
+    Triton's own dispatch hashes every argument on each launch. The launcher caches compiled kernels by the tensors'
+    dtypes and the alignment of each pointer to 16 bytes, so a kernel must specialise on nothing else.
 
     Parameters
     ----------
     kernel : triton.JITFunction
-        Its arguments are tensors, then integers, then constants.
+        Takes tensors, then integers, then constants.
     constants : tuple
-        Values of its last arguments.
+        Values of the constants.
     warps : int
     device : torch.device
     registers : int, optional
-        Most registers a thread may use.
+        Limit on registers of a thread.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Launcher:
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
-        """Launch ``programs`` programs; none is no launch."""
+        """Launch ``programs`` programs; nothing if 0."""
         if programs == 0:
             return
         if self._interpreted:
@@ -114,13 +113,13 @@ class Launcher:
         if compiled is None:
             self._compiled[signature] = self._kernel[grid](*tensors, *scalars, *self._constants, **self._options)
         else:
-            # As integers, pointers cost Triton no call of the driver each; nor does it ask for the stream it is given.
+            # Integers save Triton a driver call for each pointer; a given stream saves the query of the current one.
             compiled[grid](*pointers, *scalars, *self._constants, stream=current_raw_stream(self._index))
 
     def _interpret(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         import numpy
 
-        # numpy warns of what the format defines: NaN, infinities, a group of nothing else.
+        # NaN and infinities are part of the format: suppress numpy's warnings about them.
         with warnings.catch_warnings(), numpy.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             self._kernel[(programs, 1, 1)](*tensors, *scalars, *self._constants)
@@ -164,10 +163,10 @@ class _BoolKernel:
 
 
 def widen(source: Tensor, out: Tensor) -> None:
-    """Write the elements of ``source``, bfloat16 or float16 [n], to ``out``, float32 [n]; every value is kept.
+    """Cast ``source``, bfloat16 or float16 [n], to ``out``, float32 [n], exactly.
 
-    torch's own kernel for it loads one element at a time: on an H200 it moves the 6 bytes of each at 2.1 TB/s, half of
-    what a copy does, over tensors of 12 to 500 million elements.
+    torch's own cast loads one element at a time: on an H200, for tensors of 12 to 500 million elements, the 6 bytes of
+    each element move at 2.1 TB/s, half of a copy's rate.
     """
     _widening(out.device)(-(-out.numel() // DECODE_TILE), (source, out), (out.numel(),))
 

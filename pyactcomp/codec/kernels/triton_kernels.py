@@ -1,6 +1,6 @@
 """The kernels of the codec in Triton.
 
-No kernel is specialised on an integer's value: ``Launcher`` tells compiled kernels apart by their pointers alone.
+No kernel is specialised on the value of an integer: ``Launcher`` caches compiled kernels by pointers and dtypes alone.
 The functions are Triton's language, not Python.
 """
 # mypy: ignore-errors
@@ -40,10 +40,10 @@ def encode_kernel(
     KEEP_POSITIVE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Pack [numel] elements; a program packs GROUPS groups, the first program the last ones.
+    """Pack [numel] elements; a program packs GROUPS groups, the first program the last groups of the tensor.
 
-    The end of the tensor is what its producer wrote last, hence what the cache still holds; what begins at the
-    start next finds it there.
+    The tensor's producer wrote the end last, so the end is still in the cache. This kernel reads the start last, so the
+    start is in the cache for the next reader.
     """
     TILE: tl.constexpr = GROUPS * GROUP
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
@@ -78,7 +78,7 @@ def _decode(
     codes, parameters = load_codes(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     values = decode_tile(codes, parameters)
     if DTYPE == tl.float16:
-        # A finite value stays finite.
+        # Finite values must stay finite.
         values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
     raw = to_raw(values, DTYPE, COMPILED)
     if any_flagged(parameters):

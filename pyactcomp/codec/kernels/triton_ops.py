@@ -1,10 +1,9 @@
 """The packed format as Triton functions on tiles of shape [groups, group_size].
 
-``reference.py`` says what is computed. An ordinary group takes the short way: no masks, no clamps, no special
-values. What does not fit shows itself there (see ``encode_ordinary_tile``), and its tile is done again the long way,
-behind a scalar branch.
+``reference.py`` defines the results. An ordinary tile takes the fast path: no masks, no clamps, no special values. The
+fast path detects other tiles (see ``encode_ordinary_tile``); a scalar branch then encodes the tile on the slow path.
 
-The interpreter has no fused multiply-add and truncates when it converts to bfloat16: ``COMPILED`` says what runs.
+The interpreter has no fused multiply-add and truncates in conversions to bfloat16: ``COMPILED`` is false there.
 The functions are Triton's language, not Python.
 
 Longer than 400 lines: packing and restoring are each other's inverse, and share their exceptions.
@@ -27,11 +26,11 @@ _MIN_STEP = tl.constexpr(fmt.MIN_STEP)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _ALIGNMENT = tl.constexpr(fmt.ALIGNMENT)
 
-# x + 1.5 * 2**23 rounds x half to even to an integer, which are then the low bits: no conversion is needed.
+# x + 1.5 * 2**23 rounds x half to even to an integer in the low bits, without a conversion.
 ROUNDER = tl.constexpr(12582912.0)
 _UNIFORM_STEP = tl.constexpr(2.0**-24)
 _ROUNDER_BITS = tl.constexpr(fmt.float32_bits(12582912.0))
-# Above the bits of any code plus ROUNDER, below those of NaN.
+# Above the bits of any code plus ROUNDER, below the bits of NaN.
 NO_CODE_BITS = tl.constexpr(fmt.float32_bits(2.0**24))
 
 
@@ -77,7 +76,7 @@ def load_float(pointer, offsets, mask=None):
 def load_tile(source, left, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTIAL: tl.constexpr):
     """Load [GROUPS, GROUP] elements as float32; of a PARTIAL tile the first ``left`` exist.
 
-    The last element stands in for the absent ones, which leaves the minimum and maximum of its group alone.
+    The last element fills the absent positions, to leave the minimum and maximum of the last group unchanged.
     """
     offsets = tile_offsets(GROUP, GROUPS)
     if PARTIAL:
@@ -114,7 +113,7 @@ def _round_up_positive_to_bfloat16(x):
 
 @triton.jit
 def negative(x):
-    """Return -x, which an instruction that reads it does on the way; Triton's own is one of its own, 0 - x."""
+    """Return -x as a product, folded into the instruction that reads -x; Triton's -x is a separate 0 - x."""
     return x * -1.0
 
 
@@ -142,8 +141,8 @@ def power_of_two(x, COMPILED: tl.constexpr):
 def _reciprocal_of_step(step, COMPILED: tl.constexpr):
     """Return the correctly rounded 1 / step, a bfloat16 from MIN_STEP to below 2**126, or NaN.
 
-    A step of Newton's leaves a relative error of 2**-46, and the reciprocal of 8 bits, unless it is a float32, is
-    2**-33 or more from the middle between two.
+    A step of Newton's method leaves a relative error of 2**-46. The reciprocal of an 8-bit number is a float32 or at
+    least 2**-33 away from the midpoint of two.
     """
     if COMPILED:
         close = reciprocal(step, COMPILED)
@@ -157,10 +156,10 @@ def _reciprocal_of_step(step, COMPILED: tl.constexpr):
 def divide(a, b, reciprocal, BY_RECIPROCAL: tl.constexpr):
     """Return a / b, ``reciprocal`` being 1 / b.
 
-    BY_RECIPROCAL takes one multiplication and two fused multiply-adds; ``tl.div_rn`` about nine instructions and a
-    branch for each element, which the next ones wait for. Correctly rounded (Markstein's theorem) where
-    ``reciprocal`` is and the remainder is exact: where the last bit of the quotient times that of ``b`` is 2**-149 or
-    more, and the quotient normal. A zero keeps its sign.
+    BY_RECIPROCAL takes one multiplication and two fused multiply-adds; ``tl.div_rn`` takes about nine instructions and
+    a branch for each element, and the next elements wait for the branch. The quotient is correctly rounded (Markstein's
+    theorem) if ``reciprocal`` is and the remainder is exact: if the last bit of the quotient times the last bit of
+    ``b`` is 2**-149 or more, and the quotient normal. A zero keeps the sign.
     """
     if BY_RECIPROCAL:
         quotient = a * reciprocal
@@ -178,9 +177,9 @@ def uniform(index, high, key):
 
 @triton.jit
 def _round_codes(quotient, index, high, key, STOCHASTIC: tl.constexpr):
-    """Round stochastically to an integer held as float32; to nearest, leave it to the ``ROUNDER``."""
+    """Round stochastically to an integer in float32; for rounding to nearest, leave the quotient to ``ROUNDER``."""
     if STOCHASTIC:
-        # tl.floor is flushing of subnormal numbers when compiled.
+        # Compiled tl.floor flushes subnormal numbers.
         nearest = (quotient + ROUNDER) - ROUNDER
         whole = nearest - (nearest > quotient).to(tl.float32)
         quotient = whole + (uniform(index, high, key) < quotient - whole).to(tl.float32)
@@ -189,7 +188,7 @@ def _round_codes(quotient, index, high, key, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def encode_any_tile(x, index, high, key, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, KEEP_POSITIVE: tl.constexpr):
-    """Encode a tile that may hold flagged groups, as ``reference.quantize`` does it."""
+    """Encode a tile with or without flagged groups, step by step as ``reference.quantize``."""
     magnitude = _bits(x) & 0x7FFFFFFF
     finite = magnitude < _INFINITY_BITS
     flagged = tl.max(magnitude, 1, keep_dims=True) > _MAX_FINITE_BITS
@@ -209,7 +208,7 @@ def encode_any_tile(x, index, high, key, BITS: tl.constexpr, STOCHASTIC: tl.cons
     rounded = _round_codes(tl.div_rn(clamped - minimum, step), index, high, key, STOCHASTIC)
     if KEEP_POSITIVE:
         rounded = tl.where((minimum == 0.0) & (clamped > 0.0), tl.maximum(rounded, 1.0), rounded)
-    # The clamp comes before the final rounding, which is the same: both ends are integers.
+    # Clamping before the final rounding gives the same codes: both bounds are integers.
     codes = _bits(tl.minimum(tl.maximum(rounded, 0.0), largest) + ROUNDER)
     codes = tl.where(x == float("-inf"), FLAGGED + 1, codes)
     codes = tl.where(x == float("inf"), FLAGGED + 2, codes)
@@ -231,24 +230,24 @@ def encode_ordinary_tile(
 ):
     """Return codes in the low bits of uint32 [groups, group_size], and parameters (uint32) [groups, 1].
 
-    Where ``without_code`` says so of what holds the codes, the tile is not ordinary: ``encode_any_tile`` encodes it.
+    If ``without_code`` is true for the codes, the tile is not ordinary: encode the tile by ``encode_any_tile``.
     ``index`` is the low half of the elements' indices, ``high`` the keyed hash of the high half.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     lowest = tl.min(x, 1, keep_dims=True)
     highest = tl.max(x, 1, keep_dims=True)
     minimum = _round_down_to_bfloat16(lowest + 0.0)
-    # Exact from MIN_STEP on, where the last bit of the quotient is 2**-141.
+    # Exact for steps from MIN_STEP on: the last bit of the quotient is at least 2**-141.
     step = divide(highest - minimum, LEVELS * 1.0, 1.0 / LEVELS, COMPILED)
     step = tl.maximum(_round_up_positive_to_bfloat16(step), _MIN_STEP)
     parameters = (_bits(minimum) >> 16) | _bits(step)
-    # A group out of the ordinary range, an infinity or a NaN makes a quotient NaN.
+    # A NaN divisor marks a group with a magnitude above _MAX_FINITE, an infinity or a NaN.
     ordinary = tl.maximum(highest, -lowest) <= _MAX_FINITE
     divisor = tl.where(ordinary, step, float("nan"))
-    # Exact from 1/2 on, where the last bit of the quotient is 2**-24 and that of the step 2**-125. Below it may be off
-    # by an ulp, which rounds to the same code, but not stochastically.
+    # Exact for quotients from 1/2 on: the last bit of the quotient is at least 2**-24, of the step 2**-125. A smaller
+    # quotient may be off by an ulp: rounding to nearest gives the same code, stochastic rounding may not.
     quotient = divide(x - minimum, divisor, _reciprocal_of_step(divisor, COMPILED), COMPILED and not STOCHASTIC)
-    # No clamp: minimum is rounded down and step up, so that a quotient of an ordinary group is from 0 to LEVELS.
+    # No clamp: minimum is rounded down and step up, so the quotients of an ordinary group are in [0, LEVELS].
     bits = _bits(_round_codes(quotient, index, high, key, STOCHASTIC) + ROUNDER)
     if KEEP_POSITIVE:
         bits = tl.where((minimum == 0.0) & (x > 0.0), tl.maximum(bits, _ROUNDER_BITS + 1), bits)
@@ -257,7 +256,7 @@ def encode_ordinary_tile(
 
 @triton.jit
 def without_code(bits):
-    """Return whether a tile of ``encode_ordinary_tile`` has to be encoded again."""
+    """Return whether ``encode_ordinary_tile`` met a tile that is not ordinary."""
     return tl.max(bits) >= NO_CODE_BITS
 
 
@@ -283,7 +282,7 @@ def encode_tile(
 @triton.jit
 def decode_tile(codes, parameters):
     """Return the float32 values of ordinary codes (uint8) [groups, group_size], parameters (uint32) [groups, 1]."""
-    # 2**23 + code has the code in its low bits: an exact conversion without a conversion instruction.
+    # 2**23 + code has the code in the low bits: an exact conversion without a conversion instruction.
     minimum, step = _minimum_and_step(parameters)
     return (_float(codes.to(tl.uint32) | 0x4B000000) - 8388608.0) * step + minimum
 
@@ -295,20 +294,20 @@ def _minimum_and_step(parameters):
 
 @triton.jit
 def bounds_of(parameters, BITS: tl.constexpr):
-    """Return float32 between which the elements of ordinary groups lie, [groups, 1] each."""
+    """Return a lower and an upper bound of the elements of each ordinary group, float32 [groups, 1] each."""
     minimum, step = _minimum_and_step(parameters)
     return minimum, tl.fma(step, ((1 << BITS) - 1) * 1.0, minimum)
 
 
 @triton.jit
 def any_flagged(parameters):
-    """Return whether the tile holds a flagged group."""
+    """Return whether the tile has a flagged group."""
     return tl.max(parameters) >= 0x80000000
 
 
 @triton.jit
 def restore_escapes(values, codes, parameters, MINUS_INF, INF, NAN, BITS: tl.constexpr):
-    """Put -inf, inf and NaN where the codes of flagged groups say so."""
+    """Replace the values of escape codes in flagged groups by -inf, inf and NaN."""
     FLAGGED: tl.constexpr = (1 << BITS) - 4
     escape = tl.where(parameters >= 0x80000000, codes.to(tl.int32) - FLAGGED, 0)
     values = tl.where(escape == 1, MINUS_INF, values)
@@ -336,9 +335,9 @@ def _pack(codes, BITS: tl.constexpr):
 def store_codes(
     out, codes, parameters, start, left, numel, BITS: tl.constexpr, RUN: tl.constexpr, PARTIAL: tl.constexpr
 ):
-    """Store the tile that begins at element ``start`` of ``numel``; of a PARTIAL one ``left`` elements exist.
+    """Store the tile from element ``start`` of ``numel``; a PARTIAL tile has ``left`` elements.
 
-    RUN is how many consecutive elements a thread holds, as in ``load_codes``.
+    RUN is the number of consecutive elements of a thread, as in ``load_codes``.
     """
     GROUPS: tl.constexpr = codes.shape[0]
     GROUP: tl.constexpr = codes.shape[1]
@@ -349,7 +348,7 @@ def store_codes(
     code_pointer = tl.max_contiguous(out + start // PER_BYTE + byte, [1, RUN // PER_BYTE])
     if PARTIAL:
         # The zero bytes up to the parameters are codes of absent elements.
-        # As a product the compiler knows what divides it: consecutive codes are present or absent together.
+        # Written as a product, so the compiler knows the alignment: consecutive codes are present or absent together.
         end = (((left * BITS + 7) >> 3) + (_ALIGNMENT - 1)) // _ALIGNMENT * _ALIGNMENT
         codes = tl.where(tile_offsets(GROUP, GROUPS) < left, codes, 0)
         tl.store(code_pointer, _pack(codes, BITS), mask=byte < end)
@@ -381,9 +380,9 @@ def load_codes(
     RUN: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Load what ``store_codes`` stored.
+    """Load the codes and parameters of a tile from ``store_codes``.
 
-    Where RUN is the number of elements in a thread's 16-byte access to what goes with the codes, the compiler needs
+    Set RUN to the number of elements in a thread's 16-byte access to the accompanying tensor: the compiler then needs
     no exchange through shared memory.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
