@@ -1,4 +1,4 @@
-"""The entry point of the ``pyactcomp`` command; the commands need the ``cli`` extra, this module does not."""
+"""Entry point of the ``pyactcomp`` command; works without the ``cli`` extra, to name the missing packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or name the package that it needs."""
+    """Run the command line, or name the missing package."""
     try:
         from . import commands
     except ModuleNotFoundError as error:
@@ -18,5 +18,5 @@ def main() -> None:
         commands.app(prog_name="pyactcomp")
     except commands.Program as given:
         program = given
-    if program is not None:  # outside of the handler, so that no error of the program's seems to follow from it
+    if program is not None:  # outside the handler, so an error of the program is not chained to this exception
         program.execute()

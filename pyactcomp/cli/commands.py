@@ -1,4 +1,4 @@
-"""The command line: ``run``, ``build-*``, and the commands of the other modules here. Needs the ``cli`` extra."""
+"""The command line: ``run``, ``build-*``, and the commands from the other modules here. Needs the ``cli`` extra."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compress the
 
 
 class Program(BaseException):
-    """A program that is to run once the command line has been dealt with.
+    """A program to run after the command line is parsed.
 
-    typer would catch the program's KeyboardInterrupt and EOFError and replace its excepthook; it lets this pass.
+    Raised to leave typer before the program runs: typer would catch the program's KeyboardInterrupt and EOFError, and
+    replaces ``sys.excepthook``.
     """
 
     def __init__(self, target: str, arguments: Sequence[str], module: bool) -> None:
         self.target, self.arguments, self.module = target, arguments, module
 
     def execute(self) -> None:
-        """Run it as python does."""
+        """Run the program as ``python`` would."""
         from ..allocator.run import execute
 
         sys.excepthook = sys.__excepthook__
@@ -42,7 +43,7 @@ class Program(BaseException):
 
 
 class GrowthChoice(str, Enum):
-    """How the allocator gets memory."""
+    """The allocator's ways to get memory."""
 
     vmm = "vmm"
     malloc = "malloc"
@@ -60,7 +61,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # torch's profiler, which demo and doctor use, would otherwise log into their output.
+    # Silence torch's profiler: demo and doctor use the profiler, and print to the same output.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
@@ -73,7 +74,7 @@ def run(
     growth: Annotated[GrowthChoice | None, typer.Option(help="How the allocator gets memory.")] = None,
     max_split_size: Annotated[str | None, typer.Option(help='As in "512MiB": larger blocks are not split.')] = None,
 ) -> None:
-    """Run a Python program with the allocator enabled; arguments after SCRIPT belong to it."""
+    """Run a Python program with the allocator enabled; arguments after SCRIPT belong to the program."""
     from ..allocator.run import prepare
 
     if not module and not Path(target).exists():
@@ -88,14 +89,14 @@ def run(
 
 
 def _sources() -> Path | None:
-    """Return ``csrc`` of an installed wheel; in a checkout it is beside the package, where it is looked for."""
+    """Return ``csrc`` inside an installed wheel; None in a checkout, where the build finds ``csrc`` by default."""
     inside = Path(__file__).parents[1] / "csrc"
     return inside if inside.exists() else None
 
 
 @app.command()
 def build_allocator() -> None:
-    """Compile the allocator's subclass of torch's for the installed torch."""
+    """Compile the subclass of torch's allocator for the installed torch."""
     from ..allocator.build import build_torch_allocator
 
     console.print(f"compiling for torch {torch.__version__}: about ten seconds", soft_wrap=True)
@@ -108,7 +109,7 @@ def build_allocator() -> None:
 
 @app.command()
 def build_observer() -> None:
-    """Compile the observer, which tells the operator that saves a tensor, for the installed torch."""
+    """Compile the observer, which names the operator saving a tensor, for the installed torch."""
     from .. import extensions
 
     console.print(f"compiling for torch {torch.__version__}: about half a minute", soft_wrap=True)

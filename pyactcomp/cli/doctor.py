@@ -1,4 +1,4 @@
-"""The command ``doctor``: prints the findings of ``examine``."""
+"""The command ``doctor``: print the findings of ``examine``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shared import console
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Say what works on this machine, what does not, and what to do; exit with 1 if something is wrong."""
+    """Report the parts that work on this machine, the parts that fail, and the remedies; exit with 1 on a failure."""
     findings = examine()
     if as_json:
         typer.echo(json.dumps(findings, indent=2))

@@ -1,4 +1,4 @@
-"""Examines this machine: the parts of pyactcomp that work, the parts that do not, and the remedies."""
+"""Examine this machine: the working parts of pyactcomp, the failing parts, and the remedies."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from .._version import __version__
 from ..codec import reference
 from ..torch_private import tests as torch_private_tests
 
-# Each implementation's native device; without CUDA, Triton can still be tried through its interpreter.
+# Native device of each implementation; without CUDA, Triton can still be tested in the interpreter.
 _IMPLEMENTATIONS = {"reference": "cpu", "cpu": "cpu", "cuda": "cuda", "triton": "cuda"}
 
-# A partial last group, and more groups than one block of threads takes.
+# A partial last group, and more groups than one block of threads packs.
 _TEST_NUMEL = 64 * 1024 + 37
 
 
 def examine() -> dict[str, Any]:
-    """Examine the machine: versions, devices, implementations, and the private torch names relied on.
+    """Examine the machine: versions, devices, implementations, and the private names of torch in use.
 
-    Runs a few small kernels on every implementation that loads, so it creates a CUDA context where there is
-    a GPU.
+    Runs a few small kernels on every available implementation; on a machine with a GPU this creates a CUDA context.
 
     Returns
     -------
     dict
         ``versions``: name to version or None; ``devices``: a list of ``device``, ``name``, ``memory_bytes``;
         ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
-        sentence (``self_test`` is None when it passed or could not run); ``allocator``: ``unavailable_reason``,
-        ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, what is wrong with
-        the environment's settings); ``observer``: None or why it is not used;
-        ``torch_private``: name to None or what is wrong; ``problems``: everything that should work and does
-        not, as sentences.
+        sentence (``self_test`` is None if the test passed or could not run); ``allocator``: ``unavailable_reason``,
+        ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, the error in
+        the environment's settings); ``observer``: None or why the observer is not used;
+        ``torch_private``: name to None or the deviation; ``problems``: a sentence for every failure.
 
     Examples
     --------
@@ -136,7 +134,7 @@ def _self_test(name: str, device: torch.device) -> str | None:
         try:
             packed = codec.quantize(source.to(device), impl=name)  # type: ignore[arg-type]
             restored = codec.dequantize(packed, impl=name)  # type: ignore[arg-type]
-        except Exception as error:  # A diagnosis reports every failure, whatever it is.
+        except Exception as error:  # A diagnosis reports every kind of failure.
             return f"raised {type(error).__name__}: {error}"
         expected = reference.quantize(source)
         if not torch.equal(packed.buffer.cpu(), expected):

@@ -1,4 +1,4 @@
-"""The command ``explain``: where the memory of a snapshot was."""
+"""The command ``explain``: print the owners of the memory in a snapshot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def explain(
     from ..snapshots.explain import explain as explain_one
 
     limit = None if capacity is None else capacity_bytes(capacity)
-    # Python itself refuses to read numbers of thousands of digits.
+    # Limited to 18 digits: int() raises for thousands of digits.
     moment = int(at) if at is not None and re.fullmatch(r"-?[0-9]{1,18}", at) else at
     progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=errors, transient=True)
     with progress:
@@ -98,7 +98,7 @@ def explain(
 
 
 def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tuple[list[int], list[int]]:
-    """Return the devices to explain, and those left out: if asked where memory ran out, all where it did not."""
+    """Return the devices to explain, and the devices to leave out because memory did not run out there."""
     from ..snapshots.model import OOM
 
     indices = [trace.index for trace in recording.devices]
@@ -107,14 +107,14 @@ def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tup
             raise typer.BadParameter(f"recorded are {indices}, got {device}", param_hint="--device")
         return [device], []
     ran_out = [trace.index for trace in recording.devices if OOM in trace.events.action]
-    # Where it ran out on none, the explanation of any says so.
+    # If memory ran out on no device, the explanation of each device says so.
     if not out_of_memory or not ran_out:
         return indices, []
     return ran_out, [index for index in indices if index not in ran_out]
 
 
 def _draw(recording: Snapshot, devices: Sequence[int], plot: Path, name: str) -> list[Path]:
-    """Draw each device that has events, each to a file of its own, and return the files."""
+    """Draw each device with events to a separate file, and return the files."""
     from ..snapshots.timeline import draw, timeline
 
     drawn = [index for index in devices if len(recording.trace(index).events)]

@@ -1,4 +1,4 @@
-"""The command ``replay``: the memory that other allocator settings would have taken."""
+"""The command ``replay``: print the memory that other allocator settings would have taken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..snapshots.model import DeviceTrace, Snapshot
     from ..snapshots.replay import ReplayResult
 
-# Frames shown of the call stack of an allocation that fails.
+# Frames shown of the call stack of a failed allocation.
 INNERMOST = 5
 
 
@@ -104,7 +104,7 @@ def _row(path: Path, snapshot: Snapshot, trace: DeviceTrace, result: ReplayResul
         "oom_size": None,
         "oom_stack": [],
     }
-    # Index 0 also where the blocks from before do not fit: then no request of the events failed.
+    # oom_at is also 0 if the blocks from before the first event do not fit: then no recorded request failed.
     before = result.oom_at == 0 and trace.beginning.blocks
     if result.oom_at is not None and result.oom_at < len(trace.events) and not before:
         row["oom_size"] = trace.events.size[result.oom_at]

@@ -1,4 +1,4 @@
-"""Arguments, texts and errors that several commands have in common."""
+"""Arguments, texts and errors shared by several commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ..snapshots.model import Snapshot
 
-# Paths and reasons are printed as they are: their square brackets are no markup.
+# No markup: paths and reasons may contain square brackets.
 console = Console(markup=False, highlight=False)
 errors = Console(markup=False, highlight=False, stderr=True)
 
@@ -31,7 +31,7 @@ def fail(message: object) -> NoReturn:
 
 
 def read(path: Path) -> Snapshot:
-    """Return the snapshot of a file, or end the command where the file is none."""
+    """Return the snapshot in a file, or end the command if the file has none."""
     from ..snapshots import read_snapshot
 
     try:
@@ -56,12 +56,12 @@ def capacity_bytes(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return bytes in words."""
+    """Return a number of bytes with a binary unit."""
     return humanize.naturalsize(size, binary=True, format="%.2f")
 
 
 def count_text(count: int, noun: str) -> str:
-    """Return a number and its noun, whose plural ends in s."""
+    """Return a number and a noun, with a plural s if needed."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -77,7 +77,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def numbers_table(texts: Sequence[str], *numbers: str) -> Table:
-    """Return a table without rows, whose cells fold rather than lose characters."""
+    """Return a table without rows; long cells fold instead of losing characters."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     for heading in texts:
         table.add_column(heading, overflow="fold")
@@ -87,6 +87,6 @@ def numbers_table(texts: Sequence[str], *numbers: str) -> Table:
 
 
 def progress_bar() -> Progress:
-    """Return a bar on stderr that vanishes at its end."""
+    """Return a progress bar on stderr, erased at the end."""
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn()
     return Progress(*columns, console=errors, transient=True)

@@ -1,4 +1,4 @@
-"""The command ``tune``: the allocator settings with which a recorded program takes the least memory."""
+"""The command ``tune``: search the allocator settings for the least memory of a recorded program."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _FRACTION = "per_process_memory_fraction"
 
 
 def _advice(result: TuneResult) -> list[str]:
-    """Return the needs of the best setting, and the lines that set it if it is known to work."""
+    """Return the capacity needed by the best setting, and the lines to export the setting if known to work."""
     best, least = result.best, result.best.smallest_capacity
     recorded = best.config == result.recorded.config
     if result.fits:
@@ -146,7 +146,7 @@ def _advice(result: TuneResult) -> list[str]:
 
 
 def _export(result: TuneResult) -> list[str]:
-    """Return the lines that set the best setting."""
+    """Return the shell lines for the best setting."""
     best = result.best
     if best.config == "native":
         return ["for PyTorch's defaults:", "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF"]

@@ -1,1 +1,1 @@
-"""Compression inside trainers: one module for each, which imports that trainer and nothing of the others."""
+"""Compression inside trainers: one module for each trainer, importing only this trainer."""

@@ -1,4 +1,4 @@
-"""accelerate, in a training loop of your own."""
+"""accelerate, in a custom training loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def prepare(accelerator: Accelerator, model: Module, *others: Any, **options: An
     ----------
     accelerator : Accelerator
     model : Module
-        Compressed before accelerate wraps it: mixed precision replaces its forward, and fused heads need their own.
-        ``pyactcomp.report`` and ``decompress`` take this model, ``accelerator.unwrap_model`` gives it back.
+        Compressed before accelerate wraps the model: mixed precision replaces the model's forward, and a fused head
+        needs the original. Call ``pyactcomp.report`` and ``decompress`` with this model; after wrapping, get the model
+        from ``accelerator.unwrap_model``.
     *others
-        Optimizers, loaders, schedulers, as ``accelerator.prepare`` takes them.
+        Optimizers, loaders, schedulers, as for ``accelerator.prepare``.
     **options
-        Those of :func:`pyactcomp.compress`. For a loss outside the model see :class:`pyactcomp.compressed`.
+        Options of :func:`pyactcomp.compress`. For a loss outside the model see :class:`pyactcomp.compressed`.
 
     Returns
     -------
@@ -34,7 +35,7 @@ def prepare(accelerator: Accelerator, model: Module, *others: Any, **options: An
     Raises
     ------
     ValueError
-        Where the FSDP plugin has ``activation_checkpointing_offload=True``.
+        If the FSDP plugin has ``activation_checkpointing_offload=True``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Lightning, imported as ``lightning`` or as ``pytorch_lightning``."""
+"""Lightning, for both packages, ``lightning`` and ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..report import Report, report
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """Return the callback classes that are installed: each Trainer wants its own."""
+    """Return the installed packages' callback classes: each package's Trainer checks for its own class."""
     packages = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
     if not packages:
         raise ModuleNotFoundError("neither lightning nor pytorch_lightning is installed; run: pip install lightning")
@@ -21,19 +21,20 @@ def _callback_classes() -> tuple[type, ...]:
 
 
 class Compression(*_callback_classes()):  # type: ignore[misc]
-    """Compresses a LightningModule while it is fitted, with the loss that its ``training_step`` computes.
+    """Compresses a LightningModule during fitting, including a loss computed in ``training_step``.
 
     Parameters
     ----------
     **options
-        Those of :func:`pyactcomp.compress`. ``fuse_head=True`` needs a language model of transformers that takes
-        ``labels`` and computes the loss; a loss that ``training_step`` computes from logits is covered anyway.
+        Options of :func:`pyactcomp.compress`. ``fuse_head=True`` needs a transformers language model with the loss
+        computed from ``labels`` inside the model; a loss computed from logits in ``training_step`` is compressed
+        without this option.
 
     Attributes
     ----------
     report : Report or None
-        Once fitting has ended: of the first forward of the LightningModule, or of the first training step where that
-        calls modules of it and not ``self(...)``.
+        Set at the end of fitting: the report of the LightningModule's first forward or, if ``training_step`` calls
+        submodules and not ``self(...)``, of the first training step.
 
     Examples
     --------
@@ -51,7 +52,7 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
         self.report: Report | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Compress; Lightning calls ``training_step`` and not the module, so that is covered by a context."""
+        """Compress the module, and run ``training_step`` (called instead of the module) inside ``compressed``."""
         around = {name: value for name, value in self.options.items() if name not in ("fuse", "fuse_head")}
         compress(pl_module, **self.options)
         self._step = compressed(pl_module, **around)
@@ -67,7 +68,7 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
         self._undo(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Decompress a module whose fitting failed."""
+        """Decompress the module after an error in fitting."""
         if "training_step" in vars(pl_module):
             self._undo(pl_module)
 

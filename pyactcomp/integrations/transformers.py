@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and the trainers of TRL that are built on it."""
+"""Hugging Face's Trainer, and TRL's trainers based on Trainer."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..report import Report, report
 
 
 class CompressionCallback(TrainerCallback):
-    """Compresses the model of a Trainer, or of a trainer of TRL, while it trains.
+    """Compresses the model of a Trainer, or of a TRL trainer, during training.
 
     Parameters
     ----------
     **options
-        Those of :func:`pyactcomp.compress`. ``fuse_head=True`` takes the loss that the *model* computes in
-        chunks. Where the trainer computes it (``label_smoothing_factor``, ``compute_loss_func``), the trainer asks the
-        model for logits, and that option changes nothing; :meth:`cover_loss` compresses what such a loss saves.
+        Options of :func:`pyactcomp.compress`. ``fuse_head=True`` takes the loss of the *model* in chunks. With
+        ``label_smoothing_factor`` or ``compute_loss_func`` the trainer computes the loss from the model's logits, and
+        ``fuse_head`` has no effect; :meth:`cover_loss` compresses the tensors saved by this loss.
 
     Attributes
     ----------
     report : Report or None
-        Of the first training step, once training has ended; before that call :func:`pyactcomp.report`.
+        Report of the first training step, set at the end of training; until then call :func:`pyactcomp.report`.
 
     Raises
     ------
     ValueError
-        When the trainer is made or training begins, where the trainer offloads activations or, with ``fuse_head=True``,
-        has a fused head of its own.
+        When the trainer is created or training begins, if the trainer offloads activations or, with ``fuse_head=True``,
+        has its own fused head.
 
     Examples
     --------
@@ -49,19 +49,19 @@ class CompressionCallback(TrainerCallback):
         self._compressed: Module | None = None
 
     def cover_loss(self, trainer: Trainer) -> None:
-        """Compress what ``trainer.compute_loss`` saves outside the model; in a trainer that offloads, raise."""
+        """Compress the tensors ``trainer.compute_loss`` saves outside the model; raise if the trainer offloads."""
         _refuse_offload(trainer.args)
         options = {name: value for name, value in self.options.items() if name not in ("fuse", "fuse_head")}
         trainer.compute_loss = compressed(trainer.model, **options)(trainer.compute_loss)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Compress a model that exists: under mixed precision accelerate replaces its forward, and no head fuses."""
+        """Compress the model, if made already: accelerate's mixed precision later replaces the forward needed here."""
         self._compress(args, kwargs.get("model"))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compress a model that the trainer has made since, and one that is trained again."""
+        """Compress a model created after the trainer, or trained a second time."""
         if self.options.get("fuse_head") and any(map(_has_fused_head, kwargs["model"].modules())):
             raise ValueError("fuse_head=True and TRL's fused_lm_head both replace the head: leave fuse_head=True out")
         self._compress(args, kwargs["model"])
@@ -82,7 +82,7 @@ class CompressionCallback(TrainerCallback):
 
 
 def _refuse_offload(args: TrainingArguments) -> None:
-    """Raise for options whose saved-tensor hooks run inside ours and take the tensors first."""
+    """Raise for offloading options: their saved-tensor hooks run inside ours and receive the tensors first."""
     checkpointing = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
     for name, options, key in (
         ("", vars(args), "activation_offloading"),

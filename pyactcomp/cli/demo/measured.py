@@ -1,4 +1,4 @@
-"""Figures of a GPU for a demo that runs without one: rows of the benchmarks that are committed beside the package."""
+"""Figures of a GPU for a demo on a CPU, from the committed benchmark rows beside the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step of GPT-2 medium took, as multiples of plain PyTorch's in the same run."""
+    """Memory and time of a step of GPT-2 medium, as multiples of plain PyTorch's in the same run."""
 
     method: str
     saved: float
@@ -30,7 +30,7 @@ class Measured:
 
 
 def load(path: Path = RESULTS) -> dict[str, Measured]:
-    """Return the latest figures of each method of the demo; none where the package is not in its repository.
+    """Return the latest figures of each method of the demo; none outside a checkout of the repository.
 
     Examples
     --------

@@ -1,9 +1,8 @@
-"""The memory that a training step keeps for backward, and its peak: one definition on every device.
+"""Measure the memory kept for backward and the peak of a training step, with one definition on every device.
 
-``saved_bytes`` counts bytes allocated when forward returns, above those at the step's beginning; ``peak_bytes`` is the
-highest such count during the step. On a GPU the caching
-allocator counts; on the CPU the profiler reports every allocation and release. Temporary buffers inside an
-operator count in both.
+Both count allocated bytes above the bytes at the step's start: ``saved_bytes`` when forward returns, ``peak_bytes`` at
+the highest point of the step. On a GPU the caching allocator counts; on the CPU the profiler reports every allocation
+and release. Temporary buffers inside an operator count in both.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def _measure_cpu(forward: Callable[[], Tensor], finish: Callable[[Tensor], None]
         if nbytes > 0:
             alive[address] = nbytes
         else:
-            # Garbage from before the step may be collected during it: that is no release of the step's.
+            # A release of memory from before the step, such as late garbage collection, does not count.
             nbytes = -alive.pop(address, 0)
         live += nbytes
         peak = max(peak, live)

@@ -1,4 +1,4 @@
-"""The model that the demo trains: a small decoder-only transformer over bytes."""
+"""The demo's model: a small decoder-only transformer over bytes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """A language model over bytes that returns its own loss.
+    """A language model over bytes; ``forward`` returns the loss.
 
-    The loss is part of the module, so compressing the module also compresses the tensors that the loss saves.
+    The loss is part of the module, so compressing the module also compresses the tensors saved by the loss.
 
     Parameters
     ----------

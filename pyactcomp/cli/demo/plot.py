@@ -1,4 +1,4 @@
-"""The demo's picture: the methods' losses over each other, and the bytes each of them needs."""
+"""The demo's picture: the losses of all methods in one plot, and the bytes of each method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .training import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Wide to narrow, so that curves which coincide can still be told apart.
+# Wide to narrow, so coinciding curves all stay visible.
 _STYLES = {
     "vanilla": {"color": "#9aa5b1", "linewidth": 5.0, "linestyle": "-"},
     "checkpoint": {"color": "#c2410c", "linewidth": 2.0, "linestyle": "-"},
@@ -28,7 +28,7 @@ def draw(result: Result, path: Path) -> None:
     ----------
     result : Result
     path : Path
-        Its folder must exist.
+        File to write; the folder must exist.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's standard library."""
+"""Real text on every machine: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HELD_OUT_ONE_IN = 10
 
 
 def is_held_out(module: str) -> bool:
-    """Return whether a top-level module is kept for validation, decided by its name alone.
+    """Return whether a top-level module is kept for validation, by a hash of the name.
 
     Examples
     --------
@@ -43,7 +43,7 @@ def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
     Raises
     ------
     PyactcompError
-        If either side would be empty, as with an interpreter that keeps its library in a zip file.
+        If either side would be empty, as with the standard library in a zip file.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     training, validation = bytearray(), bytearray()
@@ -62,15 +62,15 @@ def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw random windows and the bytes that follow each of theirs.
+    """Draw random windows of bytes, with the next byte of each position as the target.
 
     Parameters
     ----------
     text : Tensor, [n], uint8
     count, length : int
-        How many windows, of how many bytes; ``length < n``.
+        Number of windows and bytes of each; ``length < n``.
     generator : torch.Generator
-        The source of the windows' positions.
+        Source of the windows' positions.
 
     Returns
     -------

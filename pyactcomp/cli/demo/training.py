@@ -1,10 +1,9 @@
-"""The demo: one small transformer trained five ways on the same text, and the cost of each way.
+"""The demo: train one small transformer five ways on the same text, and measure each.
 
-``vanilla`` is plain PyTorch, ``lossless`` and ``int8`` the same model after :func:`pyactcomp.compress` in that mode,
-``checkpoint`` the same with ``torch.utils.checkpoint`` around every block, and ``int8 + checkpoint`` that model after
-:func:`pyactcomp.compress`. All start from the same weights and see the same batches; their steps are interleaved, so
-that a change in the machine's speed meets all of them alike. Nothing here prints: ``command`` shows the progress and
-the result.
+``vanilla`` is plain PyTorch. ``lossless`` and ``int8`` are the same model after :func:`pyactcomp.compress` in this
+mode, ``checkpoint`` has ``torch.utils.checkpoint`` around every block, and ``int8 + checkpoint`` has both. All start
+from the same weights and see the same batches. The steps are interleaved, so a change in the machine's speed affects
+all methods alike. Nothing here prints: ``command`` shows the progress and the result.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MINIMUM_STEPS = 8
 _VALIDATIONS = 10
 _VALIDATION_BATCHES = 4
 
-# Above half of the memory the optimizer, the other methods' models and fragmentation leave too little room.
+# Above half of the memory, too little is left for the optimizer, the other methods' models and fragmentation.
 _MEMORY_SHARE = 0.5
 
 
@@ -68,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """The rows, in the order of ``METHODS``, and each method's losses at each step and at each validation."""
+    """The rows in the order of ``METHODS``, and the losses of each method at each step and each validation."""
 
     config: Config
     batch: int
@@ -147,12 +146,12 @@ def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | No
     Raises
     ------
     PyactcompError
-        If the standard library's source is not there to be read.
+        If the source of the standard library cannot be read.
     """
     device = config.device
     text, held_out = library_text.load()
     generator = torch.Generator().manual_seed(config.seed)
-    # Torch warns where there are several devices and none is named.
+    # fork_rng warns if there are several devices and none is named.
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         model = ByteTransformer(config.width, config.depth, config.heads, config.sequence).to(device)
@@ -248,7 +247,7 @@ def _validate(model: ByteTransformer, device: torch.device, exam: list[tuple[Ten
 
 
 def _largest_batch(model: ByteTransformer, config: Config, text: Tensor) -> int:
-    """Return the batch with which a plain step takes ``_MEMORY_SHARE`` of the free memory, from two small steps."""
+    """Return the batch size at which a plain step takes ``_MEMORY_SHARE`` of the free memory, from two small steps."""
     device = config.device
     generator = torch.Generator().manual_seed(config.seed)
     peaks = []
@@ -278,13 +277,13 @@ def _row(method: str, one: _Run) -> Row:
 
 
 def summary(result: Result, gpu: Mapping[str, Measured]) -> str:
-    """Return what to take from the rows: of this run, then, where it ran without a GPU, of one.
+    """Return a summary of the rows and, for a run on a CPU, of the committed figures of a GPU.
 
     Parameters
     ----------
     result : Result
     gpu : mapping of str to Measured
-        Committed figures by method, to stand beside those of a CPU.
+        Committed figures by method; used for runs on a CPU.
     """
     rows = {row.method: row for row in result.rows}
     vanilla, int8, exact = rows["vanilla"], rows["int8"], rows["checkpoint"]
