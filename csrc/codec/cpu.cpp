@@ -14,15 +14,15 @@
 namespace pac::cpu {
 namespace {
 
-/// Groups of booleans and of a thread's share: whole bytes of codes for every width.
+/// "Group" of booleans, for splitting among threads: whole bytes of codes.
 constexpr int kBooleanGroup = 64;
 
-/// Elements that are worth one more thread. Starting and joining one took 19 us on a 2.6 GHz EPYC; restoring this
-/// many took 25 us there and packing them 61 us, so that two shares are where a second thread begins to pay.
+/// Elements of the smallest share of a thread. On a 2.6 GHz EPYC, starting and joining a thread took 19 us, restoring
+/// this many elements 25 us and packing them 61 us: a second thread pays from two shares on.
 constexpr std::int64_t kElementsPerThread = 1 << 17;
 
-/// IEEE arithmetic for as long as it lives: torch.set_flush_denormal(True) in the caller, whose mode new
-/// threads inherit, must not change the bytes.
+/// Sets IEEE arithmetic for the object's lifetime: torch.set_flush_denormal(True) in the caller must not change the
+/// bytes, and new threads inherit the caller's mode.
 class IeeeMode {
  public:
 #if defined(__x86_64__)
@@ -42,7 +42,7 @@ class IeeeMode {
   IeeeMode& operator=(const IeeeMode&) = delete;
 };
 
-/// Joins its threads whatever happens.
+/// Joins all threads on destruction, also after an exception.
 class Team {
  public:
   Team() = default;
@@ -61,8 +61,8 @@ class Team {
   std::vector<std::thread> members_;
 };
 
-/// Runs `work` over the groups in contiguous shares. Threads are started for the call and not kept: a pool
-/// would not survive a fork, and large tensors pay for the start many times over.
+/// Runs `work` over the groups in contiguous shares. Each call starts new threads: a pool would not survive a fork, and
+/// for large tensors the start costs little.
 template <class Work>
 void for_each_share(std::int64_t numel, int group_size, int threads, const Work& work) {
   const std::int64_t groups = ceil_div(numel, group_size);

@@ -1,4 +1,4 @@
-// The codec on the host: raw pointers of any alignment, no torch, no global state.
+// The codec on the CPU: raw pointers of any alignment, no torch, no global state.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace pac::cpu {
 
 enum class Isa : int { kBaseline = 0, kAvx2 = 1 };
 
-/// The best instruction set that this build and this machine have.
+/// The best instruction set of this build on this machine.
 [[nodiscard]] Isa best_isa();
 
 /// Packs numel elements. `out` holds the codes, zero bytes up to a multiple of 16, and the parameters.
@@ -18,7 +18,7 @@ void encode(const Spec& spec, Isa isa, const void* source, void* out, std::int64
 /// Restores numel elements; the inverse of encode.
 void decode(const Spec& spec, Isa isa, const void* packed, void* out, std::int64_t numel, int threads);
 
-/// The loops over a range of groups, once for each instruction set. A "group" of booleans is 64 elements.
+/// A range of groups for the loops of one instruction set. A "group" of booleans is 64 elements.
 struct Range {
   std::int64_t numel;
   std::int64_t first_group;

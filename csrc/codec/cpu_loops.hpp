@@ -1,6 +1,6 @@
-// The host loops over groups, written for the compiler's vectoriser: a group is expanded to float32 on the
-// stack, reduced, and mapped, each in a loop without branches. Included by one file for each instruction set,
-// which defines PAC_ISA as the namespace; nothing here may have a linkage that the two could share.
+// The CPU loops over groups, written for the compiler's vectoriser: expand a group to float32 on the stack, reduce, and
+// map, each in a loop without branches. One file for each instruction set includes this header and defines PAC_ISA as
+// the namespace; no function here may have linkage shared by the instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kMaxGroup = 256;
 
-/// Order of float32 as that of int32, -0.0 below 0.0 and every NaN beyond an infinity. Integer minima may be
-/// reassociated, so that the compiler vectorises the reduction; floating-point ones may not.
+/// Maps float32 to int32 in the same order, with -0.0 below 0.0 and every NaN beyond an infinity. The compiler may
+/// reassociate integer minima, and so vectorises the reduction; floating-point minima may not be reassociated.
 PAC_FORMAT std::int32_t ordered(std::uint32_t bits) {
   const auto value = static_cast<std::int32_t>(bits);
   return value ^ ((value >> 31) & 0x7FFFFFFF);
@@ -78,7 +78,7 @@ void encode_groups(const unsigned char* source, unsigned char* out, const Range&
   constexpr std::int64_t kElementBytes = sizeof(typename Element<kType>::Storage);
   unsigned char* const parameters = out + parameters_offset(range.numel, kBits);
   float x[kMaxGroup];
-  // Zero beyond a partial last group, since a byte of codes is written whole.
+  // Zero beyond a partial last group: the last byte of codes is written whole.
   alignas(32) std::uint8_t codes[kMaxGroup] = {};
   for (std::int64_t group = range.first_group; group < range.last_group; ++group) {
     const std::int64_t first = group * range.group_size;

@@ -1,7 +1,10 @@
 // The CUDA kernels: one pass, a warp for each tile of whole chunks of 256 elements, eight elements a lane.
 //
-// A tile takes the fast path when its pointers are aligned, it is full, and none of its groups is flagged;
-// every other tile takes the careful one, element by element with the arithmetic of format.hpp.
+// A full tile with aligned pointers and without flagged groups takes the fast path. Every other tile takes the careful
+// path, element by element with the arithmetic of format.hpp.
+//
+// Longer than 400 lines: packing and restoring share the tile order, and every kernel needs an instance for each dtype,
+// width and rounding.
 #include "codec/cuda.hpp"
 #include "codec/cuda_vector.cuh"
 
@@ -12,16 +15,16 @@ constexpr unsigned kWarp = 32;
 constexpr unsigned kThreads = 128;
 constexpr int kChunk = kPerLane * static_cast<int>(kWarp);
 
-/// Chunks of a warp where the tensor fills the device. Measured on an H200 with 1, 2, 4 and 8, bfloat16 of 256 MiB, as
-/// a share of the copy's rate: encode 0.76, 0.91, 1.01, 1.00; decode 0.94, 0.96, 0.94, 0.93.
+/// Chunks of a warp if the tensor fills the device. Measured on an H200 with 1, 2, 4 and 8, bfloat16 of 256 MiB, as a
+/// share of the copy's rate: encode 0.76, 0.91, 1.01, 1.00; decode 0.94, 0.96, 0.94, 0.93.
 constexpr int kEncodeUnroll = 4;
 constexpr int kDecodeUnroll = 2;
 
-/// Up to here a chunk for each warp still fits the device in one wave (132 SMs of 64 warps on an H100 or H200),
-/// and spreading the work counts more than loads in flight.
+/// Up to this many elements, one chunk for each warp fits the device in one wave (132 SMs of 64 warps on an H100 or
+/// H200), and spreading the work counts more than loads in flight.
 constexpr std::int64_t kSmall = std::int64_t{132} * 64 * kChunk;
 
-/// `group_shift` is the logarithm of the group size; `wide` says that every pointer is aligned to 16 bytes.
+/// `group_shift` is the logarithm of the group size; `wide` means that every pointer is aligned to 16 bytes.
 struct EncodeArguments {
   const unsigned char* source;
   unsigned char* codes;
@@ -46,9 +49,8 @@ __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.
 
 __device__ __forceinline__ int lanes_of_group(int group_shift) { return 1 << (group_shift - 3); }
 
-/// The first element of this warp's tile. Tiles are taken in descending order: the producer has just written
-/// the tensor in ascending order, so its tail is what the L2 cache still holds; and what decode writes last is
-/// the beginning, where its reader starts.
+/// The first element of this warp's tile. Tiles run in descending order: the producer has just written the tensor in
+/// ascending order, so the tail is still in the L2 cache; and decode writes the start last, for the next reader.
 template <int kChunks>
 __device__ __forceinline__ std::int64_t tile_begin() {
   const std::int64_t block = gridDim.x - 1 - blockIdx.x;
@@ -61,7 +63,7 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
   return result;
 }
 
-/// Packs a chunk that is partial, misaligned or has a flagged group.
+/// Packs a partial or misaligned chunk, or a chunk with a flagged group.
 template <DType kType, int kBits, bool kStochastic>
 __device__ __noinline__ void encode_carefully(const EncodeArguments& a, std::int64_t chunk) {
   using Storage = typename Element<kType>::Storage;
@@ -72,7 +74,7 @@ __device__ __noinline__ void encode_carefully(const EncodeArguments& a, std::int
   Extent extent;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    // Beyond the end, the last element again: it belongs to the last group and leaves its extent as it is.
+    // Beyond the end, repeat the last element, to leave the extent of the last group unchanged.
     const std::int64_t index = first + i < a.numel ? first + i : a.numel - 1;
     x[i] = Element<kType>::load(source[index]);
     extent.add(x[i]);
@@ -108,7 +110,7 @@ __device__ __noinline__ void encode_carefully(const EncodeArguments& a, std::int
   }
 }
 
-/// Packs a full tile, or returns false for the whole warp, having written nothing, if a group is flagged.
+/// Packs a full tile. If a group is flagged, writes nothing and returns false for the whole warp.
 template <DType kType, int kBits, bool kStochastic, int kChunks>
 __device__ __forceinline__ bool encode_tile(const EncodeArguments& a, std::int64_t tile) {
   constexpr std::int64_t kBytes = sizeof(typename Element<kType>::Storage);
@@ -150,7 +152,7 @@ __device__ __forceinline__ bool encode_tile(const EncodeArguments& a, std::int64
     const float width = divided(extremes[c].highest() - minimum, kLevels, 1.0f / kLevels);
     const float step = fmaxf(round_up_positive_to_bfloat16(width), kMinStep);
     const float reciprocal = refined_reciprocal(step, approximate_reciprocal(step));
-    // Lane c of a group keeps the parameters of chunk c, so that the tile's are written in one piece.
+    // Lane c of a group keeps the parameters of chunk c, to write the parameters of the tile in one store.
     const std::uint32_t word = __byte_perm(__float_as_uint(minimum), __float_as_uint(step), 0x7632);
     kept = rank == c ? word : kept;
 
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
     encode_carefully<kType, kBits, kStochastic>(a, tile + c * kChunk);
 }
 
-/// Restores a chunk that is partial, misaligned or has a flagged group.
+/// Restores a partial or misaligned chunk, or a chunk with a flagged group.
 template <DType kType, int kBits>
 __device__ __noinline__ void decode_carefully(const DecodeArguments& a, std::int64_t chunk) {
   using Storage = typename Element<kType>::Storage;
@@ -209,11 +211,11 @@ __device__ __noinline__ void decode_carefully(const DecodeArguments& a, std::int
   }
 }
 
-/// Restores a full tile as if no group were flagged, and returns whether that was so for the whole warp. Asking first
-/// would put the loads of the codes behind a branch that waits for the parameters: twice the latency.
+/// Restores a full tile as if no group were flagged, and returns whether no group of the warp is. A check before would
+/// put the loads of the codes behind a branch on the parameters: twice the latency.
 ///
-/// A lane writes 16 consecutive bytes at a time, so that a warp's store covers whole sectors. With eight float32 a
-/// lane, each store left half of every sector to the next one, and decode ran at 0.53 of the copy's rate.
+/// A lane writes 16 consecutive bytes at a time, so a warp's store covers whole sectors. With eight float32 a lane,
+/// each store left half of every sector to the next store, and decode ran at 0.53 of the copy's rate.
 template <DType kType, int kBits, int kChunks>
 __device__ __forceinline__ bool decode_tile(const DecodeArguments& a, std::int64_t tile) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(typename Element<kType>::Storage));
@@ -236,7 +238,7 @@ __device__ __forceinline__ bool decode_tile(const DecodeArguments& a, std::int64
     const float minimum = __uint_as_float(words[p] << 16);
     const float step = __uint_as_float(words[p] & 0xFFFF0000u);
     float x[kElements];
-    // The product of an 8-bit code and an 8-bit step is exact, so that one rounding gives what two would.
+    // The product of an 8-bit code and an 8-bit step is exact, so the fused operation equals the two operations.
 #pragma unroll
     for (int i = 0; i < kElements; ++i) x[i] = fmaf(codes[p][i], step, minimum);
     store_finite<kType>(reinterpret_cast<uint4*>(a.out) + (first + p * kPiece) / kElements, x);
@@ -248,15 +250,15 @@ template <DType kType, int kBits, int kChunks>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeArguments a) {
   const std::int64_t tile = tile_begin<kChunks>();
   if (a.wide && tile + kChunk * kChunks <= a.numel && decode_tile<kType, kBits, kChunks>(a, tile)) return;
-  __syncwarp();  // what other lanes wrote of a flagged tile is about to be written again
+  __syncwarp();  // this warp now overwrites the values that other lanes wrote for a flagged tile
 #pragma unroll 1
   for (int c = 0; c < kChunks && tile + c * kChunk < a.numel; ++c) decode_carefully<kType, kBits>(a, tile + c * kChunk);
 }
 
-/// Of a thread: two loads of 16 bytes, and one store of 4.
+/// Booleans of a thread: two loads of 16 bytes, and one store of 4.
 constexpr int kBooleans = 32;
 
-/// Packs eight booleans, any nonzero byte being true.
+/// Packs eight booleans; any nonzero byte is true.
 __device__ std::uint32_t pack_booleans(std::uint32_t first, std::uint32_t second) {
   // One bit of each byte, then the sum of the bytes in the top one.
   const std::uint32_t low = (__vcmpne4(first, 0) & 0x08040201u) * 0x01010101u >> 24;
@@ -265,7 +267,7 @@ __device__ std::uint32_t pack_booleans(std::uint32_t first, std::uint32_t second
 }
 
 __device__ uint2 unpack_booleans(std::uint32_t packed) {
-  // Copies of the four bits seven places apart do not overlap; one of each byte is kept.
+  // Copies of the four bits, seven places apart, do not overlap; keep one bit of each byte.
   return make_uint2((packed & 0xFu) * 0x00204081u & 0x01010101u, (packed >> 4 & 0xFu) * 0x00204081u & 0x01010101u);
 }
 
@@ -367,7 +369,7 @@ bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(poin
 
 int shift_of(int group_size) { return group_size == 64 ? 6 : (group_size == 128 ? 7 : 8); }
 
-/// The grid in which each thread takes `per_thread` elements.
+/// The grid for `per_thread` elements a thread.
 dim3 grid_for(std::int64_t numel, int per_thread) {
   return dim3(static_cast<unsigned>(ceil_div(numel, std::int64_t{kThreads} * per_thread)));
 }

@@ -1,4 +1,4 @@
-// What a lane of a warp does with eight consecutive elements: load, reduce, convert, pack.
+// Operations of one lane of a warp on eight consecutive elements: load, reduce, convert, pack.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace pac::cuda {
 /// Elements of a lane: 16 bytes of bfloat16, and kBits bytes of codes.
 inline constexpr int kPerLane = 8;
 
-/// Minimum and maximum that return NaN if either operand is one, exact otherwise, subnormal numbers kept.
+/// Minimum and maximum: NaN if either operand is NaN, exact otherwise, subnormal numbers included.
 template <DType kType>
 __device__ __forceinline__ std::uint32_t min_nan(std::uint32_t a, std::uint32_t b) {
   std::uint32_t result;
@@ -45,11 +45,11 @@ __device__ __forceinline__ float high_half(std::uint32_t pair) {
   return x;
 }
 
-/// The minimum and the negated maximum of some elements: negated, so that one operation combines both.
+/// The minimum and the negated maximum of some elements; with the negation, one instruction combines both.
 template <DType kType>
 struct Extremes;
 
-/// Eight elements in registers, as they were loaded.
+/// Eight elements in registers, as loaded.
 template <DType kType>
 struct Vector;
 
@@ -147,8 +147,8 @@ __device__ __forceinline__ void store_finite(uint4* out, const float (&x)[8]) {
   *out = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/// Writes the codes that the low bytes of `rounded` hold: kBits bytes, evicted from the caches first, since
-/// nothing reads them before backward and the source's tail should stay.
+/// Writes the codes in the low bytes of `rounded`: kBits bytes, marked for early eviction. Codes are not read before
+/// backward, and the tail of the source should stay in the cache.
 template <int kBits>
 __device__ __forceinline__ void store_codes(void* out, const std::uint32_t (&rounded)[kPerLane]) {
   const auto bytes = [&](int a, int b, int c, int d) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_codes(void* out, const std::uint32_t (&rou
   }
 }
 
-/// The unsigned integer of a number of bytes.
+/// The unsigned integer type with kBytes bytes.
 template <int kBytes>
 struct Word;
 template <>
@@ -186,7 +186,7 @@ struct Word<8> {
   using Type = uint2;
 };
 
-/// kCount consecutive codes as they were loaded.
+/// kCount consecutive codes, as loaded.
 template <int kBits, int kCount>
 struct Codes {
   static constexpr int kBytes = kBits * kCount / 8;
@@ -202,7 +202,7 @@ struct Codes {
     }
   }
 
-  /// Code i as a float: its byte becomes the low byte of 2^23, exact to subtract.
+  /// Code i as a float: the code becomes the low byte of 2^23 + code, and the subtraction of 2^23 is exact.
   __device__ __forceinline__ float operator[](int i) const {
     constexpr int kPerByte = 8 / kBits;
     const int byte = i / kPerByte;

@@ -1,6 +1,6 @@
 // Compares the CUDA kernels' division (format.hpp, divided and refined_reciprocal) with true division: every
 // mantissa of a step, and numerators at random, at every code's rounding boundary, and next to the midpoints of
-// adjacent quotients. Prints the number of comparisons and of failures; a test builds and runs it.
+// adjacent quotients. Prints the number of comparisons and of failures; a test builds and runs this program.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -13,7 +13,7 @@ namespace {
 std::int64_t checked = 0;
 std::int64_t failed = 0;
 
-/// `whole` asks for the quotient itself; otherwise for the code it rounds to.
+/// With `whole` compares the quotients, otherwise the rounded codes.
 void check(float numerator, float divisor, float reciprocal, bool whole) {
   const float expected = numerator / divisor;
   const float actual = pac::divided(numerator, divisor, reciprocal);
@@ -34,7 +34,7 @@ void check_near(double target, float divisor, float reciprocal, float largest) {
 
 int main() {
   std::mt19937_64 random(1);
-  // The smallest step, those whose quotients have subnormal remainders, common ones, and the largest.
+  // The smallest step, steps with subnormal remainders, common steps, and the largest.
   for (const int exponent : {-118, -117, -112, -100, -30, -8, -1, 0, 1, 20, 90, 118, 119}) {
     for (int mantissa = 128; mantissa < 256; ++mantissa) {
       const auto step = static_cast<float>(std::ldexp(mantissa, exponent - 7));
@@ -53,13 +53,13 @@ int main() {
       for (int code = 0; code < 256; ++code) check_near(static_cast<double>(code) * step, step, reciprocal, largest);
       for (int i = 0; i < 1000; ++i) {
         const std::uint64_t bits = random();
-        // A quotient between two floats, where the rounding is hardest: 24 random bits and a half.
+        // A quotient halfway between two floats, the hardest case for rounding: 24 random bits and a half.
         const double middle =
             std::ldexp(static_cast<double>((bits >> 40) | 0x800000u) + 0.5, -24 + static_cast<int>(bits & 7) + 1);
         check_near(middle * step, step, reciprocal, largest);
         check(static_cast<float>(static_cast<double>(bits >> 11) * 0x1p-53 * largest), step, reciprocal, false);
       }
-      // Numerators of a few units, far below the smallest step: their code is 0.
+      // Subnormal numerators, far below the smallest step: the code is 0.
       for (std::uint32_t bits = 0; bits < 300; ++bits) check(pac::float_of(bits), step, reciprocal, false);
     }
   }

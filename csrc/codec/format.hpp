@@ -1,16 +1,16 @@
 // The packed format: its layout, and the arithmetic of one group and one element.
 //
-// pyactcomp/codec/reference.py is the definition; host and device share these functions, so that there is one
-// place where the C++ could differ from it. All arithmetic is IEEE float32, one rounding for each operation:
-// compile without contraction and without flushing of subnormal numbers.
+// pyactcomp/codec/reference.py is the definition. Host and device share these functions, so C++ can differ from the
+// definition only here. All arithmetic is IEEE float32, one rounding for each operation: compile without contraction
+// and without flushing of subnormal numbers.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-// Always inlined on the host: the same header is compiled with and without AVX2, and a shared out-of-line
-// copy would let the linker give AVX2 instructions to a machine that has none.
+// Always inlined on the host: this header is compiled with and without AVX2, and for a shared out-of-line copy the
+// linker could pick AVX2 instructions on a machine without AVX2.
 #if defined(__CUDACC__)
 #define PAC_FORMAT __host__ __device__ __forceinline__
 #else
@@ -21,7 +21,7 @@ namespace pac {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3 };
 
-/// One packed format. For kBool, bits is 1 and the rest is ignored. The last two concern packing only.
+/// One packed format. For kBool, bits is 1 and the rest is ignored. The last two fields affect packing only.
 struct Spec {
   DType dtype;
   int bits;
@@ -68,27 +68,27 @@ PAC_FORMAT float round_down_to_bfloat16(float x) {
 
 PAC_FORMAT float round_up_positive_to_bfloat16(float x) { return float_of((bits_of(x) + 0xFFFFu) & 0xFFFF0000u); }
 
-/// A hash of the form of Chris Wellons' lowbias32, with the constants that TheIronBorn found (hash-prospector, #19).
+/// Chris Wellons' hash lowbias32 with TheIronBorn's constants (hash-prospector, #19).
 PAC_FORMAT std::uint32_t mix(std::uint32_t x) {
   x = (x ^ (x >> 16)) * 0x21F0AAADu;
   x = (x ^ (x >> 15)) * 0x735A2D97u;
   return x ^ (x >> 15);
 }
 
-/// The part of the generator's input that is the same for 2^32 consecutive elements.
+/// The part of the generator's input shared by 2^32 consecutive elements.
 PAC_FORMAT std::uint32_t upper_key(std::int64_t index, Keys keys) {
   return static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32) * 0x9E3779B9u + keys.high;
 }
 
 /// A multiple of 2^-24 in [0, 1), given the low half of the element's index.
 PAC_FORMAT float uniform(std::uint32_t index, std::uint32_t key, std::uint32_t upper) {
-  // Through int32: the conversion of an unsigned number is slow where only the signed one is native.
+  // Through int32: the conversion from unsigned is slow on machines with a native signed conversion only.
   return static_cast<float>(static_cast<std::int32_t>(mix(mix(index ^ key) ^ upper) >> 8)) * 0x1p-24f;
 }
 
 PAC_FORMAT float saturate(float x) { return x < -kMaxFinite ? -kMaxFinite : (x > kMaxFinite ? kMaxFinite : x); }
 
-/// The finite values of a group, saturated, and whether anything in it needs a flag.
+/// The range of a group's finite values, saturated, and whether the group needs the flag.
 struct Extent {
   float lowest = float_of(0x7F800000u);
   float highest = float_of(0xFF800000u);
@@ -110,7 +110,7 @@ struct Parameters {
   float step;
   bool flagged;
 
-  /// bfloat16 each: the minimum in the low half, the step in the high half with the flag as its sign.
+  /// bfloat16 each: the minimum in the low half, the step in the high half with the flag as the sign bit.
   PAC_FORMAT std::uint32_t word() const {
     return (bits_of(minimum) >> 16) | bits_of(step) | (flagged ? 0x80000000u : 0u);
   }
@@ -128,30 +128,30 @@ PAC_FORMAT Parameters parameters_of(const Extent& extent, int bits) {
   return {minimum, step > kMinStep ? step : kMinStep, extent.flagged};
 }
 
-/// The correctly rounded reciprocal of a step, from one that is off by a few units in the last place.
+/// The correctly rounded reciprocal of a step, from an approximation off by a few units in the last place.
 ///
-/// One step of Newton's method leaves a relative error below 2^-40 before its rounding. The reciprocal of a
-/// divisor with 8 significant bits stays at least 2^-33 away from any midpoint of two floats (their distance
-/// times the divisor is a nonzero integer in units of the last places), so the rounding is that of 1 / step.
+/// One step of Newton's method leaves a relative error below 2^-40 before the rounding. The reciprocal of a divisor
+/// with 8 significant bits stays at least 2^-33 away from any midpoint of two floats (the distance times the divisor is
+/// a nonzero integer in units of the last places), so the result rounds as 1 / step does.
 PAC_FORMAT float refined_reciprocal(float step, float approximation) {
   return fmaf(approximation, fmaf(-step, approximation, 1.0f), approximation);
 }
 
-/// numerator / divisor, correctly rounded where it counts, for a divisor of 8 significant bits, at least 2^-118,
-/// and its correctly rounded reciprocal: two fused operations in place of a division of a dozen instructions.
+/// numerator / divisor, correctly rounded for quotients of 0.5 or more, given the correctly rounded reciprocal of a
+/// divisor of 8 significant bits, at least 2^-118: two fused operations instead of a division of a dozen instructions.
 ///
-/// The first quotient is off by less than 2^-22, the remainder is exact (it has few bits, and for a quotient of
-/// 0.5 or more none below 2^-149: that is why there is a smallest step), and what is added last is off by less
-/// than 2^-46, while the true quotient stays 2^-33 away from any midpoint, as above. A quotient below 0.5 may
-/// round the remainder, by 2^-32 of the quotient's unit at most: it stays at or below 0.5, and its code is 0.
-/// Dividing a range by the levels, the same holds for every quotient that is not replaced by the smallest step.
-/// Both are checked against true division in csrc/codec/division_check.cpp.
+/// The first quotient is off by less than 2^-22. The remainder is exact: for a quotient of 0.5 or more no bit is below
+/// 2^-149 (hence the smallest step). The correction is off by less than 2^-46, while the true quotient stays 2^-33 away
+/// from any midpoint, as above. For a quotient below 0.5 the remainder may be rounded, by 2^-32 of the quotient's unit
+/// at most: the quotient stays at or below 0.5, and the code is 0. For the division of a range by the levels, the same
+/// holds for every quotient not replaced by the smallest step. csrc/codec/division_check.cpp compares both with true
+/// division.
 PAC_FORMAT float divided(float numerator, float divisor, float reciprocal) {
   const float quotient = numerator * reciprocal;
   return fmaf(fmaf(-quotient, divisor, numerator), reciprocal, quotient);
 }
 
-/// Adding this rounds a number in [0, 2^22) half to even and leaves the integer in the low bits.
+/// Adding this constant rounds a number in [0, 2^22) half to even and leaves the integer in the low bits.
 inline constexpr float kRoundingMagic = 12582912.0f;
 
 PAC_FORMAT std::uint32_t round_half_even(float quotient) { return bits_of(quotient + kRoundingMagic) & 0x3FFFFFu; }
@@ -161,12 +161,12 @@ PAC_FORMAT std::uint32_t round_stochastically(float quotient, float uniform_numb
   return static_cast<std::uint32_t>(whole + (uniform_number < quotient - static_cast<float>(whole) ? 1 : 0));
 }
 
-/// The code of an element of an ordinary group; `uniform_number` counts for stochastic rounding only.
+/// The code of an element of an ordinary group; only stochastic rounding uses `uniform_number`.
 template <int kBits, bool kStochastic>
 PAC_FORMAT std::uint32_t ordinary_code(float x, const Parameters& group, float uniform_number) {
   const float quotient = (x - group.minimum) / group.step;
-  // Half to even cannot pass the largest code: step >= rounded(range / levels), so the quotient is at most
-  // levels * (1 + 2^-22). A fraction above it is enough for stochastic rounding, though.
+  // Half to even cannot exceed the largest code: step >= rounded(range / levels), so the quotient is at most
+  // levels * (1 + 2^-22). Stochastic rounding can: any fraction above `levels` is enough.
   if constexpr (kStochastic) {
     constexpr auto kLargest = static_cast<std::uint32_t>(levels(kBits));
     const std::uint32_t code = round_stochastically(quotient, uniform_number);
@@ -192,7 +192,7 @@ PAC_FORMAT std::uint32_t flagged_code(float x, const Parameters& group, float un
   }
 }
 
-/// Whether keep_positive concerns a group: one whose minimum is zero and that has a code above 0 to give.
+/// Whether keep_positive applies to a group: the minimum is zero, and finite values have a code above 0.
 PAC_FORMAT bool lifts_positive(const Parameters& group, int bits) {
   return group.minimum == 0.0f && !(group.flagged && flagged_levels(bits) == 0);
 }
@@ -201,7 +201,7 @@ PAC_FORMAT float ordinary_value(std::uint32_t code, const Parameters& group) {
   return static_cast<float>(static_cast<std::int32_t>(code)) * group.step + group.minimum;
 }
 
-/// A NaN comes back as the canonical quiet NaN.
+/// A NaN is restored as the canonical quiet NaN.
 PAC_FORMAT float flagged_value(std::uint32_t code, const Parameters& group, int bits) {
   const auto largest = static_cast<std::uint32_t>(flagged_levels(bits));
   if (code == largest + 1) return float_of(0xFF800000u);
@@ -210,7 +210,7 @@ PAC_FORMAT float flagged_value(std::uint32_t code, const Parameters& group, int 
   return ordinary_value(code, group);
 }
 
-/// An element's type in memory and its conversions, on the integer bits, so that every machine agrees.
+/// The type of an element in memory and the conversions, on integer bits for the same result on every machine.
 template <DType>
 struct Element;
 
@@ -226,7 +226,7 @@ template <>
 struct Element<DType::kBFloat16> {
   using Storage = std::uint16_t;
   PAC_FORMAT static float load(Storage x) { return float_of(static_cast<std::uint32_t>(x) << 16); }
-  /// Half to even; infinities come out right as well.
+  /// Half to even; also correct for infinities.
   PAC_FORMAT static Storage store_finite(float x) {
     const std::uint32_t bits = bits_of(x);
     return static_cast<Storage>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
@@ -240,7 +240,7 @@ struct Element<DType::kFloat16> {
   PAC_FORMAT static float load(Storage x) {
     const auto sign = static_cast<std::uint32_t>(x & 0x8000u) << 16;
     const auto magnitude = static_cast<std::uint32_t>(x & 0x7FFFu) << 13;
-    // The exponent is rebased by an exact product, which normalises subnormal numbers on the way.
+    // An exact product rebases the exponent and normalises subnormal numbers.
     const std::uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
     return float_of(sign | (magnitude < (0x7C00u << 13) ? finite : magnitude | 0x7F800000u));
   }

@@ -1,4 +1,4 @@
-// Checks that throw: file and line, what failed, and the text that says what to do.
+// Checks that throw, with the failed condition in words, the file and the line.
 #pragma once
 
 #include <sstream>
@@ -27,7 +27,7 @@ template <class... Parts>
 
 }  // namespace pac
 
-/// Throws std::invalid_argument (ValueError in Python) with the given parts as its text.
+/// Throws std::invalid_argument (ValueError in Python) with the given parts as the text.
 #define PAC_CHECK(condition, ...)                                                                           \
   do {                                                                                                      \
     if (!(condition)) throw std::invalid_argument(::pac::detail::located(__FILE__, __LINE__, __VA_ARGS__)); \

@@ -1,4 +1,4 @@
-// Hashes of what a file may have chosen: with a multiplier that no file knows, none can make all of them collide.
+// Hashes for keys read from files: the multiplier is random in each process, so a file cannot force collisions.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace pac {
 
-/// An odd number, another one in every process.
+/// An odd number, random in each process.
 inline std::uint64_t hash_multiplier() {
   static const std::uint64_t multiplier = [] {
     std::random_device device;
@@ -16,7 +16,7 @@ inline std::uint64_t hash_multiplier() {
   return multiplier;
 }
 
-/// Mixes a number into a hash, so that its high bits reach the low ones.
+/// Mixes a number into a hash; the high bits of the number also change the low bits of the hash.
 inline std::uint64_t salted_hash(std::uint64_t hash, std::uint64_t number) {
   hash = (hash ^ number) * hash_multiplier();
   return hash ^ hash >> 32;

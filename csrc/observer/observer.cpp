@@ -1,8 +1,10 @@
-// The module pyactcomp._observer: which operator is running in this thread, and which of its arguments a tensor is.
+// The module pyactcomp._observer: finds the operator running in this thread, and the operand that a saved tensor is.
 //
-// Torch calls `begin` and `end` around every operator of a thread that observes (at::RecordFunction). A saved-tensor
-// hook runs inside the operator that saves, so the innermost call is the reader. Begin runs without the GIL, so all
-// that needs Python waits for `reader`. It is compiled for one release of torch, as _torch_allocator is.
+// Torch calls `begin` and `end` around every operator in an observing thread (at::RecordFunction). A saved-tensor hook
+// runs inside the saving operator, so the innermost call is the reader. `begin` runs without the GIL, so all work with
+// Python objects waits for `reader`. The module is compiled for one release of torch, as _torch_allocator is.
+//
+// Longer than 400 lines: the calls of a thread, the table's readings and the match share one thread-local state.
 #include <ATen/RedispatchFunctions.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -29,7 +31,7 @@
 namespace pac::observer {
 namespace {
 
-/// A reference to a Python object that lasts as long as the process: the interpreter may be gone before statics are.
+/// A Python reference that is never released: at exit the interpreter may end before static objects do.
 class Object {
  public:
   Object() = default;
@@ -46,23 +48,23 @@ class Object {
   PyObject* object_ = nullptr;
 };
 
-/// What backward needs of one operand, as the table of readers has it; `need` orders them by strictness.
+/// The table's entry for one operand: the form backward needs; `need` orders entries by strictness.
 struct Reading {
   Object object, form;
   long need = 0;
 };
 
-/// An operator as the table has it. Names are those of the schema, or of a Python autograd function's class.
+/// An operator in the table of readers, named by schema, or by class for a Python autograd function.
 struct Operator {
   std::string name, overload;
   bool is_function = false;  ///< a Python autograd function
-  bool decides = false;      ///< its result is a decision: a comparison, an index, a route
-  bool casts = false;        ///< it decides where it makes integers
-  bool asks = false;         ///< it decides where the program calls it, not another operator
+  bool decides = false;      ///< the result is a decision: a comparison, an index, a route
+  bool casts = false;        ///< decides only in a cast to integers
+  bool asks = false;         ///< decides only in a call by the program, not by another operator
   // Filled by `resolve`, with the GIL, on the first save.
   bool resolved = false;
-  bool captures = true;     ///< whether which argument it is makes a difference
-  bool by_scalars = false;  ///< whether other arguments do: an exponent, the name of a reduction
+  bool captures = true;     ///< whether the reading depends on the argument
+  bool by_scalars = false;  ///< whether the reading depends on scalar arguments: an exponent, the name of a reduction
   std::vector<Reading> arguments;
   Reading result, unclear, statistic;
   bool elementwise = false;
@@ -97,7 +99,7 @@ struct Thread {
 
 thread_local Thread thread;
 
-/// Operators met by any thread. Never freed: calls in flight point to them.
+/// Operators seen by any thread. Never freed: calls in flight point to operators.
 struct Registry {
   std::mutex mutex;
   std::unordered_map<std::string, std::unique_ptr<Operator>> operators;
@@ -120,7 +122,7 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     here.generation = all.generation;
   }
   const auto known = here.known.find(name);
-  // A class of autograd functions may be gone, and its name's memory another's.
+  // Compare the text: the class of an autograd function may be gone, and the memory of the name reused.
   if (known != here.known.end() && known->second->name == name) return known->second;
   const std::lock_guard<std::mutex> lock(all.mutex);
   auto& entry = all.operators[std::string(name) + '.' + overload];
@@ -154,21 +156,21 @@ bool is_floating(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().is_floating_point();
 }
 
-/// Return whether a call, the innermost, turns values into a decision.
+/// Return whether the innermost call turns values into a decision.
 bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
   if (!op.decides || inputs.empty() || !is_floating(inputs[0])) return false;
   if (op.casts) {
     return inputs.size() > 1 && inputs[1].isInt() &&
            c10::isIntegralType(static_cast<c10::ScalarType>(inputs[1].toInt()), /*includeBool=*/true);
   }
-  // Operators read a bound or what they fill with so, too.
+  // Operators also call item() internally, to read a bound or a fill value.
   const size_t depth = here.calls.size();
   return !op.asks || depth < 2 || here.calls[depth - 2].op->name.rfind("aten::", 0) != 0;
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-  Thread& here = thread;  // each use of a thread's own variable calls a function
-  // First, so that every end finds its call, also where the rest throws.
+  Thread& here = thread;  // each access to a thread_local calls a function
+  // First, so every end() finds a call even if the rest throws.
   here.calls.push_back({nullptr, here.arguments.size(), here.values.size(), here.decisions, 0});
   ++here.serial;
   Operator* const op = find(here, function.name(), function.overload_name());
@@ -206,7 +208,7 @@ bool read(PyObject* object, Reading& reading) {
   return !PyErr_Occurred();
 }
 
-/// Ask the table about an operator: (readings of arguments or None, result, unclear, statistic or None, by_scalars).
+/// Look an operator up in the table: (readings of arguments or None, result, unclear, statistic or None, by_scalars).
 bool resolve(Operator& op) {
   PyObject* row = PyObject_CallFunction(resolve_operator.get(), "ss", op.name.c_str(), op.overload.c_str());
   if (!row) return false;
@@ -240,7 +242,7 @@ bool same_view(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   return a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-/// Return the values of a call's scalar arguments as a dict by index, for the table to decide by.
+/// Return the scalar arguments of a call as a dict by index, for the table's decision.
 PyObject* values_of(const Call& call) {
   PyObject* values = PyDict_New();
   for (size_t i = call.first_value; values && i < thread.values.size(); ++i) {
@@ -257,7 +259,7 @@ PyObject* values_of(const Call& call) {
     } else if (value.isNone()) {
       converted = Py_NewRef(Py_None);
     } else {
-      continue;  // a complex or symbolic number: the table takes its absence for unclear
+      continue;  // a complex or symbolic number: the table treats a missing value as unclear
     }
     PyObject* key = PyLong_FromSize_t(thread.values[i].index);
     if (!converted || !key || PyDict_SetItem(values, key, converted) != 0) Py_CLEAR(values);
@@ -267,7 +269,7 @@ PyObject* values_of(const Call& call) {
   return values;
 }
 
-/// Return how many elements a tensor has that are not repeats of another (stride 0).
+/// Return the number of elements of a tensor without repeats (stride 0).
 std::int64_t distinct(const c10::TensorImpl& tensor) {
   std::int64_t count = 1;
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -282,7 +284,7 @@ struct Found {
   bool is_argument;
 };
 
-/// Return which operand of a call a tensor is: an argument by identity, else by its view of the memory; a result else.
+/// Return the operand of a call that a tensor is: an argument by identity, else by the same view, else the result.
 Found match(const Call& call, const c10::TensorImpl& tensor) {
   const Operator& op = *call.op;
   Found found{&op.result, 0, false};
@@ -307,16 +309,16 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
     if (found.is_argument) break;
   }
   if (!found.is_argument && aliased) found.reading = &op.unclear;
-  // One number for many elements of the other operand is a statistic or a scale, and costs next to nothing.
+  // An operand with one number for many elements of the other is a statistic or a scale, and costs next to nothing.
   constexpr std::int64_t kFewer = 8;
   if (found.is_argument && op.elementwise && distinct(tensor) * kFewer <= largest) found.reading = &op.statistic;
   return found;
 }
 
-/// Return whether operators may be transformed, recorded or replaced rather than run: Python has a closer look then.
+/// Return whether operators may be transformed, recorded or replaced instead of run; Python then checks more closely.
 bool special() {
   using c10::DispatchKey;
-  // jit's tracer, make_fx before dispatch, and functorch while it has a level.
+  // jit's tracer, make_fx before dispatch, and functorch inside a transform.
   for (const auto key : {DispatchKey::Tracer, DispatchKey::PreDispatch, DispatchKey::FuncTorchDynamicLayerFrontMode}) {
     if (c10::impl::tls_is_dispatch_key_included(key)) return true;
   }
@@ -324,7 +326,7 @@ bool special() {
          torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
-/// Return the tensor that a Python object is, or null with an error set.
+/// Return the tensor of a Python object, or null with an error set.
 const at::Tensor* tensor_of(PyObject* object) {
   if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
   PyErr_Format(PyExc_TypeError, "a torch.Tensor was expected, got %s", Py_TYPE(object)->tp_name);
@@ -333,7 +335,7 @@ const at::Tensor* tensor_of(PyObject* object) {
 
 PyObject* may_be_transformed(PyObject*, PyObject*) { return PyBool_FromLong(special()); }
 
-/// Count a tensor that the running operator saves; return whether operators may be transformed or replaced.
+/// Count a tensor saved by the running operator; return whether operators may be transformed or replaced.
 PyObject* saving(PyObject*, PyObject*) {
   if (!thread.calls.empty()) ++thread.calls.back().saves;
   return PyBool_FromLong(special());
@@ -358,7 +360,7 @@ PyObject* reader(PyObject*, PyObject* object) {
   return given;
 }
 
-/// Return the same memory and version counter as another tensor, without its graph: `detach()` that nobody observes.
+/// Return a tensor with the same memory and version counter, without the graph: `detach()` without observers.
 PyObject* bare(PyObject*, PyObject* object) {
   const at::Tensor* const tensor = tensor_of(object);
   if (!tensor) return nullptr;
@@ -371,7 +373,7 @@ PyObject* bare(PyObject*, PyObject* object) {
   }
 }
 
-/// Lets other threads of Python run while it lives: an allocation may wait for the device.
+/// Releases the GIL for the object's lifetime: an allocation may wait for the device.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -383,8 +385,8 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-/// Return memory beside a tensor, not initialised. No callback observes a redispatch: to box the arguments for ours
-/// takes longer than a cached allocation.
+/// Return uninitialised memory on the device of `beside`. Redispatch, because no callback observes a redispatch: boxing
+/// the arguments for our callback takes longer than a cached allocation.
 at::Tensor empty(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtype, const at::Tensor& beside) {
   const WithoutGil released;
   const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
@@ -393,7 +395,7 @@ at::Tensor empty(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType d
   return at::redispatch::empty_strided(keys, shape, stride, options);
 }
 
-/// buffer(tensor, nbytes): return so many bytes on a tensor's device, not initialised.
+/// buffer(tensor, nbytes): return uninitialised bytes on the device of a tensor.
 PyObject* buffer(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) {
     PyErr_Format(PyExc_TypeError, "buffer expects a tensor and a number of bytes, got %zd arguments", count);
@@ -410,7 +412,7 @@ PyObject* buffer(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
 }
 
-/// empty_as(like, beside): return memory of the layout and dtype of one tensor on the device of another.
+/// empty_as(like, beside): return uninitialised memory with the layout and dtype of `like` on the device of `beside`.
 PyObject* empty_as(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) {
     PyErr_Format(PyExc_TypeError, "empty_as expects two tensors, got %zd arguments", count);
@@ -427,7 +429,7 @@ PyObject* empty_as(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
 }
 
-/// The version of a tensor when it was saved, and its counter, without the tensor.
+/// The version of a tensor when saved, and the version counter, without the tensor.
 struct Version {
   PyObject_HEAD c10::VariableVersion counter;
   std::uint32_t saved;
@@ -503,13 +505,13 @@ PyObject* progress(PyObject*, PyObject*) {
                        static_cast<unsigned long long>(thread.decisions), static_cast<unsigned long long>(before));
 }
 
-/// The least that nodes need, by their type; under the GIL.
+/// The weakest need of each node type; guarded by the GIL.
 std::unordered_map<std::type_index, long>& weakest_needs() {
   static auto& instance = *std::make_unique<std::unordered_map<std::type_index, long>>().release();
   return instance;
 }
 
-/// Return the name of the node that backward runs if the table has it need more than `need`, else None.
+/// Return the name of the node running in backward if the table gives the node a need above `need`, else None.
 PyObject* contradiction(PyObject*, PyObject* argument) {
   auto& needs = weakest_needs();
   const long need = PyLong_AsLong(argument);
@@ -529,7 +531,7 @@ PyObject* contradiction(PyObject*, PyObject* argument) {
   return PyUnicode_FromString(running.name().c_str());
 }
 
-/// configure(resolve_operator, resolve_function, weakest_need, deciding): the table of readers, as functions.
+/// configure(resolve_operator, resolve_function, weakest_need, deciding): set the look-ups in the table of readers.
 PyObject* configure(PyObject*, PyObject* arguments) {
   PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
   if (!PyArg_ParseTuple(arguments, "OOOO", &of_operator, &of_function, &weakest, &deciding)) return nullptr;
@@ -553,7 +555,7 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/// Ask the table again about every operator: it has changed.
+/// Forget all look-ups, after a change of the table.
 PyObject* forget(PyObject*, PyObject*) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   for (auto& entry : registry().operators) {
@@ -565,29 +567,29 @@ PyObject* forget(PyObject*, PyObject*) {
 }
 
 PyMethodDef methods[] = {
-    {"configure", configure, METH_VARARGS, "Give the table of readers, as functions that are asked once an operator."},
-    {"forget", forget, METH_NOARGS, "Ask the table again: it has changed."},
-    {"start", start, METH_NOARGS, "Observe the operators of this thread, until as many stops."},
+    {"configure", configure, METH_VARARGS, "Set the look-ups in the table of readers."},
+    {"forget", forget, METH_NOARGS, "Forget all look-ups, after a change of the table."},
+    {"start", start, METH_NOARGS, "Observe the operators of this thread; calls nest."},
     {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
     {"saving", saving, METH_NOARGS, "Count a tensor that the running operator saves; return may_be_transformed()."},
-    {"reader", reader, METH_O, "Return how the running operator reads a tensor that it saves; None outside of any."},
+    {"reader", reader, METH_O, "Return how the running operator reads a tensor it saves; None outside operators."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
-     "Return a number of bytes, not initialised, on the device of a tensor."},
+     "Return uninitialised bytes on the device of a tensor."},
     {"empty_as", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_as)), METH_FASTCALL,
-     "Return memory, not initialised, of the layout and dtype of one tensor on the device of another."},
+     "Return uninitialised memory with the layout and dtype of one tensor on the device of another."},
     {"version", version, METH_O, "Return the version of a tensor, with its counter, without the tensor."},
     {"progress", progress, METH_NOARGS,
      "Return the number of calls in this thread, of decisions, and of decisions before the running call."},
-    {"contradiction", contradiction, METH_O, "Return the name of the running node if it needs more than `need`."},
+    {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     "_observer",
-    "Which operator saves a tensor, for the one release of torch that BUILT_FOR names.",
+    "Finds the operator that saves a tensor; compiled for the release of torch in BUILT_FOR.",
     -1,
     methods,
     nullptr,
