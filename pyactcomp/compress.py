@@ -24,7 +24,7 @@ from .engine.session import Session
 from .errors import PyactcompError
 from .fusions import Fusing, unfuse
 from .fusions.scriptable import Scriptable
-from .fusions.untouched import untouched
+from .fusions.tampering import tampering_reason
 from .torch_private import constant_in_graphs
 
 # Compressed models of this process, to detect a module inside an already compressed model.
@@ -100,7 +100,7 @@ class _OfferLayerNorm:
     def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.session.frame() is None:
             return
-        if type(output) is torch.Tensor and untouched(module) is None:
+        if type(output) is torch.Tensor and tampering_reason(module) is None:
             offer_layer_norm(output, module)
 
 

@@ -22,7 +22,7 @@ from pyactcomp.functional import Codes
 from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
 from pyactcomp.fusions.families.transformers import attention
 from pyactcomp.fusions.families.transformers import modules as transformers_modules
-from pyactcomp.fusions.untouched import untouched
+from pyactcomp.fusions.tampering import tampering_reason
 
 INT8 = Config(min_bytes=0)
 LOSSLESS = Config(mode="lossless", min_bytes=0)
@@ -283,8 +283,8 @@ def test_head_that_cannot_be_chunked_is_named() -> None:
 def test_decorators_in_the_source_are_not_taken_for_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = transformers.LlamaForCausalLM
     model = built(llama)
-    assert untouched(model) is None  # its forward is decorated, as is that of the layers by their base class
-    assert untouched(model.model.layers[0]) is None
+    assert tampering_reason(model) is None  # its forward is decorated, as is that of the layers by their base class
+    assert tampering_reason(model.model.layers[0]) is None
     own = cls.forward
 
     @functools.wraps(own)
@@ -292,7 +292,7 @@ def test_decorators_in_the_source_are_not_taken_for_patches(monkeypatch: pytest.
         return own(self, **inputs)
 
     monkeypatch.setattr(cls, "forward", forward)
-    assert untouched(model) == "the forward of LlamaForCausalLM was replaced"
+    assert tampering_reason(model) == "the forward of LlamaForCausalLM was replaced"
 
 
 def test_skipped_child_keeps_what_would_bypass_it() -> None:

@@ -13,7 +13,7 @@ from ..engine.marks import FUSING
 from . import families, head
 from .base import Fusing, LeftAlone
 from .fusion import Fused, Fusion, is_form, original_of
-from .untouched import untouched
+from .tampering import tampering_reason
 
 __all__ = ["Fusing", "fuse", "fused_modules", "left_alone", "unfuse"]
 
@@ -146,11 +146,11 @@ def _reason_to_leave(module: Module, fusion: Fusion, exempt: set[Module]) -> str
     own = original_of(fusion.fused)
     if type(module) is not own:
         return f"its class is derived from {own.__name__}"
-    reason = untouched(module)
+    reason = tampering_reason(module)
     for name in fusion.bypassed if reason is None else ():
         child = getattr(module, name, None)
         if child in exempt:
             return f"its {name} is skipped"
-        if isinstance(child, Module) and (inside := untouched(child)) is not None:
+        if isinstance(child, Module) and (inside := tampering_reason(child)) is not None:
             return f"its {name}: {inside}"
     return reason

@@ -24,7 +24,7 @@ from ..errors import PyactcompError
 from ..functional import linear_cross_entropy
 from .base import fusing
 from .fusion import Fused, form_of, linear_dtype, original_of
-from .untouched import plain, untouched
+from .tampering import bypassable_as, tampering_reason
 
 # Settings of transformers' models that change logits before the loss: the loss then needs all logits.
 _BETWEEN = (
@@ -261,7 +261,7 @@ class Head(Fused):
         def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
             codes = fusing(self) if kwargs.get("labels") is not None else None
             head = _head_of(self)
-            if codes is None or not plain(head, nn.Linear) or type(head.weight) is not Parameter:
+            if codes is None or not bypassable_as(head, nn.Linear) or type(head.weight) is not Parameter:
                 return original.forward(self, *args, **kwargs)
             with _projecting_later(head, codes.impl):
                 return _without_logits(original.forward(self, *args, **kwargs))
@@ -297,8 +297,9 @@ def unsupported_head(module: Module) -> str | None:
     head = _head_of(module)
     if not isinstance(head, Module):
         return f"{name} has no output embeddings"
-    if not plain(head, nn.Linear):
-        return f"the output embeddings of {name} are {type(head).__name__}: {untouched(head) or 'expected nn.Linear'}"
+    if not bypassable_as(head, nn.Linear):
+        reason = tampering_reason(head) or "expected nn.Linear"
+        return f"the output embeddings of {name} are {type(head).__name__}: {reason}"
     config = getattr(module, "config", None)
     for setting in _BETWEEN:
         if getattr(config, setting, None) is not None:

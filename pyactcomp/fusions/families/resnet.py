@@ -17,7 +17,7 @@ from ...functional.convolutional.batch_norm import batch_norm
 from ...functional.convolutional.max_pool import max_pool2d
 from ..base import codes_again
 from ..fusion import Fused, Fusion, codes_for, form_of, of_one_dtype
-from ..untouched import plain, untouched
+from ..tampering import bypassable_as, tampering_reason
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
 _RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
@@ -84,7 +84,7 @@ class BatchNormReLU2d(Fused, nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input`` and apply ReLU."""
         codes = codes_for(self, input)
-        if codes is None or input.dim() != 4 or untouched(self) is not None:
+        if codes is None or input.dim() != 4 or tampering_reason(self) is not None:
             return super().forward(input)
         out = _normalise(self, input, codes, relu=True)
         RECTIFIED.set(out, out._version)
@@ -129,7 +129,7 @@ def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
     children = block._modules
     if any(getattr(block, name, None) is not None for name in ("se", "drop_path")):
         return []
-    if not all(plain(children[name], nn.Identity) for name in ("drop_block", "aa") if name in children):
+    if not all(bypassable_as(children[name], nn.Identity) for name in ("drop_block", "aa") if name in children):
         return []
     layers: list[tuple[Module, nn.BatchNorm2d]] = []
     for index in range(1, 4):
@@ -137,9 +137,9 @@ def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
         if convolution is None:
             break
         activation = children.get(f"act{index}", children.get("relu"))
-        if not isinstance(norm, nn.BatchNorm2d) or not plain(norm, nn.BatchNorm2d) or not norm.training:
+        if not isinstance(norm, nn.BatchNorm2d) or not bypassable_as(norm, nn.BatchNorm2d) or not norm.training:
             return []
-        if not plain(activation, nn.ReLU):
+        if not bypassable_as(activation, nn.ReLU):
             return []
         layers.append((convolution, norm))
     return layers
@@ -152,19 +152,19 @@ def by_place(model: Module) -> dict[Module, Fusion]:
     """
     if not any(type(model) is getattr(sys.modules.get(name), "ResNet", None) for name in _RESNETS):
         return {}
-    if untouched(model) is not None:
+    if tampering_reason(model) is not None:
         return {}
     children = model._modules
     first = children.get("conv1")
-    deep = list(first) if type(first) is nn.Sequential and untouched(first) is None else []
+    deep = list(first) if type(first) is nn.Sequential and tampering_reason(first) is None else []
     row = [*deep, children.get("bn1"), children.get("act1", children.get("relu"))]
     forms: dict[Module, Fusion] = {}
     for norm, activation in itertools.pairwise(row):
         if (
             isinstance(norm, Module)
             and isinstance(activation, Module)
-            and plain(norm, nn.BatchNorm2d)
-            and plain(activation, nn.ReLU)
+            and bypassable_as(norm, nn.BatchNorm2d)
+            and bypassable_as(activation, nn.ReLU)
         ):
             forms[norm] = Fusion(form_of(BatchNormReLU2d, nn.BatchNorm2d))
             forms[activation] = Fusion(form_of(PassingReLU, nn.ReLU))

@@ -22,7 +22,7 @@ from ...functional.windows.take_rows import take_rows
 from ...functional.windows.window_attention import window_attention
 from ..base import codes_again
 from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, form_of, linear_dtype
-from ..untouched import plain
+from ..tampering import bypassable_as
 
 # Tokens of one window: the kernels serve no more, and without kernels recomputing scores costs more than reading them.
 _MOST_TOKENS = 64
@@ -51,7 +51,11 @@ class WindowAttention(Fused):
         return self.proj_drop(self.proj(x))
 
     def _bypassable(self) -> bool:
-        return plain(self.attn_drop, nn.Dropout) and not self.attn_drop.p and plain(self.softmax, nn.Softmax)
+        return (
+            bypassable_as(self.attn_drop, nn.Dropout)
+            and not self.attn_drop.p
+            and bypassable_as(self.softmax, nn.Softmax)
+        )
 
 
 class Block(Fused):
@@ -105,18 +109,19 @@ class Block(Fused):
         """Return whether ``x`` needs no padding and the block has the children of the standard configuration."""
         return (
             not any(size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
-            and all(plain(norm, nn.LayerNorm) and fits(norm, x) for norm in (self.norm1, self.norm2))
+            and all(bypassable_as(norm, nn.LayerNorm) and fits(norm, x) for norm in (self.norm1, self.norm2))
             and all(_is_drop_path(drop) for drop in (self.drop_path1, self.drop_path2))
         )
 
 
 def _is_drop_path(module: Module) -> bool:
-    return plain(module, nn.Identity, sys.modules["timm.layers.drop"].DropPath)
+    return bypassable_as(module, nn.Identity, sys.modules["timm.layers.drop"].DropPath)
 
 
 def _feeds_linear(module: object, file: str, cls: str, name: str) -> bool:
     """Return whether a Linear is the only reader of the input, so autocast's cast may happen earlier."""
-    return plain(module, getattr(sys.modules.get(file), cls, Module)) and plain(getattr(module, name), nn.Linear)
+    expected = getattr(sys.modules.get(file), cls, Module)
+    return bypassable_as(module, expected) and bypassable_as(getattr(module, name), nn.Linear)
 
 
 def _normalise(norm: nn.LayerNorm, x: Tensor, codes: Codes, order: Tensor | None, early: bool) -> Tensor:

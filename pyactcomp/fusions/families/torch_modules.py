@@ -14,7 +14,7 @@ from ...engine.recompute import is_result_to_store
 from ...functional import dropout, gelu, layer_norm, rms_norm
 from ..formulas import children_fed, forward_of
 from ..fusion import Fused, Fusion, codes_for, fits, form_of, linear_dtype, original_of
-from ..untouched import plain, untouched
+from ..tampering import bypassable_as, tampering_reason
 
 
 class LayerNorm(Fused, nn.LayerNorm):
@@ -124,7 +124,7 @@ def norms_before_linears(
     """
     cls = original_of(type(block))
     feeds = places.get((cls.__module__, cls.__name__))
-    if feeds is None or untouched(block) is not None:
+    if feeds is None or tampering_reason(block) is not None:
         return {}
     children = block._modules
     return {
@@ -139,4 +139,6 @@ def _feeds(module: Module, linears: Collection[type[Module]]) -> bool:
     children = [getattr(module, name, None) for name in names]
     # A branch that is never taken may name an absent child.
     present = [child for child in children if child is not None]
-    return untouched(module) is None and bool(present) and all(plain(child, *linears) for child in present)
+    return (
+        tampering_reason(module) is None and bool(present) and all(bypassable_as(child, *linears) for child in present)
+    )

@@ -27,7 +27,7 @@ from ...base import codes_again
 from ...formulas import children_fed, formula, forward_of
 from ...fusion import Fused, Fusion, codes_for, fits, form_of, original_of
 from ...products import cast_once, feeds_linears, is_matrix_product
-from ...untouched import plain, unseen
+from ...tampering import bypassable, bypassable_as
 from ..torch_modules import Dropout, norms_before_linears
 from .attention import Projections, rotates
 
@@ -159,12 +159,12 @@ class ResidualNorm(Fused):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Run the output part of a post-norm block."""
         norm = self.LayerNorm
-        codes = codes_for(self, input_tensor) if plain(norm, nn.LayerNorm) else None
+        codes = codes_for(self, input_tensor) if bypassable_as(norm, nn.LayerNorm) else None
         if codes is None:
             return cast(Tensor, super().forward(hidden_states, input_tensor))
         drop, p = self.dropout, 0.0
         # Checked before the call: a hook may remove itself.
-        bypassed = isinstance(drop, Dropout) and not drop.inplace and unseen(drop)
+        bypassed = isinstance(drop, Dropout) and not drop.inplace and bypassable(drop)
         hidden = self.dense(hidden_states)
         if not bypassed:
             hidden = drop(hidden)
@@ -207,7 +207,7 @@ class DecoderLayer(Fused):
 
 
 def _is_fused_norm(norm: Module) -> TypeGuard[RMSNorm]:
-    return isinstance(norm, RMSNorm) and unseen(norm)
+    return isinstance(norm, RMSNorm) and bypassable(norm)
 
 
 _signature = functools.lru_cache(maxsize=256)(inspect.signature)
@@ -314,4 +314,4 @@ def _norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
 
 def _is_silu(activation: Module) -> bool:
     cls = original_of(type(activation))
-    return formula(forward_of(cls)) in _SILU and plain(activation, cls)
+    return formula(forward_of(cls)) in _SILU and bypassable_as(activation, cls)

@@ -18,7 +18,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OURS = __name__.split(".")[0]
 
 
-def untouched(module: Module) -> str | None:
+def tampering_reason(module: Module) -> str | None:
     """Return why nothing may run in place of the module's ``forward``, or None if a fused forward may.
 
     Hooks of this package do not count. Parametrizations need no check here: they change the class of the module.
@@ -35,32 +35,32 @@ def untouched(module: Module) -> str | None:
     return None if _is_own(cls, cls.forward) else f"the forward of {cls.__name__} was replaced"
 
 
-def plain(module: object, *classes: type[Module]) -> bool:
-    """Return whether a child is of one of ``classes``, fused or not, and may be bypassed (:func:`unseen`)."""
-    return isinstance(module, Module) and original_of(type(module)) in classes and unseen(module)
+def bypassable_as(module: object, *classes: type[Module]) -> bool:
+    """Return whether a child is of one of ``classes``, fused or not, and may be bypassed (:func:`bypassable`)."""
+    return isinstance(module, Module) and original_of(type(module)) in classes and bypassable(module)
 
 
-# Answers of `unseen` in the first run of each checkpointed function.
-_told: WeakKeyDictionary[object, dict[Module, bool]] = WeakKeyDictionary()
+# Answers of `bypassable` in the first run of each checkpointed function.
+_first_answers: WeakKeyDictionary[object, dict[Module, bool]] = WeakKeyDictionary()
 
 
-def unseen(module: Module) -> bool:
-    """Return whether a module is :func:`untouched` and torch has no hooks for all modules.
+def bypassable(module: Module) -> bool:
+    """Return whether a module has no :func:`tampering_reason` and torch has no hooks for all modules.
 
     Under torch.utils.checkpoint the recomputation must take the path of the first run, but hooks may have been added or
     removed in between. So the recomputation gets the cached answer of the first run.
     """
     run = checkpointed_run()
     if run is None:
-        return _unseen_now(module)
-    told = _told.setdefault(run, {})
-    if module not in told:
-        told[module] = _unseen_now(module)
-    return told[module]
+        return _bypassable_now(module)
+    answers = _first_answers.setdefault(run, {})
+    if module not in answers:
+        answers[module] = _bypassable_now(module)
+    return answers[module]
 
 
-def _unseen_now(module: Module) -> bool:
-    return untouched(module) is None and not module_hooks_are_global()
+def _bypassable_now(module: Module) -> bool:
+    return tampering_reason(module) is None and not module_hooks_are_global()
 
 
 @functools.cache
