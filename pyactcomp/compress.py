@@ -22,7 +22,7 @@ from .engine.policy import SKIPPED
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session
 from .errors import PyactcompError
-from .fusions import Fusing, unfuse
+from .fusions import FusionState, unfuse
 from .fusions.scriptable import Scriptable
 from .fusions.tampering import tampering_reason
 from .torch_private import constant_in_graphs
@@ -124,9 +124,9 @@ def session_of(model: Module) -> Session:
     raise PyactcompError(f"this {type(model).__name__} is not compressed; call pyactcomp.compress on it first")
 
 
-def _fusings(model: Module) -> Iterator[Fusing]:
+def _fusion_states(model: Module) -> Iterator[FusionState]:
     for module in model.modules():
-        state: Fusing | None = FUSING.get(module)
+        state: FusionState | None = FUSING.get(module)
         if state is not None:
             yield state
 
@@ -150,8 +150,8 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
 @contextlib.contextmanager
 def paused(model: Module) -> Iterator[None]:
     """Switch off the compression of a model and of all its modules inside a ``with`` block."""
-    states: list[Session | Fusing] = [session for _, session in _sessions(model)]
-    states += {id(state): state for state in _fusings(model)}.values()
+    states: list[Session | FusionState] = [session for _, session in _sessions(model)]
+    states += {id(state): state for state in _fusion_states(model)}.values()
     before = [state.paused for state in states]
     for state in states:
         state.paused = True
@@ -285,8 +285,8 @@ on_conflict
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
-    fusing = fusions.fuse(model, config, skipped)
-    session = Session(config, fusing.seeds)
+    fusion_state = fusions.fuse(model, config, skipped)
+    session = Session(config, fusion_state.seeds)
     # First in and last out, so that the module's other hooks run inside.
     model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
     model.register_forward_hook(_CloseHooks(session), always_call=True)

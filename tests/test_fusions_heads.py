@@ -20,8 +20,8 @@ from pyactcomp.config import Config
 from pyactcomp.engine.marks import FUSING
 from pyactcomp.functional import linear_cross_entropy
 from pyactcomp.fusions import head as heads
-from pyactcomp.fusions.base import Fusing
 from pyactcomp.fusions.fusion import original_of
+from pyactcomp.fusions.state import FusionState
 
 VOCABULARY, WIDTH, ROWS = 211, 32, 48
 EPS = torch.finfo(torch.float32).eps
@@ -66,7 +66,7 @@ def fused(model: nn.Module) -> nn.Module:
     cls = heads.fused_head_class(model)
     assert cls is not None
     model.__class__ = cls
-    FUSING.set(model, Fusing(Config()))
+    FUSING.set(model, FusionState(Config()))
     return model
 
 

@@ -16,8 +16,8 @@ from pyactcomp.codec.format import packed_nbytes
 from pyactcomp.config import Config
 from pyactcomp.engine.marks import FUSING, RECIPE
 from pyactcomp.fusions import fuse, fused_modules, unfuse
-from pyactcomp.fusions.base import Fusing
 from pyactcomp.fusions.families import swin
+from pyactcomp.fusions.state import FusionState
 
 pytest.importorskip("timm", reason="the fused blocks are timm's; pip install timm")
 from timm.models.swin_transformer import SwinTransformer
@@ -33,7 +33,7 @@ def model(**options: Any) -> SwinTransformer:
 def fused(original: torch.nn.Module, **options: Any) -> torch.nn.Module:
     """Return a copy of which only the blocks and their attentions are fused, in any mode."""
     result = copy.deepcopy(original)
-    state = Fusing(Config(min_bytes=0, **options))
+    state = FusionState(Config(min_bytes=0, **options))
     for module in result.modules():
         if type(module) in swin.by_class(()):
             module.__class__ = swin.by_class(())[type(module)].fused

@@ -69,7 +69,7 @@ RECTIFIED = TensorMark[int]("rectified")
 """On the output of a batch norm with the following ReLU already applied: the output's version."""
 
 FUSING = DictMark[Any]("fusing")
-"""On a compressed model and its fused modules: their :class:`~pyactcomp.fusions.base.Fusing`."""
+"""On a compressed model and its fused modules: the :class:`~pyactcomp.fusions.state.FusionState`."""
 
 FORM = DictMark[bool]("form")
 """On a fused subclass: True, to tell the subclass from the user's own class."""

@@ -11,14 +11,14 @@ from ..codec.seeds import Seeds
 from ..config import Config
 from ..engine.marks import FUSING
 from . import families, head
-from .base import Fusing, LeftAlone
 from .fusion import Fused, Fusion, is_form, original_of
+from .state import FusionState, LeftAlone
 from .tampering import tampering_reason
 
-__all__ = ["Fusing", "fuse", "fused_modules", "left_alone", "unfuse"]
+__all__ = ["FusionState", "fuse", "fused_modules", "left_alone", "unfuse"]
 
 
-def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds: Seeds | None = None) -> Fusing:
+def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds: Seeds | None = None) -> FusionState:
     """Swap the class of every module of ``model`` with a known fused class; after an error, of none.
 
     Parameters
@@ -34,7 +34,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
 
     Returns
     -------
-    Fusing
+    FusionState
         State shared by the fused modules; while it is paused, they run the forward of their own class.
 
     Raises
@@ -57,7 +57,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
             f"{headless.reason}; leave fuse_head out"
         )
-    state = Fusing(config, tuple(alone), seeds)
+    state = FusionState(config, tuple(alone), seeds)
     try:
         FUSING.set(model, state)
         for module, fused in plan.items():
@@ -90,7 +90,7 @@ def fused_modules(model: Module) -> list[tuple[str, str]]:
 
 def left_alone(model: Module) -> list[LeftAlone]:
     """Return the modules with a known fused class that stay as they are: skipped, or changed by other code."""
-    state: Fusing | None = FUSING.get(model)
+    state: FusionState | None = FUSING.get(model)
     return list(state.left_alone) if state is not None else []
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 
 from ..engine.marks import FORM, FUSING
 from ..functional.codes import Codes
-from .base import Fusing, fusing
+from .state import FusionState, active_codes
 
 
 class Fused(Module):
@@ -98,11 +98,11 @@ def _blank(fused: type[Fused], original: type[Module]) -> Module:
 def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
     """Return the codes for a fused call on ``inputs``, or None where the forward of the module's own class must run.
 
-    The own forward runs where :func:`.base.fusing` says so, and where an input is a tensor subclass, needs no gradient
-    or is smaller than ``min_bytes``: the engine keeps such tensors exact. A complex input also goes to the module's own
-    class, to be refused there.
+    The own forward runs where :func:`.state.active_codes` returns None, and where an input is a tensor subclass, needs
+    no gradient or is smaller than ``min_bytes``: the engine keeps such tensors exact. A complex input also goes to the
+    module's own class, to be refused there.
     """
-    state: Fusing | None = FUSING.get(module)
+    state: FusionState | None = FUSING.get(module)
     if state is None:
         return None
     for x in inputs:
@@ -110,12 +110,12 @@ def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
             return None
         if not x.is_floating_point() or x.nbytes < state.config.min_bytes:
             return None
-    return fusing(module)
+    return active_codes(module)
 
 
 def attention_codes(module: Module, codes: Codes) -> Codes:
     """Return ``codes`` for queries and keys: as in the engine, 16 bits where ``config.attention`` is "exact"."""
-    state: Fusing | None = FUSING.get(module)
+    state: FusionState | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks
     return _sixteen_bits(codes) if codes.bits is not None and state.config.attention == "exact" else codes
 

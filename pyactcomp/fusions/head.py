@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from ..codec import Impl
 from ..errors import PyactcompError
 from ..functional import linear_cross_entropy
-from .base import fusing
 from .fusion import Fused, form_of, linear_dtype, original_of
+from .state import active_codes
 from .tampering import bypassable_as, tampering_reason
 
 # Settings of transformers' models that change logits before the loss: the loss then needs all logits.
@@ -259,7 +259,7 @@ class Head(Fused):
         # Keeps the signature: frameworks read the parameter names of a model's forward.
         @functools.wraps(original.forward)
         def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-            codes = fusing(self) if kwargs.get("labels") is not None else None
+            codes = active_codes(self) if kwargs.get("labels") is not None else None
             head = _head_of(self)
             if codes is None or not bypassable_as(head, nn.Linear) or type(head.weight) is not Parameter:
                 return original.forward(self, *args, **kwargs)

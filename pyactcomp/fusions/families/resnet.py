@@ -15,8 +15,8 @@ from ...engine.marks import RECTIFIED
 from ...functional import Codes
 from ...functional.convolutional.batch_norm import batch_norm
 from ...functional.convolutional.max_pool import max_pool2d
-from ..base import codes_again
 from ..fusion import Fused, Fusion, codes_for, form_of, of_one_dtype
+from ..state import next_codes
 from ..tampering import bypassable_as, tampering_reason
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
@@ -114,7 +114,7 @@ class ResidualBlock(Fused):
             return cast(Tensor, super().forward(x))
         out = x
         for convolution, norm in layers[:-1]:
-            out = _normalise(norm, convolution(out), codes_again(self), relu=True)
+            out = _normalise(norm, convolution(out), next_codes(self), relu=True)
         convolution, norm = layers[-1]
         out = convolution(out)
         shortcut: Tensor = x if self.downsample is None else self.downsample(x)

@@ -20,8 +20,8 @@ from ...functional import Codes, layer_norm
 from ...functional.windows.residual_add import residual_add
 from ...functional.windows.take_rows import take_rows
 from ...functional.windows.window_attention import window_attention
-from ..base import codes_again
 from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, form_of, linear_dtype
+from ..state import next_codes
 from ..tampering import bypassable_as
 
 # Tokens of one window: the kernels serve no more, and without kernels recomputing scores costs more than reading them.
@@ -99,7 +99,7 @@ class Block(Fused):
             tokens = self.norm2(rows.view(batch, -1, channels))
         else:
             early = _feeds_linear(self.mlp, "timm.layers.mlp", "Mlp", "fc1")
-            tokens = _normalise(self.norm2, rows, codes_again(self), None, early)
+            tokens = _normalise(self.norm2, rows, next_codes(self), None, early)
             tokens = tokens.view(batch, -1, channels)
         branch = self.mlp(tokens).reshape(-1, channels)
         scale = _drops(self.drop_path2, branch, batch)

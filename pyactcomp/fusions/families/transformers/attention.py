@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ....functional import Codes, rope
-from ...base import fusing
 from ...formulas import definition, formula
 from ...fusion import Fused, autocast_dtype
 from ...products import cast_once
+from ...state import active_codes
 
 _ROTATE = "apply_rotary_pos_emb"
 _ROTARY = (
@@ -32,7 +32,7 @@ class Projections(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward on the cast input, with the fused rotary embedding."""
-        codes = fusing(self)
+        codes = active_codes(self)
         if codes is None:
             return super().forward(*args, **kwargs)
         own: Any = super().forward

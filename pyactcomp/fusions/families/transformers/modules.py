@@ -23,10 +23,10 @@ from ....engine import recompute
 from ....engine.saved import check_version
 from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, rms_norm, silu_mul
 from ....torch_private import under_checkpoint
-from ...base import codes_again
 from ...formulas import children_fed, formula, forward_of
 from ...fusion import Fused, Fusion, codes_for, fits, form_of, original_of
 from ...products import cast_once, feeds_linears, is_matrix_product
+from ...state import next_codes
 from ...tampering import bypassable, bypassable_as
 from ..torch_modules import Dropout, norms_before_linears
 from .attention import Projections, rotates
@@ -201,7 +201,7 @@ class DecoderLayer(Fused):
         *named, (_, others) = _bound(function, self, hidden_states, *args, **kwargs)
         # Reuse one name, to free each branch after the sum.
         normal, _ = self.self_attn(**{**dict(named[1:]), "hidden_states": normal}, **others)
-        codes = codes_again(self)
+        codes = next_codes(self)
         normal, past = add_rms_norm(normal, past, second.weight, second.variance_epsilon, codes=codes)
         return past + self.mlp(normal)
 

@@ -25,7 +25,7 @@ class LeftAlone(NamedTuple):
     reason: str
 
 
-class Fusing:
+class FusionState:
     """State shared by the fused modules of one compressed model.
 
     Attributes
@@ -45,7 +45,7 @@ class Fusing:
         self.paused = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Fusing, (self.config, self.left_alone, self.seeds)
+        return FusionState, (self.config, self.left_alone, self.seeds)
 
     @functools.cached_property
     def _codes(self) -> Codes:
@@ -65,7 +65,7 @@ class Fusing:
         return replace(self._codes, seed=self.seeds.next()) if self._codes.stochastic else self._codes
 
 
-def fusing(module: Module) -> Codes | None:
+def active_codes(module: Module) -> Codes | None:
     """Return the codes for one call of a fused module, or None where the forward of its own class must run.
 
     The own forward runs in evaluation mode, without gradients, inside functorch transforms and forward-mode
@@ -73,7 +73,7 @@ def fusing(module: Module) -> Codes | None:
     ``PYACTCOMP_DISABLE=1``. Hooks do not matter: a checkpointed function must take the same path when checkpoint
     recomputes the function in backward.
     """
-    state: Fusing | None = FUSING.get(module)
+    state: FusionState | None = FUSING.get(module)
     if (
         state is None
         or state.paused
@@ -87,8 +87,8 @@ def fusing(module: Module) -> Codes | None:
     return state.codes()
 
 
-def codes_again(module: Module) -> Codes:
+def next_codes(module: Module) -> Codes:
     """Return codes with another seed, for the next fused call in the same forward."""
-    state: Fusing | None = FUSING.get(module)
+    state: FusionState | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks
     return state.codes()
