@@ -20,7 +20,7 @@ from pyactcomp.engine import policy
 from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
 from pyactcomp.fusions.families import torch_modules
 from pyactcomp.fusions.formulas import children_fed, definition, formula
-from pyactcomp.fusions.fusion import Fused, Fusion, form_of
+from pyactcomp.fusions.fusion import Fused, Fusion, fused_class
 
 CONFIG = Config(min_bytes=0)
 
@@ -448,7 +448,7 @@ def test_error_midway_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Larger(Fused):
         __slots__ = ("extra",)
 
-    broken = Fusion(form_of(Larger, nn.GELU))
+    broken = Fusion(fused_class(Larger, nn.GELU))
     monkeypatch.setattr(torch_modules, "by_class", lambda classes: forms | {nn.GELU: broken})
     with pytest.raises(TypeError, match="layout differs"):
         fuse(model, CONFIG)

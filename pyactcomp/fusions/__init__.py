@@ -11,7 +11,7 @@ from ..codec.seeds import Seeds
 from ..config import Config
 from ..engine.marks import FUSING
 from . import families, head
-from .fusion import Fused, Fusion, is_form, original_of
+from .fusion import Fused, Fusion, is_fused_class, original_of
 from .state import FusionState, LeftAlone
 from .tampering import tampering_reason
 
@@ -51,7 +51,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
             plan[module] = fusion.fused
         else:
             alone.append(LeftAlone(name, type(module).__name__, reason))
-    if config.fuse_head and not any(issubclass(form, head.Head) for form in plan.values()):
+    if config.fuse_head and not any(issubclass(fused, head.Head) for fused in plan.values()):
         headless = _headless(model)
         raise ValueError(
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
@@ -75,14 +75,14 @@ def unfuse(model: Module) -> None:
     A class derived from the fused one, as ``fully_shard`` makes one, stays and runs the module's own forward.
     """
     for module in model.modules():
-        if FUSING.pop(module) is not None and is_form(type(module)):
+        if FUSING.pop(module) is not None and is_fused_class(type(module)):
             module.__class__ = original_of(type(module))
 
 
 def fused_modules(model: Module) -> list[tuple[str, str]]:
     """Return the qualified name of each fused module, with the name of the fused class."""
     return [
-        (name, next(base.__bases__[0].__name__ for base in type(module).__mro__ if is_form(base)))
+        (name, next(base.__bases__[0].__name__ for base in type(module).__mro__ if is_fused_class(base)))
         for name, module in model.named_modules()
         if isinstance(module, Fused) and FUSING.get(module) is not None
     ]

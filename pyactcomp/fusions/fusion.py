@@ -30,7 +30,7 @@ class Fused(Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the two base classes: the fused class built from them is no attribute of any module."""
         parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
-        return (_blank, type(self).__bases__, *parts[2:]) if is_form(type(self)) else parts
+        return (_blank, type(self).__bases__, *parts[2:]) if is_fused_class(type(self)) else parts
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Fusion:
     Attributes
     ----------
     fused : type
-        A class from :func:`form_of`.
+        A class from :func:`fused_class`.
     exact : bool
         Whether outputs and gradients in lossless mode equal, to the bit, the results of the module's own operators.
     bypassed : tuple of str
@@ -55,24 +55,24 @@ class Fusion:
     suits: Callable[[Module], bool] | None = None
 
 
-def form_of(fused: type[Fused], original: type[Module]) -> type[Module]:
+def fused_class(fused: type[Fused], original: type[Module]) -> type[Module]:
     """Return the class with the bases ``fused`` and ``original``, under the name of ``original``.
 
     Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints.
     """
     bases = fused, original
-    if bases not in _forms:
+    if bases not in _fused_classes:
         qualified = f"{fused.__qualname__}({original.__qualname__})"
         space = {"__module__": fused.__module__, "__qualname__": qualified, FORM.name: True}
-        _forms[bases] = cast("type[Module]", type(original.__name__, bases, space))
-    return _forms[bases]
+        _fused_classes[bases] = cast("type[Module]", type(original.__name__, bases, space))
+    return _fused_classes[bases]
 
 
-_forms: dict[tuple[type[Fused], type[Module]], type[Module]] = {}
+_fused_classes: dict[tuple[type[Fused], type[Module]], type[Module]] = {}
 
 
-def is_form(cls: type) -> bool:
-    """Return whether a class was made by :func:`form_of`."""
+def is_fused_class(cls: type) -> bool:
+    """Return whether a class was made by :func:`fused_class`."""
     return FORM.get(cls) is not None
 
 
@@ -81,7 +81,7 @@ def original_of(cls: type[Module]) -> type[Module]:
     original = _originals.get(cls)
     if original is None:
         # fully_shard derives a class from the fused one: search the bases.
-        original = next((base.__bases__[1] for base in cls.__mro__ if is_form(base)), cls)
+        original = next((base.__bases__[1] for base in cls.__mro__ if is_fused_class(base)), cls)
         _originals[cls] = original
     return original
 
@@ -91,8 +91,8 @@ _originals: dict[type[Module], type[Module]] = {}
 
 
 def _blank(fused: type[Fused], original: type[Module]) -> Module:
-    form = form_of(fused, original)
-    return form.__new__(form)
+    cls = fused_class(fused, original)
+    return cls.__new__(cls)
 
 
 def codes_for(module: Module, *inputs: Tensor) -> Codes | None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..codec import Impl
 from ..errors import PyactcompError
 from ..functional import linear_cross_entropy
-from .fusion import Fused, form_of, linear_dtype, original_of
+from .fusion import Fused, fused_class, linear_dtype, original_of
 from .state import active_codes
 from .tampering import bypassable_as, tampering_reason
 
@@ -284,7 +284,7 @@ def _head_of(model: Module) -> Any:
 
 def fused_head_class(module: Module) -> type[Module] | None:
     """Return the fused class with the chunked loss, or None where :func:`unsupported_head` has a reason against it."""
-    return form_of(Head, original_of(type(module))) if unsupported_head(module) is None else None
+    return fused_class(Head, original_of(type(module))) if unsupported_head(module) is None else None
 
 
 def unsupported_head(module: Module) -> str | None:

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from ..engine.marks import FUSING
 from ..errors import PyactcompError
-from .fusion import is_form, original_of
+from .fusion import is_fused_class, original_of
 
 
 class Scriptable:
@@ -39,7 +39,7 @@ class Scriptable:
 
     def _twin_of(self, module: Module, twins: dict[Module, Module]) -> Module:
         if module not in twins:
-            cls = original_of(type(module)) if is_form(type(module)) else type(module)
+            cls = original_of(type(module)) if is_fused_class(type(module)) else type(module)
             twin = twins[module] = cls.__new__(cls)
             twin.__dict__.update(module.__dict__)
             for name in (FUSING.name, self.NAME):

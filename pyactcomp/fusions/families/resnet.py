@@ -15,7 +15,7 @@ from ...engine.marks import RECTIFIED
 from ...functional import Codes
 from ...functional.convolutional.batch_norm import batch_norm
 from ...functional.convolutional.max_pool import max_pool2d
-from ..fusion import Fused, Fusion, codes_for, form_of, of_one_dtype
+from ..fusion import Fused, Fusion, codes_for, fused_class, of_one_dtype
 from ..state import next_codes
 from ..tampering import bypassable_as, tampering_reason
 
@@ -158,7 +158,7 @@ def by_place(model: Module) -> dict[Module, Fusion]:
     first = children.get("conv1")
     deep = list(first) if type(first) is nn.Sequential and tampering_reason(first) is None else []
     row = [*deep, children.get("bn1"), children.get("act1", children.get("relu"))]
-    forms: dict[Module, Fusion] = {}
+    fusions: dict[Module, Fusion] = {}
     for norm, activation in itertools.pairwise(row):
         if (
             isinstance(norm, Module)
@@ -166,20 +166,20 @@ def by_place(model: Module) -> dict[Module, Fusion]:
             and bypassable_as(norm, nn.BatchNorm2d)
             and bypassable_as(activation, nn.ReLU)
         ):
-            forms[norm] = Fusion(form_of(BatchNormReLU2d, nn.BatchNorm2d))
-            forms[activation] = Fusion(form_of(PassingReLU, nn.ReLU))
-    return forms
+            fusions[norm] = Fusion(fused_class(BatchNormReLU2d, nn.BatchNorm2d))
+            fusions[activation] = Fusion(fused_class(PassingReLU, nn.ReLU))
+    return fusions
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fusion of each class; timm's and torchvision's classes only if loaded."""
-    forms: dict[type[Module], Fusion] = {
-        nn.BatchNorm2d: Fusion(form_of(BatchNorm2d, nn.BatchNorm2d)),
-        nn.MaxPool2d: Fusion(form_of(MaxPool2d, nn.MaxPool2d), exact=True),
+    fusions: dict[type[Module], Fusion] = {
+        nn.BatchNorm2d: Fusion(fused_class(BatchNorm2d, nn.BatchNorm2d)),
+        nn.MaxPool2d: Fusion(fused_class(MaxPool2d, nn.MaxPool2d), exact=True),
     }
     for name in _RESNETS:
         resnet = sys.modules.get(name)
         for block in (getattr(resnet, attribute, None) for attribute in ("BasicBlock", "Bottleneck")):
             if block is not None:
-                forms[block] = Fusion(form_of(ResidualBlock, block), bypassed=_BYPASSED)
-    return forms
+                fusions[block] = Fusion(fused_class(ResidualBlock, block), bypassed=_BYPASSED)
+    return fusions

@@ -20,7 +20,7 @@ from ...functional import Codes, layer_norm
 from ...functional.windows.residual_add import residual_add
 from ...functional.windows.take_rows import take_rows
 from ...functional.windows.window_attention import window_attention
-from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, form_of, linear_dtype
+from ..fusion import Fused, Fusion, attention_codes, codes_for, fits, fused_class, linear_dtype
 from ..state import next_codes
 from ..tampering import bypassable_as
 
@@ -153,9 +153,11 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     if swin is None:
         return {}
     return {
-        swin.WindowAttention: Fusion(form_of(WindowAttention, swin.WindowAttention), bypassed=("attn_drop", "softmax")),
+        swin.WindowAttention: Fusion(
+            fused_class(WindowAttention, swin.WindowAttention), bypassed=("attn_drop", "softmax")
+        ),
         swin.SwinTransformerBlock: Fusion(
-            form_of(Block, swin.SwinTransformerBlock),
+            fused_class(Block, swin.SwinTransformerBlock),
             exact=True,
             bypassed=("norm1", "norm2", "drop_path1", "drop_path2"),
         ),

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn import Module
 
-from ..fusion import Fusion, form_of
+from ..fusion import Fusion, fused_class
 from .torch_modules import LayerNorm, norms_before_linears
 
 _PRE_NORM = {("timm.models.vision_transformer", "Block"): {"norm1": "attn", "norm2": "mlp"}}
@@ -16,7 +16,7 @@ _PRE_NORM = {("timm.models.vision_transformer", "Block"): {"norm1": "attn", "nor
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fusion of timm's layer norm, if timm is loaded."""
-    return {norm: Fusion(form_of(LayerNorm, norm)) for norm in _layer_norm()}
+    return {norm: Fusion(fused_class(LayerNorm, norm)) for norm in _layer_norm()}
 
 
 def by_place(block: Module) -> dict[Module, Fusion]:

@@ -13,7 +13,7 @@ from torch.nn import Module
 from ...engine.recompute import is_result_to_store
 from ...functional import dropout, gelu, layer_norm, rms_norm
 from ..formulas import children_fed, forward_of
-from ..fusion import Fused, Fusion, codes_for, fits, form_of, linear_dtype, original_of
+from ..fusion import Fused, Fusion, codes_for, fits, fused_class, linear_dtype, original_of
 from ..tampering import bypassable_as, tampering_reason
 
 
@@ -94,11 +94,11 @@ class Dropout(Fused, nn.Dropout):
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fusion of each class."""
     return {
-        nn.LayerNorm: Fusion(form_of(LayerNorm, nn.LayerNorm)),
-        nn.RMSNorm: Fusion(form_of(RMSNorm, nn.RMSNorm)),
-        nn.GELU: Fusion(form_of(GELU, nn.GELU)),
+        nn.LayerNorm: Fusion(fused_class(LayerNorm, nn.LayerNorm)),
+        nn.RMSNorm: Fusion(fused_class(RMSNorm, nn.RMSNorm)),
+        nn.GELU: Fusion(fused_class(GELU, nn.GELU)),
         # A dropout with p = 0, common in models, costs one call less without fusing.
-        nn.Dropout: Fusion(form_of(Dropout, nn.Dropout), exact=True, suits=_drops),
+        nn.Dropout: Fusion(fused_class(Dropout, nn.Dropout), exact=True, suits=_drops),
     }
 
 
@@ -128,7 +128,7 @@ def norms_before_linears(
         return {}
     children = block._modules
     return {
-        norm: Fusion(form_of(LayerNormForLinear, type(norm)))
+        norm: Fusion(fused_class(LayerNormForLinear, type(norm)))
         for norm, child in ((children.get(a), children.get(b)) for a, b in feeds.items())
         if norm is not None and type(norm) in norms and child is not None and _feeds(child, linears)
     }

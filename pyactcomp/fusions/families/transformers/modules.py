@@ -24,7 +24,7 @@ from ....engine.saved import check_version
 from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, rms_norm, silu_mul
 from ....torch_private import under_checkpoint
 from ...formulas import children_fed, formula, forward_of
-from ...fusion import Fused, Fusion, codes_for, fits, form_of, original_of
+from ...fusion import Fused, Fusion, codes_for, fits, fused_class, original_of
 from ...products import cast_once, feeds_linears, is_matrix_product
 from ...state import next_codes
 from ...tampering import bypassable, bypassable_as
@@ -223,16 +223,16 @@ def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[
 _BY_FORMULA: dict[str, Callable[[type[Module]], Fusion]] = {
     "self.weight * (hidden_states.to(torch.float32) * torch.rsqrt(hidden_states.to(torch.float32).pow(2)"
     ".mean(-1, keepdim=True) + self.variance_epsilon)).to(hidden_states.dtype)": lambda cls: Fusion(
-        form_of(RMSNorm, cls)
+        fused_class(RMSNorm, cls)
     ),
     "0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))": (
-        lambda cls: Fusion(form_of(NewGELU, cls), exact=True)
+        lambda cls: Fusion(fused_class(NewGELU, cls), exact=True)
     ),
     "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": lambda cls: Fusion(
-        form_of(GatedMLP, cls), exact=True, bypassed=("act_fn",)
+        fused_class(GatedMLP, cls), exact=True, bypassed=("act_fn",)
     ),
     "self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)": lambda cls: Fusion(
-        form_of(ResidualNorm, cls), bypassed=("LayerNorm",)
+        fused_class(ResidualNorm, cls), bypassed=("LayerNorm",)
     ),
 }
 
@@ -272,16 +272,16 @@ def _fusion(cls: type[Module]) -> Fusion | None:
     if _is_decoder_layer(defined):
         norms = "input_layernorm", "post_attention_layernorm"
         return Fusion(
-            form_of(DecoderLayer, cls), bypassed=norms, suits=lambda block: bool(_norms_before_gated_mlps(block))
+            fused_class(DecoderLayer, cls), bypassed=norms, suits=lambda block: bool(_norms_before_gated_mlps(block))
         )
     make = _BY_FORMULA.get(formula(defined) or "")
     if make is not None:
         return make(cls)
     if cls.__module__ == "transformers.activations" and cls.__name__ in ("GELUActivation", "GELUTanh"):
-        return Fusion(form_of(GELU, cls))
+        return Fusion(fused_class(GELU, cls))
     if rotates(cls.forward):
-        return Fusion(form_of(Projections, cls), exact=True)
-    return Fusion(form_of(Projections, cls), suits=feeds_linears) if len(children_fed(defined)) > 1 else None
+        return Fusion(fused_class(Projections, cls), exact=True)
+    return Fusion(fused_class(Projections, cls), suits=feeds_linears) if len(children_fed(defined)) > 1 else None
 
 
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
@@ -309,7 +309,7 @@ def _norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
     if not {norm_class, mlp_class} <= known.keys() or not issubclass(known[mlp_class].fused, GatedMLP):
         return {}
     is_rms_norm = issubclass(known[norm_class].fused, RMSNorm)
-    return {norm: Fusion(form_of(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
+    return {norm: Fusion(fused_class(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
 
 
 def _is_silu(activation: Module) -> bool:
