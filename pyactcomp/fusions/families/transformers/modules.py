@@ -114,32 +114,32 @@ class GatedMLP(Fused):
         if codes.bits is None:
             return cast(Tensor, self.down_proj(silu_mul(gate, up, codes=codes)))
         # After the calls: a hook of gate_proj or up_proj may have written to x.
-        up_again = _linear_again(self.up_proj, x) if up_by else None
+        up_again = _linear_recomputation(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, codes=codes)
         return cast(Tensor, self.down_proj(product))
 
 
-def _linear_again(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
+def _linear_recomputation(linear: Any, x: Tensor) -> Callable[[], Tensor] | None:
     """Return a function that recomputes ``linear(x)`` in backward, or None where this is not worth the time.
 
     Codes of ``up`` are 31 % of the bytes stored for a Llama layer, and the product takes 4 % of the step on an H200.
     Under torch.utils.checkpoint saved tensors live for one block only, in a forward that is itself a recomputation.
     """
     weight, bias = linear.weight, linear.bias
-    x_again = recompute.recomputation_of(x)
-    if x_again is None or under_checkpoint():
+    recompute_x = recompute.recomputation_of(x)
+    if recompute_x is None or under_checkpoint():
         return None
     version, device = weight._version, x.device.type
     # Keep the weight of this forward, as autograd does, even if the module gets a new one. Copy the bias: an in-place
     # update of the bias may precede backward.
-    held = weight.detach()
-    shift = None if bias is None else bias.detach().clone()
+    same_weight = weight.detach()
+    bias_copy = None if bias is None else bias.detach().clone()
 
     def compute() -> Tensor:
-        check_version(held, version)
+        check_version(same_weight, version)
         with torch.autocast(device, enabled=False):
-            again = x_again()
-            return F.linear(again, held.to(again.dtype), None if shift is None else shift.to(again.dtype))
+            x = recompute_x()
+            return F.linear(x, same_weight.to(x.dtype), None if bias_copy is None else bias_copy.to(x.dtype))
 
     return compute
 
