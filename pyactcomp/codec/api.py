@@ -234,7 +234,7 @@ def quantize(
     -----
     For a finite element of a group with step ``s`` and largest magnitude ``m <= 2**126``, the error is at most
     ``s / 2`` (stochastic: ``s``) plus 2 ulp of ``m``, plus half an ulp of a 16-bit output
-    (:func:`pyactcomp.reference.error_bound`). Infinities and NaN come back as themselves. Runs on the current
+    (:func:`pyactcomp.codec.reference.error_bound`). Infinities and NaN are restored as such. Runs on the current
     stream and never synchronises.
 
     Examples

@@ -144,7 +144,7 @@ def quantize(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import reference
+    >>> from pyactcomp.codec import reference
     >>> packed = reference.quantize(torch.arange(128.0))
     >>> packed.numel()                       # 128 codes, two groups of 4 bytes
     136
