@@ -261,7 +261,7 @@ def test_tune_recommends_nothing_that_is_not_known_to_work(size: int, limit: flo
     path = write(tmp_path, content([*growing((10,)), died], allocator_settings=settings))
     ran = run("tune", path, "--capacity", "30MiB", "--time-limit", limit)
     assert ran.exit_code == 0
-    assert ran.stdout.endswith(f"nothing tried fits in 30.00 MiB; what would do is {why}\n")
+    assert ran.stdout.endswith(f"nothing tried fits in 30.00 MiB; the capacity that would be enough is {why}\n")
     for word in ("export", "unset", "the best", "nothing to change"):
         assert word not in ran.stdout
 
@@ -323,7 +323,7 @@ def test_tune_recommends_nothing_where_ctrl_c_came_before_anything_fitted(
     press(monkeypatch, at)
     ran = run("tune", write(tmp_path, content(growing())), "--capacity", "50MiB")
     assert ran.exit_code == 130
-    why = "what would do is not known: the search ended before"
+    why = "the capacity that would be enough is not known: the search ended before"
     assert ran.stdout.endswith(f"stopped by Ctrl-C after {at} replays\nnothing tried fits in 50.00 MiB; {why}\n")
     assert "export" not in ran.stdout
     assert "nothing to change" not in ran.stdout

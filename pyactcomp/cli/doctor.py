@@ -15,7 +15,7 @@ from .shared import console
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Report the parts that work on this machine, the parts that fail, and the remedies; exit with 1 on a failure."""
+    """Report the working and failing parts of pyactcomp on this machine, with remedies; exit with 1 on a failure."""
     findings = examine()
     if as_json:
         typer.echo(json.dumps(findings, indent=2))

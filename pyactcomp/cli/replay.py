@@ -1,4 +1,4 @@
-"""The command ``replay``: print the memory that other allocator settings would have taken."""
+"""The command ``replay``: print the memory needed under other allocator settings."""
 
 from __future__ import annotations
 
@@ -117,15 +117,13 @@ def _row(path: Path, snapshot: Snapshot, trace: DeviceTrace, result: ReplayResul
 def _notes(trace: DeviceTrace, result: ReplayResult) -> list[str]:
     notes = []
     if not len(trace.events):
-        notes.append("no events were recorded: only what existed at the end is known")
+        notes.append("no events were recorded: only the blocks that existed at the end are known")
     elif not trace.beginning.complete:
-        notes.append("there are no segments in the file: what no event touched is not known")
+        notes.append("there are no segments in the file: blocks without events are not known")
     if result.unknown_frees:
-        notes.append(
-            f"frees of addresses that nothing was seen to allocate, which changed nothing: {result.unknown_frees}"
-        )
+        notes.append(f"frees of addresses without a recorded allocation, ignored: {result.unknown_frees}")
     if result.lost_frees:
-        notes.append(f"frees that are missing, of addresses that were allocated again: {result.lost_frees}")
+        notes.append(f"missing frees, of addresses that were allocated a second time: {result.lost_frees}")
     if result.cache_emptied:
         notes.append(f"times that the program emptied the cache, and the replay too: {result.cache_emptied}")
     if result.unclear_releases:
@@ -183,6 +181,6 @@ def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 def _where(row: dict[str, Any]) -> str:
     if row["oom_size"] is None:
-        return "has no room for what existed before the first event, or for that"
+        return "has no room for the blocks from before the first event, or for the first request"
     stack = ", requested by" if row["oom_stack"] else ""
     return f"runs out of memory at event {row['oom_at']}, a request of {size_text(row['oom_size'])}{stack}"

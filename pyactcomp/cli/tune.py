@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 def tune(
     snapshot: SnapshotFile,
-    capacity: Annotated[str, typer.Option(help='The memory of each device that is to do, as in "24GiB".')],
+    capacity: Annotated[str, typer.Option(help='Memory of each device to fit into, as in "24GiB".')],
     time_limit: Annotated[float, typer.Option(help="Seconds after which the best so far is taken.")] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Search the allocator settings with which a recorded program takes the least memory; Ctrl-C ends the search."""
+    """Search for the allocator settings with the least memory for a recorded program; Ctrl-C ends the search."""
     from ..snapshots.tune import tune as search
 
     limit = capacity_bytes(capacity)
@@ -139,7 +139,7 @@ def _advice(result: TuneResult) -> list[str]:
         nothing = f"nothing tried fits in {size_text(result.capacity)}"
         if least is None:
             why = "more than 512 GiB" if result.stopped == "finished" else "not known: the search ended before"
-            return [f"{nothing}; what would do is {why}"]
+            return [f"{nothing}; the capacity that would be enough is {why}"]
         whose = ", the setting of the recording" if recorded else ""
         lines = [f"{nothing}; the least found to work is {size_text(least)}, with {best.config}{whose}"]
     return lines if recorded else lines + _export(result)

@@ -1,4 +1,4 @@
-"""The command ``demo``: its options, progress, table and picture."""
+"""The command ``demo``: options, progress, table and picture."""
 
 from __future__ import annotations
 
