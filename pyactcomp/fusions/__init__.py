@@ -70,7 +70,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
 
 
 def unfuse(model: Module) -> None:
-    """Give every fused module its own class back.
+    """Give every fused module the original class back.
 
     A class derived from the fused one, as ``fully_shard`` makes one, stays and runs the module's own forward.
     """

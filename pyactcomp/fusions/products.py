@@ -1,4 +1,4 @@
-"""Linears: which a fused forward may replace by a matrix product, and one cast for several of them."""
+"""Linears in a fused forward: the test for a bare matrix product, and one cast for several Linears."""
 
 from __future__ import annotations
 

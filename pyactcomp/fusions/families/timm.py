@@ -1,4 +1,4 @@
-"""timm's layer norm, which computes the same as torch's, and the blocks of timm's vision transformer."""
+"""timm's layer norm, with the formula of torch's, and the blocks of timm's vision transformer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
 
 
 def by_place(block: Module) -> dict[Module, Fusion]:
-    """Return the fusions of a block's norms that only Linears read."""
+    """Return the fusions of a block's norms read only by Linears."""
     return norms_before_linears(block, _PRE_NORM, (nn.LayerNorm, *_layer_norm()), (nn.Linear,))
 
 
