@@ -365,9 +365,7 @@ AMPLIFYING = frozenset(
 """Operators whose derivative grows without bound where an operand, or the operand's deviation, is small. There the
 operand needs relative precision."""
 
-PRODUCTS = frozenset(
-    f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar", "gelu", "silu", "mish", "glu")
-)
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar", "gelu", "silu", "mish", "glu"))
 """Elementwise products: a small factor gives a small result."""
 
 SHORT_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))
