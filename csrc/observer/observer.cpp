@@ -5,12 +5,8 @@
 // Python objects waits for `reader`. The module is compiled for one release of torch, as _torch_allocator is.
 //
 // Longer than 400 lines: the calls of a thread, the table's readings and the match share one thread-local state.
-#include <ATen/RedispatchFunctions.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -27,6 +23,8 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
+
+#include "observer/tensors.hpp"
 
 namespace pac::observer {
 namespace {
@@ -315,24 +313,6 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
   return found;
 }
 
-/// Return whether operators may be transformed, recorded or replaced instead of run; Python then checks more closely.
-bool special() {
-  using c10::DispatchKey;
-  // jit's tracer, make_fx before dispatch, and functorch inside a transform.
-  for (const auto key : {DispatchKey::Tracer, DispatchKey::PreDispatch, DispatchKey::FuncTorchDynamicLayerFrontMode}) {
-    if (c10::impl::tls_is_dispatch_key_included(key)) return true;
-  }
-  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
-}
-
-/// Return the tensor of a Python object, or null with an error set.
-const at::Tensor* tensor_of(PyObject* object) {
-  if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
-  PyErr_Format(PyExc_TypeError, "a torch.Tensor was expected, got %s", Py_TYPE(object)->tp_name);
-  return nullptr;
-}
-
 PyObject* may_be_transformed(PyObject*, PyObject*) { return PyBool_FromLong(special()); }
 
 /// Count a tensor saved by the running operator; return whether operators may be transformed or replaced.
@@ -358,130 +338,6 @@ PyObject* reader(PyObject*, PyObject* object) {
   if (!values) return nullptr;
   PyObject* given = PyObject_CallMethod(found.reading->object.get(), "given", "N", values);
   return given;
-}
-
-/// Return a tensor with the same memory and version counter, without the graph: `detach()` without observers.
-PyObject* bare(PyObject*, PyObject* object) {
-  const at::Tensor* const tensor = tensor_of(object);
-  if (!tensor) return nullptr;
-  try {
-    const bool plain = THPVariable_CheckExact(object) && !special();
-    return THPVariable_Wrap(plain ? tensor->tensor_data() : tensor->detach());
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
-
-/// Releases the GIL for the object's lifetime: an allocation may wait for the device.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
-};
-
-/// Return uninitialised memory on the device of `beside`. Redispatch, because no callback observes a redispatch: boxing
-/// the arguments for our callback takes longer than a cached allocation.
-at::Tensor empty(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtype, const at::Tensor& beside) {
-  const WithoutGil released;
-  const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
-  if (special() || !(beside.is_cpu() || beside.is_cuda())) return at::empty_strided(shape, stride, options);
-  const c10::DispatchKeySet keys(beside.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
-  return at::redispatch::empty_strided(keys, shape, stride, options);
-}
-
-/// buffer(tensor, nbytes): return uninitialised bytes on the device of a tensor.
-PyObject* buffer(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_Format(PyExc_TypeError, "buffer expects a tensor and a number of bytes, got %zd arguments", count);
-    return nullptr;
-  }
-  const at::Tensor* const tensor = tensor_of(arguments[0]);
-  const std::int64_t size = tensor ? PyLong_AsLongLong(arguments[1]) : -1;
-  if (PyErr_Occurred()) return nullptr;
-  try {
-    return THPVariable_Wrap(empty({size}, {1}, at::kByte, *tensor));
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
-
-/// empty_as(like, beside): return uninitialised memory with the layout and dtype of `like` on the device of `beside`.
-PyObject* empty_as(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_Format(PyExc_TypeError, "empty_as expects two tensors, got %zd arguments", count);
-    return nullptr;
-  }
-  const at::Tensor* const like = tensor_of(arguments[0]);
-  const at::Tensor* const beside = like ? tensor_of(arguments[1]) : nullptr;
-  if (!beside) return nullptr;
-  try {
-    return THPVariable_Wrap(empty(like->sizes(), like->strides(), like->scalar_type(), *beside));
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
-
-/// The version of a tensor when saved, and the version counter, without the tensor.
-struct Version {
-  PyObject_HEAD c10::VariableVersion counter;
-  std::uint32_t saved;
-};
-
-void version_dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<Version*>(self)->counter.~VariableVersion();
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyObject* version_saved(PyObject* self, void*) {
-  return PyLong_FromUnsignedLong(reinterpret_cast<Version*>(self)->saved);
-}
-
-PyObject* version_current(PyObject* self, void*) {
-  return PyLong_FromUnsignedLong(reinterpret_cast<Version*>(self)->counter.current_version());
-}
-
-PyObject* version_moved(PyObject* self, void*) {
-  const Version& version = *reinterpret_cast<Version*>(self);
-  return PyBool_FromLong(version.counter.current_version() != version.saved);
-}
-
-PyGetSetDef version_attributes[] = {
-    {"saved", version_saved, nullptr, "The version that was saved.", nullptr},
-    {"current", version_current, nullptr, "The version now.", nullptr},
-    {"moved", version_moved, nullptr, "Whether the tensor was written to since.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
-
-PyType_Slot version_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(version_dealloc)},
-    {Py_tp_getset, version_attributes},
-    {0, nullptr},
-};
-
-PyType_Spec version_spec = {"pyactcomp._observer.Version", sizeof(Version), 0,
-                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, version_slots};
-
-PyTypeObject* version_type = nullptr;
-
-PyObject* version(PyObject*, PyObject* object) {
-  const at::Tensor* const tensor = tensor_of(object);
-  if (!tensor) return nullptr;
-  PyObject* made = version_type->tp_alloc(version_type, 0);
-  if (!made) return nullptr;
-  Version& held = *reinterpret_cast<Version*>(made);
-  new (&held.counter) c10::VariableVersion(torch::autograd::impl::version_counter(*tensor));
-  held.saved = held.counter.current_version();
-  return made;
 }
 
 PyObject* start(PyObject*, PyObject*) {
