@@ -1,5 +1,5 @@
-// Live blocks by address: open addressing, because std::unordered_map's node a lookup costs more than the rest of a
-// free (an allocation and two cache misses).
+// Live memory blocks by address. Open addressing: the node of std::unordered_map would cost a free more than all other
+// work (an allocation and two cache misses).
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ class AddressTable {
 
   std::size_t size() const { return count_; }
 
-  /// nullptr where the address is unknown.
+  /// nullptr if the address is unknown.
   Value* find(Address address) const {
     for (std::size_t at = home(address); slots_[at].value; at = next(at)) {
       if (slots_[at].address == address) return slots_[at].value;
@@ -34,7 +34,7 @@ class AddressTable {
   void erase(Address address) {
     std::size_t hole = home(address);
     while (slots_[hole].address != address) hole = next(hole);
-    // Entries that probed past the hole move back into it, so that no search ends early and no marker is left.
+    // Entries whose probe sequence crosses the hole move back: no search ends early, and no marker is left.
     for (std::size_t at = next(hole); slots_[at].value; at = next(at)) {
       const std::size_t probes = (at - home(slots_[at].address)) & (slots_.size() - 1);
       if (probes >= ((at - hole) & (slots_.size() - 1))) {

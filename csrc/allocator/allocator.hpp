@@ -1,8 +1,8 @@
-// The interface of a caching allocator of one device, a table of virtual functions: the Python module, the pluggable
-// library and the torch subclass, which is built apart, all speak to the core through it.
+// Interface of one device's caching allocator, a table of virtual functions. The Python module, the pluggable library
+// and the separately built torch subclass all reach the core through this class.
 //
-// Every function may be called from any thread. Functions that take an address throw UnknownAddress where it is not
-// this allocator's, and then nothing has changed.
+// Every function may be called from any thread. With an address of another allocator, a function throws UnknownAddress
+// and changes nothing.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct BlockInfo {
   Context context;  ///< of the allocation
 };
 
-/// One contiguous piece of mapped memory, and the blocks that tile it in address order.
+/// A contiguous range of mapped memory, tiled by `blocks` in address order.
 struct SegmentInfo {
   Address address = 0;
   Bytes size = 0;
@@ -37,11 +37,11 @@ struct SegmentInfo {
   PoolKind kind = PoolKind::kSmall;
   PoolId pool;
   bool expandable = false;  ///< made of mapped handles
-  Context context;          ///< of the allocation that made it grow
+  Context context;          ///< of the allocation behind the last growth
   std::vector<BlockInfo> blocks;
 };
 
-/// In torch's order. Snapshots are taken, and recorded, by whoever asks for segments and trace.
+/// In torch's order. The core never records kSnapshot: callers make snapshots from segments() and trace().
 enum class Action : std::uint8_t {
   kAlloc,
   kFreeRequested,
@@ -66,7 +66,7 @@ struct TraceEntry {
 
 struct HistoryOptions {
   bool enabled = false;
-  std::size_t max_entries = 0;     ///< the oldest entries are dropped beyond it
+  std::size_t max_entries = 0;     ///< beyond this number the oldest entries are dropped
   bool record_trace = false;       ///< false: contexts of live blocks only
   bool clear = false;              ///< forget earlier entries
   std::uint32_t skip_actions = 0;  ///< bit 1 << Action: not recorded
@@ -77,7 +77,7 @@ struct Trace {
   std::uint64_t dropped = 0;
 };
 
-/// A block in use, and the free memory that only it keeps from being merged or given back.
+/// A memory block in use, and the free bytes that this block alone keeps from being merged or given back.
 struct Pin {
   BlockInfo block;
   Bytes pinned = 0;
@@ -92,11 +92,11 @@ struct Fragmentation {
   Bytes requested = 0;
   std::map<Stream, Bytes> free_by_stream;
   std::map<Bytes, std::uint64_t> histogram;  ///< lower bound (a power of two) -> number of free blocks
-  std::map<Bytes, Bytes> free_below;         ///< size (a power of two) -> free bytes in blocks smaller than it
+  std::map<Bytes, Bytes> free_below;         ///< size (a power of two) -> free bytes in blocks below this size
   std::vector<Pin> pins;                     ///< most pinned bytes first, 10 at most
 };
 
-/// The blocks of a private pool at one moment, to go back to.
+/// The memory blocks of a private pool at one moment, for restore().
 struct PoolCheckpoint {
   PoolId pool;
   std::vector<SegmentInfo> segments;
@@ -121,25 +121,26 @@ class Allocator {
 
   /// At least `size` bytes, aligned to 512. Size 0 gives address 0. Throws OutOfMemory.
   virtual Address allocate(Bytes size, Stream stream, Context context = {}) = 0;
-  /// Never synchronises. try_free returns false, and changes nothing, where the address is not this allocator's.
+  /// Never synchronises. try_free returns false, and changes nothing, if the address is not this allocator's.
   virtual void free(Address address, Context context = {}) = 0;
   virtual bool try_free(Address address, Context context = {}) = 0;
   virtual bool owns(Address address) = 0;
-  /// The block may be in use on this stream too: after its free it is reused only when the stream has come so far.
+  /// Notes that `stream` uses the block too: once freed, the block is reused only after `stream` has finished the work
+  /// queued until then.
   virtual void record_stream(Address address, Stream stream) = 0;
   virtual BaseAllocation base_allocation(Address address) = 0;
   virtual BlockInfo block(Address address) = 0;
-  /// Gives all unused memory back; with a private pool's id, that pool's. May synchronise.
+  /// Gives all unused memory back to the device, or one private pool's. May synchronise.
   virtual void empty_cache(PoolId pool = {}) = 0;
-  /// The largest block that could be allocated, growth included.
+  /// The largest possible allocation, growth included.
   virtual Bytes largest_available() = 0;
 
   virtual Config config() const = 0;
   /// Changes settings of a running allocator. Throws std::invalid_argument for a change of growth.
   virtual void configure(const Config& config) = 0;
 
-  // Private pools: between begin and end, allocations on the streams that `filter` accepts come from the pool, and
-  // only from there. A pool lives while its count is positive; its memory is given back after.
+  // Private pools: between begin and end, allocations on the streams accepted by `filter` come from the pool, and only
+  // from there. A pool lives while the use count is positive; afterwards the memory may be given back.
   virtual void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter) = 0;
   virtual void end_allocate_to_pool(PoolId pool) = 0;
   virtual void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr) = 0;
@@ -156,26 +157,26 @@ class Allocator {
   virtual void reset_accumulated_stats() = 0;
   virtual Fragmentation fragmentation() = 0;
   virtual void push_scope() = 0;
-  /// Throws std::logic_error where no scope is open.
+  /// Throws std::logic_error if no scope is open.
   virtual ScopeStats pop_scope() = 0;
 
   virtual void record_history(const HistoryOptions& options) = 0;
   virtual Trace trace() = 0;
-  /// With a private pool's id, that pool's only.
+  /// All segments, or one private pool's.
   virtual std::vector<SegmentInfo> segments(PoolId pool = {}) = 0;
-  /// Called with every event, recorded or not, under the lock: it must not call back, nor wait for a lock.
+  /// `tracker` gets every event, recorded or not, under the lock: it must not call the allocator or wait for a lock.
   virtual void set_tracker(std::function<void(const TraceEntry&)> tracker) = 0;
 
-  /// Called, without the lock, before an allocation fails: takes the bytes that are missing, returns whether it
-  /// freed anything. Returns an id to remove it by. An exception counts as "nothing freed" and is kept for
-  /// the text of the OutOfMemory.
+  /// Registers a callback, called without the lock before an allocation fails: takes the missing bytes, returns whether
+  /// memory was freed. An exception counts as false and is quoted in OutOfMemory's text. Returns the id for
+  /// remove_pressure_callback.
   virtual int add_pressure_callback(std::function<bool(Bytes)> callback) = 0;
   virtual void remove_pressure_callback(int id) = 0;
-  /// Called, without the lock, once an allocation has failed for good, before OutOfMemory is thrown:
+  /// Registers an observer, called without the lock when every remedy has failed, before OutOfMemory is thrown:
   /// requested bytes, device total, device free.
   virtual int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) = 0;
 
-  /// Throws std::logic_error naming the first invariant that does not hold. Slow: for tests.
+  /// Throws std::logic_error naming the first broken invariant. Slow: for tests.
   virtual void check_invariants() = 0;
 };
 

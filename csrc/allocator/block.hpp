@@ -1,4 +1,4 @@
-// Memory as segments, tiled by blocks; a pool has the set of its free blocks.
+// Segments of device memory, tiled by memory blocks. Each pool keeps an ordered set of its free blocks.
 #pragma once
 
 #include <map>
@@ -15,7 +15,7 @@ struct Block;
 struct Pool;
 struct PoolGroup;
 
-/// A moment in the life of an allocator: counts frees, so that a fence on a stream tells which it covers.
+/// A moment in an allocator's life: the number of frees so far. A fence on a stream covers all frees up to a serial.
 using Serial = std::uint64_t;
 
 struct FitKey {
@@ -24,7 +24,7 @@ struct FitKey {
   Address address;
 };
 
-/// The native allocator's order, which makes lower_bound a best fit on the stream, lowest address first.
+/// The native allocator's order: lower_bound is then the best fit on the stream, at the lowest address.
 struct FitOrder {
   using is_transparent = void;
   bool operator()(const Block* a, const Block* b) const;
@@ -32,32 +32,32 @@ struct FitOrder {
 };
 using FreeSet = std::set<Block*, FitOrder>;
 
-/// Physical memory, where it is mapped now.
+/// Physical memory mapped at one address.
 struct Mapping {
   Handle handle = 0;
   Bytes size = 0;
 };
 
-/// One device allocation; or a reserved range of addresses in which handles are mapped and unmapped.
+/// One device allocation, or a reserved range of addresses into which handles are mapped.
 struct Segment {
   Address address = 0;
   Bytes size = 0;
   Stream stream = 0;
   Pool* pool = nullptr;
   bool expandable = false;
-  bool oversize = false;  ///< counted as such when it was acquired
+  bool oversize = false;  ///< counted in oversize_segments when acquired
   Block* first = nullptr;
   std::map<Address, Mapping> mappings;  ///< of an expandable segment, by address
-  Context context;                      ///< of the allocation that made it grow last
+  Context context;                      ///< of the allocation behind the last growth
 };
 
 struct Block {
   enum class State : std::uint8_t {
     kFree,
     kAllocated,
-    kPending,   ///< freed, but other streams may not be done with it
+    kPending,   ///< freed, but other streams may still use the memory
     kUnmapped,  ///< addresses without memory
-    kRetired,   ///< addresses whose memory moved away, still mapped until their stream has passed
+    kRetired,   ///< memory moved away; the old mapping stays until the stream has passed an event
   };
 
   Address address = 0;
@@ -67,14 +67,14 @@ struct Block {
   Block* previous = nullptr;
   Block* next = nullptr;
   State state = State::kFree;
-  bool oversize = false;        ///< counted as such when it was allocated
-  std::uint32_t events = 0;     ///< not yet completed, of a pending block
-  Serial freed = 0;             ///< when its youngest part was freed
-  std::uint64_t fit_calls = 0;  ///< its pool's count when it became free: its age for garbage collection
-  std::vector<Stream> uses;     ///< other streams, from record_stream
+  bool oversize = false;        ///< counted in oversize_allocations when allocated
+  std::uint32_t events = 0;     ///< of a pending block: events not yet completed
+  Serial freed = 0;             ///< of the last free among the merged parts
+  std::uint64_t fit_calls = 0;  ///< the pool's fit_calls when the block became free: the age for garbage collection
+  std::vector<Stream> uses;     ///< other streams of the block, from record_stream
   Context context;
-  FreeSet::iterator position;  ///< in its pool's set, while it is free
-  FreeSet::node_type node;     ///< the set's node, kept while it is not: the hot path allocates nothing
+  FreeSet::iterator position;  ///< in the pool's set, while free
+  FreeSet::node_type node;     ///< the set's node, kept here while not free: the hot path allocates nothing
 
   Stream stream() const { return segment->stream; }
   Pool& pool() const { return *segment->pool; }
@@ -98,20 +98,20 @@ struct Pool {
       : kind(kind_of), oversize(is_oversize), group(group_of) {}
 
   PoolKind kind;
-  bool oversize;  ///< under vmm growth: segments of requests of at least max_split_size
+  bool oversize;  ///< under vmm growth: for requests of at least max_split_size
   PoolGroup& group;
   FreeSet free;
   std::uint64_t fit_calls = 0;
 };
 
-/// The pools of one id: everybody's, or a private one that a graph or a MemPool owns.
+/// The pools of one id: the default pools, or the private pools of a graph or a MemPool.
 struct PoolGroup {
   explicit PoolGroup(PoolId pool_id) : id(pool_id) {}
   PoolGroup(const PoolGroup&) = delete;
   PoolGroup& operator=(const PoolGroup&) = delete;
 
   bool is_private() const { return !id.is_default(); }
-  /// Its memory may be given back: a graph that still lives would read it.
+  /// Whether unused memory may go back to the device: not while a graph may still replay these addresses.
   bool is_releasable() const { return !is_private() || use_count == 0; }
 
   PoolId id;
@@ -119,7 +119,7 @@ struct PoolGroup {
   Pool large{PoolKind::kLarge, false, *this};
   Pool oversize{PoolKind::kLarge, true, *this};
   int use_count = 0;
-  Serial released = 0;  ///< when its last user left: graphs launched until then may still run
+  Serial released = 0;  ///< when the last user left: graphs launched until then may still run
   bool use_on_oom = false;
   bool no_split = false;
   std::shared_ptr<SegmentSource> source;

@@ -22,7 +22,7 @@ constexpr Bytes kLargestRequest = Bytes{1} << 56;
   throw UnknownAddress(text.str());
 }
 
-/// The settings as the device can have them.
+/// The settings, with a growth the device supports.
 Config supported(Config config, const Device& device) {
   validate(config);
   if (!device.has_virtual_memory()) config.growth = Growth::kMalloc;
@@ -46,7 +46,7 @@ CachingAllocator::~CachingAllocator() {
     if (vmm_) vmm_->release_everything();
     malloc_->release_everything();
   } catch (const std::exception&) {
-    // A device that is gone has no memory to give back, and a destructor nobody to tell.
+    // The device is gone: there is no memory to give back, and a destructor must not throw.
     return;
   }
 }
@@ -130,7 +130,7 @@ Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
     wait(*oldest, lock);
     collect_freed();
     if (Block* block = attempt(request, Effort::kNormal)) return block;
-    if (capturing()) return nullptr;  // begun by another thread meanwhile, and nothing is collected until it ends
+    if (capturing()) return nullptr;  // another thread began a capture, and nothing is collected meanwhile
   }
   if (heap_.config.growth != Growth::kVmm) return nullptr;
   if (Block* block = attempt(request, Effort::kScavenge)) return block;
@@ -167,7 +167,7 @@ void CachingAllocator::wait(StreamOrder::Wait wait, Lock& lock) {
 }
 
 Block* CachingAllocator::ask_callbacks(Request& request, Lock& lock, std::string& error) {
-  // A callback that allocates, and runs out of memory too, would be asked to help itself.
+  // A callback may allocate and run out of memory too: no callback is called from within one.
   thread_local bool asking = false;
   if (asking) return nullptr;
   struct Asking {
@@ -266,7 +266,7 @@ void CachingAllocator::empty_cache(PoolId pool) {
 }
 
 void CachingAllocator::release_cached(Lock& lock, PoolId only) {
-  collect_freed();  // records the events of frees that a capture deferred
+  collect_freed();  // records the events of frees deferred by a capture
   const Serial now = heap_.clock();
   lock.unlock();
   std::exception_ptr error;
@@ -277,7 +277,7 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
   }
   lock.lock();
   if (error) std::rethrow_exception(error);
-  if (capturing()) return;  // begun by another thread meanwhile
+  if (capturing()) return;  // another thread began a capture
   ++heap_.stats.num_sync_all_streams;
   order_.all_passed(now);
   const auto kept = std::stable_partition(unordered_.begin(), unordered_.end(),
@@ -296,7 +296,7 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
   }
   std::vector<PoolId> idle;
   heap_.for_each_group([&](PoolGroup& group) {
-    // A group let go of since then: the device was not waited for after its graphs' last launch.
+    // Released after `now`: the synchronisation does not cover the last launch of the group's graphs.
     if (!group.is_releasable() || group.released > now) return;
     supply_for(group).release_unused(group);
     const auto mine = [&](const Segment& segment) { return &segment.pool->group == &group; };

@@ -1,4 +1,4 @@
-// The caching allocator of one device: a heap, its supplies, the order of its streams, and the lock around them.
+// One device's caching allocator: a heap, two supplies, the stream order, and the lock around them.
 #pragma once
 
 #include <functional>
@@ -17,8 +17,8 @@ namespace pac::alloc {
 
 class CachingAllocator final : public Allocator {
  public:
-  /// Throws std::invalid_argument for settings out of range. A device without virtual memory grows by malloc whatever
-  /// is asked; config() tells.
+  /// Throws std::invalid_argument for settings out of range. A device without virtual memory always grows by malloc;
+  /// config() shows the growth in use.
   explicit CachingAllocator(std::shared_ptr<Device> device, const Config& config = {});
   ~CachingAllocator() override;
 
@@ -62,9 +62,9 @@ class CachingAllocator final : public Allocator {
   int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
   void check_invariants() override;
 
-  /// Takes over a segment with its blocks as a recording found them, and allocates its blocks in use. The device's next
-  /// segment must lie there. Throws OutOfMemory, and std::invalid_argument for a segment that cannot be or overlaps;
-  /// the allocator is of no use then.
+  /// Recreates a recorded segment and allocates the blocks in use there. The device must place its next segment at the
+  /// recorded address. Throws OutOfMemory, and std::invalid_argument for an impossible or overlapping segment; the
+  /// allocator is then unusable.
   void adopt(const SegmentInfo& info);
 
  private:
@@ -85,7 +85,7 @@ class CachingAllocator final : public Allocator {
   void free_block(Block& block, const Context& context);
   void collect_freed();
 
-  /// Sets the request's pool, of this group, and returns its best free block, or nullptr.
+  /// Sets request.pool to the group's pool; returns the best free block there, or nullptr.
   Block* find_fit(PoolGroup& group, Request& request);
   Block* attempt(Request& request, Effort effort);
   Block* obtain(Request& request, Lock& lock);
@@ -101,11 +101,11 @@ class CachingAllocator final : public Allocator {
   std::shared_ptr<Device> device_;
   Heap heap_;
   StreamOrder order_;
-  std::unique_ptr<Supply> malloc_;  ///< also of private pools that bring their own segments
-  std::unique_ptr<Supply> vmm_;     ///< of the growth by virtual memory; nullptr under malloc growth
+  std::unique_ptr<Supply> malloc_;  ///< also for private pools with a SegmentSource
+  std::unique_ptr<Supply> vmm_;     ///< growth by virtual memory; nullptr under malloc growth
   std::vector<std::pair<PoolId, std::function<bool(Stream)>>> captures_;
   std::vector<Block*> deferred_;   ///< freed during a capture, when no event may be recorded
-  std::vector<Block*> unordered_;  ///< deferred, on streams that are gone: theirs until the device was waited for
+  std::vector<Block*> unordered_;  ///< deferred, on destroyed streams: released after the next device synchronisation
   std::vector<Scope> scopes_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;

@@ -1,5 +1,4 @@
-// Private pools: memory that only a graph's or a MemPool's allocations get, and the way back to an earlier state of
-// one.
+// Private pools (memory for the allocations of one graph or MemPool alone), and restoring a pool to a checkpoint.
 #include <algorithm>
 #include <utility>
 
@@ -21,7 +20,7 @@ bool waits_for_streams(Heap& heap, const PoolGroup& group) {
   return false;
 }
 
-/// The segment of the group that still has memory wherever a checkpoint's segment had it, or nullptr.
+/// The group's segment with memory at every address of the checkpoint's segment, or nullptr.
 Segment* find_memory(Heap& heap, const PoolGroup& group, const SegmentInfo& then) {
   const Address end = then.address + then.size;
   for (Segment& segment : heap.segments()) {
@@ -154,7 +153,7 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const SegmentInfo& then = checkpoint.segments[i];
     for (const BlockInfo& info : then.blocks) {
-      // A block that waited for another stream then is free now.
+      // A block that was pending at the checkpoint is free now.
       if (info.state != BlockState::kAllocated) continue;
       const Request request{info.requested, info.size, then.stream, segments[i]->pool, &info.context};
       Block* block = heap_.carve(*segments[i], info.address, info.size);

@@ -29,7 +29,7 @@ std::string_view trim(std::string_view text) {
   return text;
 }
 
-/// The parts between commas that stand outside brackets, trimmed.
+/// Splits at the commas outside brackets, and trims the parts.
 std::vector<std::string_view> split_at_commas(std::string_view text) {
   std::vector<std::string_view> parts;
   std::size_t begin = 0;
@@ -47,7 +47,7 @@ std::vector<std::string_view> split_at_commas(std::string_view text) {
   return parts;
 }
 
-/// Reads the whole text as a number of its type; false where it is none, or does not fit.
+/// Reads the whole text as a Number; false if malformed or out of range.
 template <class Number>
 bool read_number(std::string_view text, Number& out) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out);
@@ -62,7 +62,7 @@ std::uint32_t parse_division(std::string_view text) {
   return divisions;
 }
 
-/// The interval from 1 MiB is 0; sizes beyond the last interval belong to it.
+/// Interval 0 begins at 1 MiB; sizes beyond the last interval count as the last.
 std::size_t interval_of(std::string_view boundary) {
   std::uint64_t mebibytes = 0;
   if (!read_number(boundary, mebibytes) || !is_power_of_two(mebibytes)) {
@@ -74,8 +74,8 @@ std::size_t interval_of(std::string_view boundary) {
   return std::min(interval, Divisions().size() - 1);
 }
 
-/// As PyTorch does: the first interval's divisions hold below it too, '>' fills the intervals after the last one named,
-/// and an interval that nothing names is not divided.
+/// As PyTorch: the first named interval's divisions hold below that interval too, '>' fills the intervals after the
+/// last named one, and unnamed intervals are not divided.
 Divisions parse_divisions(std::string_view value) {
   Divisions divisions{};
   if (value.empty() || value.front() != '[') {
@@ -111,7 +111,7 @@ struct Overloaded : Cases... {
 template <class... Cases>
 Overloaded(Cases...) -> Overloaded<Cases...>;
 
-/// Sets a setting to the text of one of its keys.
+/// Parses the text of a key into the setting's field.
 void set(Config& config, const Setting& setting, std::string_view key, std::string_view value) {
   std::visit(Overloaded{[&](Growth Config::* field) {
                           const bool by_alias = key == setting.alias;
@@ -146,7 +146,7 @@ void set(Config& config, const Setting& setting, std::string_view key, std::stri
              setting.field);
 }
 
-/// PyTorch's keys that mean nothing here, and advice for each.
+/// PyTorch's keys without a use here, and advice for each.
 constexpr struct {
   std::string_view name, advice;
 } kForeignKeys[] = {

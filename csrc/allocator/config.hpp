@@ -1,7 +1,8 @@
-// Settings: one table of them, and the one parser of every place that takes them.
+// The allocator's settings: one table, and one parser for every place that takes settings.
 //
-// A new setting is a field of Config, a row of kSettings and the code that obeys it, then a keyword of
-// pyactcomp.allocator.enable and a property in _core.pyi; parser, checks, texts and Python's properties follow the row.
+// To add a setting: a field of Config, a row of kSettings and the code that reads the field; then a keyword of
+// pyactcomp.allocator.enable and a property in _core.pyi. Parser, checks, texts and Python's properties follow from the
+// row.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +20,13 @@ namespace pac::alloc {
 
 enum class Growth : std::uint8_t {
   kVmm,         ///< physical handles mapped into reserved addresses: free pieces can be moved together
-  kMalloc,      ///< one cudaMalloc a segment, with the native allocator's decisions
-  kExpandable,  ///< the native allocator's expandable segments, modelled for replays: no setting names it
+  kMalloc,      ///< one cudaMalloc per segment, with the native allocator's decisions
+  kExpandable,  ///< a model of PyTorch's expandable segments, for replays only: no setting selects it
 };
 
 constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
 
-/// Divisions of the power-of-two interval a size is rounded up in, for intervals from 1 MiB to 32 GiB; 0 or 1: none.
+/// Rounding steps in each power-of-two interval, for intervals from 1 MiB to 32 GiB; 0 or 1: no rounding.
 using Divisions = std::array<std::uint32_t, 16>;
 
 struct Config {
@@ -45,20 +46,20 @@ constexpr bool is_power_of_two(std::uint64_t value) { return value != 0 && (valu
 
 struct Setting {
   std::string_view name;   ///< key, keyword and property
-  std::string_view alias;  ///< PyTorch's key where it has another name; empty where it has not
+  std::string_view alias;  ///< PyTorch's key, if different; else empty
   std::variant<Growth Config::*, Bytes Config::*, double Config::*, Divisions Config::*> field;
-  std::string_view families;  ///< the allocators of a replay that have it, separated by spaces
-  std::string_view range;     ///< in words, after "must be"; a refusal adds the values of other settings that it names
+  std::string_view families;  ///< the replay's allocators with this setting, separated by spaces
+  std::string_view range;     ///< in words, after "must be"; an error adds the values of the settings named here
   bool (*in_range)(const Config& config);
   std::string_view meaning;
 
-  /// Every key that the parser takes. A size in MiB has the suffix _mb, as PyTorch's have.
+  /// Every key of the parser. Sizes in MiB have the suffix _mb, as in PyTorch.
   std::vector<std::string> keys() const;
 };
 
 inline constexpr std::string_view kEveryFamily = "native expandable pyactcomp";
 
-/// The table; its order is that of positional arguments and of texts.
+/// The settings, in the order of positional arguments and of texts.
 inline constexpr Setting kSettings[] = {
     {"growth", "expandable_segments", &Config::growth, "pyactcomp", "'vmm' or 'malloc'",
      [](const Config&) { return true; },
@@ -98,20 +99,21 @@ inline constexpr Setting kSettings[] = {
      "reserved for the large pool at a device's first allocation"},
 };
 
-/// Parses PyTorch's syntax, "max_split_size_mb:512,growth:vmm", over the given settings; the keys are PyTorch's where
-/// it has them. Throws std::invalid_argument that names the key or value, what is accepted, and changes nothing.
+/// Parses PyTorch's syntax, "max_split_size_mb:512,growth:vmm", and returns `base` with these settings; keys are
+/// PyTorch's wherever PyTorch has the setting. Throws std::invalid_argument naming the key or value and the accepted
+/// ones.
 Config parse_config(std::string_view text, Config base = {});
 
-/// Throws std::invalid_argument unless every setting is in its range.
+/// Throws std::invalid_argument unless every setting is in range.
 void validate(const Config& config);
 
-/// The settings that differ from the defaults, as parse_config takes them.
+/// The settings other than the defaults, in parse_config's syntax.
 std::string to_string(const Config& config);
 
 /// "512MiB", "20 MB", "1.5GiB", "4096": bytes. Throws std::invalid_argument.
 Bytes parse_bytes(std::string_view text);
 
-/// "1.50 GiB": as PyTorch's messages write sizes.
+/// "1.50 GiB": a size as in PyTorch's messages.
 std::string format_bytes(Bytes size);
 
 }  // namespace pac::alloc

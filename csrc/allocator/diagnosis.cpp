@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kMostPins = 10;
 
-/// The free bytes of a block that only its neighbours in use keep from serving elsewhere: whole handles can move.
+/// The free bytes of a block pinned by its neighbours in use: all but the whole handles inside, which can move.
 Bytes stuck_bytes(const Block* block) {
   if (!block || block->state != Block::State::kFree) return 0;
   Bytes stuck = block->size;
@@ -82,7 +82,7 @@ Fragmentation measure_fragmentation(Heap& heap) {
         found.free += block->size;
         found.free_by_stream[segment.stream] += block->size;
         found.largest_free = std::max(found.largest_free, block->size);
-        // Larger sizes than this block's cannot be served by it.
+        // This block serves no request above its own size.
         found.free_below[2 * lower] += block->size;
       } else if (block->has_memory()) {
         const Bytes pinned = stuck_bytes(block->previous) + stuck_bytes(block->next);
@@ -102,7 +102,7 @@ Fragmentation measure_fragmentation(Heap& heap) {
 
 namespace {
 
-/// The change of settings that would have made room for the request, told from the bytes there are.
+/// The change of settings that would have made room for the request, computed from the free and growable bytes.
 std::string remedy(const Failure& failure, const Fragmentation& found, Heap& heap) {
   const Config& config = heap.config;
   const Bytes size = failure.request.size;

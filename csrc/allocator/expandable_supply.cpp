@@ -1,6 +1,6 @@
-// Supply as PyTorch's expandable segments (c10/cuda/CUDACachingAllocator.cpp, torch 2.11), so that a replay predicts
-// them. A pool has, for each stream, a range of addresses in which pages are mapped at the lowest place where a request
-// fits; a mapped page stays until memory is short, and goes back only whole.
+// A model of PyTorch's expandable segments (c10/cuda/CUDACachingAllocator.cpp, torch 2.11), for replays. Each pool has
+// a range of addresses per stream. Pages are mapped at the lowest place with room for the request; a mapped page stays
+// until memory is short, and goes back only whole.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -29,7 +29,7 @@ class ExpandableSupply final : public Supply {
   }
   Unmapped& unmapped(const Segment& segment) { return unmapped_[{segment.pool, segment.stream}]; }
   Block* find_room(const Request& request);
-  /// All pages of a range that has none, or none: false where memory is short.
+  /// Maps all pages of an unmapped range, or none: false if memory is short.
   bool map_pages(Segment& segment, Address begin, Bytes size);
   Block* map(Block* room, Bytes size, const Context& context);
   void unmap(Block* block);
@@ -38,13 +38,13 @@ class ExpandableSupply final : public Supply {
   std::map<std::pair<Pool*, Stream>, Unmapped> unmapped_;  ///< the native allocator's order: by stream and address
 };
 
-/// The size that a free block could grow to where it stands.
+/// The size of a free block plus the unmapped addresses behind it.
 Bytes size_with_room(const Block& block) {
   const bool grows = block.next && block.next->state == Block::State::kUnmapped;
   return block.size + (grows ? block.next->size : 0);
 }
 
-/// The native allocator's best fit counts a block with the unmapped addresses behind it, so the last one is kept for
+/// The native allocator's best fit counts the unmapped addresses behind a block, so a range's last block is kept for
 /// requests that fit nowhere else.
 FreeSet::iterator ExpandableSupply::best_fit(const Pool& pool, FreeSet::iterator smallest) const {
   auto found = smallest;
@@ -55,7 +55,7 @@ FreeSet::iterator ExpandableSupply::best_fit(const Pool& pool, FreeSet::iterator
   return found;
 }
 
-/// Whether the blocks from here on are free or without memory for this many bytes.
+/// Whether `size` bytes from this block on are free or unmapped.
 bool has_room(const Block* block, Bytes size) {
   Bytes found = 0;
   for (; found < size && block; block = block->next) {
@@ -74,7 +74,7 @@ Block* ExpandableSupply::grow(const Request& request, Effort, bool) {
   if (block->state == Block::State::kUnmapped) {
     block = map(block, std::min(block->size, request.size), *request.context);
   }
-  // Pages mapped before one was refused stay.
+  // If a page is refused, the pages mapped before stay mapped.
   while (block && block->size < request.size) {
     block = map(block->next, std::min(block->next->size, request.size - block->size), *request.context);
   }
@@ -88,7 +88,7 @@ Block* ExpandableSupply::find_room(const Request& request) {
     Block* const first = previous && previous->state == Block::State::kFree ? previous : room;
     if (has_room(first, request.size)) return first;
   }
-  // An eighth more than there is memory: pages that were given back at the beginning come again at the end.
+  // An eighth more than the device's memory: pages unmapped at the beginning are mapped anew at the end.
   const Bytes size = round_up(total_ + total_ / 8, page(pool));
   Segment& segment = heap_.add_segment(device_.reserve(size), size, request.stream, pool, true, *request.context);
   unmapped(segment).emplace(segment.address, segment.first);
@@ -176,14 +176,14 @@ void ExpandableSupply::erase_if_empty(Block* block) {
   Segment& segment = *block->segment;
   const auto found = unmapped_.find({segment.pool, segment.stream});
   found->second.erase(block->address);
-  if (found->second.empty()) unmapped_.erase(found);  // its pool may go next
+  if (found->second.empty()) unmapped_.erase(found);  // the pool may be erased next
   device_.unreserve(segment.address, segment.size);
   heap_.erase_segment(segment);
 }
 
 void ExpandableSupply::release_unused(PoolGroup& group) {
   for (Pool* pool : {&group.large, &group.small}) {
-    // Unmapping leaves other free blocks behind, which hold no whole page.
+    // A copy: unmapping changes the set, but the free blocks left behind hold no whole page.
     for (Block* block : std::vector<Block*>(pool->free.begin(), pool->free.end())) unmap(block);
   }
 }

@@ -18,7 +18,7 @@ PoolGroup& Heap::private_group(PoolId id) {
 
 Bytes Heap::round_size(Bytes size) const {
   if (size < kMinBlockSize) return kMinBlockSize;
-  // Interval 0 holds sizes below 2 MiB, the last whatever is beyond it.
+  // Interval 0 holds sizes below 2 MiB, the last interval all larger sizes.
   std::size_t interval = 0;
   while (interval + 1 < config.roundup_power2_divisions.size() && (size >> (21 + interval)) != 0) ++interval;
   const Bytes divisions = config.roundup_power2_divisions[interval];
@@ -41,7 +41,7 @@ Block* Heap::allocate(Block* block, const Request& request) {
   const bool counts_split = !block->segment->expandable;
   const bool was_split = block->is_split();
   if (should_split(*block, request)) {
-    // The free block shrinks where it stands, which seldom changes its place among the others.
+    // The free block shrinks in place: the position in the set seldom changes.
     Block* taken = new_block(*block->segment, block->address, request.size, Block::State::kAllocated);
     taken->previous = block->previous;
     taken->next = block;
@@ -86,7 +86,7 @@ void Heap::request_free(Block* block, const Context& context) {
   const PoolKind kind = block->pool().kind;
   live_.erase(block->address);
   block->state = Block::State::kPending;
-  // Its own stream has been given all that uses it; for other streams it waits by events.
+  // All work of the block's own stream is queued before this point; other streams need events.
   block->freed = ++clock_;
   stats.allocation.decrease(kind, 1);
   stats.allocated_bytes.decrease(kind, static_cast<std::int64_t>(block->size));
@@ -142,7 +142,7 @@ Block* Heap::carve(Segment& segment, Address address, Bytes size, Block* from) {
     stats.inactive_split.increase(kind, 1);
     stats.inactive_split_bytes.increase(kind, static_cast<std::int64_t>(rest->size));
   }
-  // As allocate() expects to find it: free, in its set, and counted.
+  // allocate() expects a free block, in the pool's set and counted.
   insert_free(taken);
   if (counts && taken->is_split()) {
     stats.inactive_split.increase(kind, 1);

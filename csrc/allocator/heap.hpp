@@ -1,4 +1,4 @@
-// Blocks and segments of one device, their bookkeeping and their counters. Knows no device, no lock and no policy.
+// Memory blocks and segments of one device, with bookkeeping and counters. Knows no device, no lock and no policy.
 #pragma once
 
 #include <deque>
@@ -31,10 +31,10 @@ class Heap {
   History history;
 
   PoolGroup& default_group() { return default_group_; }
-  /// nullptr where no such pool exists.
+  /// nullptr if there is no such pool.
   PoolGroup* find_group(PoolId id);
   PoolGroup& private_group(PoolId id);
-  /// Forgets a private group; it has no segments left.
+  /// Forgets a private group without segments.
   void erase_group(PoolId id) { groups_.erase(id); }
   template <class Visit>
   void for_each_group(Visit visit) {
@@ -52,29 +52,30 @@ class Heap {
 
   Bytes round_size(Bytes size) const;
 
-  /// Makes a free block, or its beginning, the request's.
+  /// Gives the request a free block, or the beginning of one.
   Block* allocate(Block* block, const Request& request);
-  /// The block is no longer its owner's; it becomes free by release(), now or when other streams are done.
+  /// Ends the owner's use of a block. release() then makes the block free, now or once other streams are done.
   void request_free(Block* block, const Context& context);
   void release(Block* block, const Context& context);
-  /// Takes exactly [address, address + size) out of a free block. Throws std::logic_error where it is not free.
+  /// Takes exactly [address, address + size) out of a free block. Throws std::logic_error if the range is not free.
   Block* carve(Segment& segment, Address address, Bytes size, Block* from = nullptr);
 
   /// A segment with one block over all of it: kFree under malloc growth, kUnmapped for a range of addresses.
   Segment& add_segment(Address address, Bytes size, Stream stream, Pool& pool, bool expandable, const Context& context);
-  /// The segment is one block, which is free or unmapped.
+  /// Requires a segment of one block, free or unmapped.
   void erase_segment(Segment& segment);
   std::list<Segment>& segments() { return segments_; }
 
   void insert_free(Block* block);
   void remove_free(Block* block);
-  /// Makes a block, which is in no set, free: one with its free neighbours, and in its pool's set. Returns that one.
+  /// Makes a block outside every set free: merges free neighbours, inserts the merged block into the pool's set,
+  /// returns it.
   Block* join_free(Block* block);
   /// Merges an unmapped block with unmapped neighbours.
   Block* join_unmapped(Block* block);
-  /// Cuts a block, which is in no set, after `size` bytes; returns the rest, in the same state.
+  /// Cuts a block outside every set after `size` bytes; returns the rest, in the same state.
   Block* split(Block* block, Bytes size);
-  /// Cuts [address, address + size) out of a block that is in no set, and gives it a state.
+  /// Cuts [address, address + size) out of a block outside every set, and sets the state of this part.
   Block* isolate(Block* block, Address address, Bytes size, Block::State state);
   Block* block_at(Segment& segment, Address address, Block* from = nullptr);
 

@@ -1,4 +1,4 @@
-// The last events, oldest dropped first, and whoever wants each as it happens.
+// The last events, oldest dropped first, and a tracker called with each event.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Invariants between any two calls; tests check them after every operation.
+// Invariants that hold between any two calls; tests check them after every operation.
 #include <sstream>
 
 #include "allocator/heap.hpp"
@@ -64,7 +64,7 @@ void count_block(const Block& block, const AddressTable<Block>& live, Recount& c
   }
 }
 
-/// The mappings cover every block that has memory, and none that has not.
+/// The mappings cover exactly the blocks with memory.
 void check_mappings(const Segment& segment) {
   for (const Block* block = segment.first; block; block = block->next) {
     auto mapping = segment.mappings.upper_bound(block->address);

@@ -1,5 +1,5 @@
 // Supply by cudaMalloc, with the native allocator's decisions (c10/cuda/CUDACachingAllocator.cpp, torch 2.11):
-// replaying a recorded trace reserves what the recording did.
+// replaying a recorded trace reserves as much as the recorded program did.
 #include <algorithm>
 
 #include "allocator/supply.hpp"
@@ -79,7 +79,7 @@ void MallocSupply::collect_garbage() {
     whole.push_back(block);
     total_age += pool.fit_calls - block->fit_calls;
   }
-  // In rounds, the blocks of at least the average age first.
+  // In rounds: each gives back the blocks of at least average age.
   Bytes released = 0;
   for (bool found = true; found && !whole.empty() && released < reserved - threshold;) {
     const std::uint64_t average = total_age / whole.size();
@@ -111,7 +111,7 @@ bool MallocSupply::release_oversize(const Request& request) {
     release(*at);
     return true;
   }
-  // No single block is large enough: several, the largest first.
+  // No single block is large enough: give back several, the largest first.
   Bytes released = 0;
   while (released < wanted && at != free.begin()) {
     Block* block = *std::prev(at);

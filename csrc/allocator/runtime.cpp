@@ -15,7 +15,7 @@ namespace pac::alloc {
 
 namespace {
 
-/// As many as torch's device index can tell apart.
+/// The number of devices that torch's device index can tell apart.
 constexpr int kMaxDevices = 128;
 
 thread_local int last_device = 0;
@@ -72,7 +72,7 @@ class CudaRuntime final : public Runtime {
   }
 
   bool try_free(Address address, Context context) override {
-    // A child's copies of its parent's tensors: neither the memory nor the locks are in a state of the child's.
+    // A forked child frees copies of the parent's tensors: both memory and locks are the parent's.
     if (forked_after_cuda()) return true;
     if (Allocator* const likely = existing(last_device); likely != nullptr && likely->try_free(address, context)) {
       return true;
@@ -163,7 +163,7 @@ class CudaRuntime final : public Runtime {
     return *slot.allocator;
   }
 
-  std::mutex mutex_;  // of creation and configuration
+  std::mutex mutex_;  // guards creation and configuration
   std::optional<Config> config_;
   std::array<Slot, kMaxDevices> slots_;
   std::array<std::atomic<Allocator*>, kMaxDevices> published_{};

@@ -31,7 +31,7 @@ struct Stat {
 
 enum class PoolKind : std::uint8_t { kSmall = 1, kLarge = 2 };
 
-/// One counter for everything and for the small and the large pool.
+/// One counter for all memory, one for the small pool and one for the large pool.
 struct StatArray {
   std::array<Stat, 3> of{};  ///< all, small_pool, large_pool
 
@@ -50,7 +50,7 @@ struct StatArray {
 struct Stats {
   // Counts.
   StatArray allocation, segment, active, inactive_split;
-  // Bytes. Active is allocated plus blocks that wait for other streams; requested is before rounding.
+  // Bytes. Active is allocated plus pending blocks (other streams still use them); requested is before rounding.
   StatArray allocated_bytes, reserved_bytes, active_bytes, inactive_split_bytes, requested_bytes;
   std::map<PoolId, Stat> reserved_bytes_by_private_pool;
   Stat oversize_allocations, oversize_segments;
@@ -59,18 +59,18 @@ struct Stats {
   std::int64_t num_sync_all_streams = 0;
   std::int64_t num_device_alloc = 0;   ///< acquired segments and mapped handles
   std::int64_t num_device_free = 0;    ///< released segments and unmapped handles
-  std::int64_t num_pieces_moved = 0;   ///< free handles that were mapped elsewhere instead of asking for new ones
-  std::int64_t num_stream_steals = 0;  ///< handles that changed stream
+  std::int64_t num_pieces_moved = 0;   ///< free handles mapped elsewhere in place of new ones
+  std::int64_t num_stream_steals = 0;  ///< handles moved to another stream
   double driver_seconds = 0.0;         ///< host time inside the device's memory calls
 };
 
 /// Counts between push_scope and pop_scope.
 struct ScopeStats {
-  std::int64_t allocated_bytes = 0;  ///< left over: allocated at the end less at the beginning
-  std::int64_t peak_bytes = 0;       ///< the most above the memory allocated at the beginning
-  std::int64_t total_bytes = 0;      ///< every allocation's bytes
+  std::int64_t allocated_bytes = 0;  ///< left over: allocated at the end minus at the beginning
+  std::int64_t peak_bytes = 0;       ///< the peak above the memory allocated at the beginning
+  std::int64_t total_bytes = 0;      ///< bytes of all allocations
   std::int64_t allocations = 0;
-  std::int64_t reserved_bytes = 0;  ///< reserved at the end less at the beginning
+  std::int64_t reserved_bytes = 0;  ///< reserved at the end minus at the beginning
 };
 
 }  // namespace pac::alloc

@@ -25,7 +25,8 @@ void StreamOrder::fence(Stream stream, Serial now) {
   try {
     fences.open.push_back({device_.record(stream), now});
   } catch (const DeviceError&) {
-    // A stream that its owner destroyed: its memory stays its own, which costs memory but is never wrong.
+    // The owner destroyed the stream. The stream's memory serves no other stream: this wastes memory but is never
+    // wrong.
     return;
   }
 }

@@ -1,4 +1,4 @@
-// How far each stream has come, as the host knows: blocks that other streams still use, and fences.
+// The host's knowledge of each stream's progress: memory blocks pending on other streams, and fences.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ class StreamOrder {
  public:
   explicit StreamOrder(Device& device) : device_(device) {}
 
-  /// Records an event on each stream that uses the block; it is pending until all have completed. Throws DeviceError
-  /// and changes nothing where a stream cannot record.
+  /// Records an event on every stream in block->uses; the block is pending until all events have completed. Throws
+  /// DeviceError and changes nothing if a stream cannot record.
   void add_pending(Block* block);
   bool has_pending() const { return !pending_.empty(); }
   /// Calls `done` with each pending block whose last event has completed.
@@ -34,9 +34,10 @@ class StreamOrder {
     }
   }
 
-  /// Marks what the stream has been given so far: passed() is true for `now` once the mark is reached.
+  /// Records a fence behind all work queued on the stream: passed() is true for `now` once the stream reaches the
+  /// fence.
   void fence(Stream stream, Serial now);
-  /// The whole device has finished what it had been given at `now`.
+  /// Notes that the whole device has finished all work queued by `now`.
   void all_passed(Serial now) {
     all_passed_ = std::max(all_passed_, now);
     for (auto& [stream, fences] : fences_) {
@@ -46,20 +47,20 @@ class StreamOrder {
       }
     }
   }
-  /// Whether the stream has finished whatever used memory that was freed at `freed`; 0 is memory never used.
+  /// Whether the stream has finished all work on memory freed at `freed`; 0 stands for memory never used.
   bool passed(Stream stream, Serial freed);
 
-  /// Waiting happens without the core's lock, so an event somebody waits for is not recycled under them.
+  /// Threads wait without the core's lock, so an event is recycled only after the last waiting thread.
   struct Wait {
     Event event;
   };
-  /// The event of a pending block that was recorded first, which is the cheapest to wait for.
+  /// The pending event recorded first: the cheapest to wait for.
   std::optional<Wait> hold_oldest_pending();
-  /// The last fence of a stream, unless it has passed.
+  /// The stream's last fence, unless already passed.
   std::optional<Wait> hold_fence(Stream stream);
   void end_wait(Wait wait);
 
-  /// Gives back every event; nothing is pending any more.
+  /// Recycles every event; no block is pending afterwards.
   void clear();
   void recycle(Event event);
 

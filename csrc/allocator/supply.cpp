@@ -35,7 +35,7 @@ Bytes Supply::garbage_threshold() const {
 
 Bytes Supply::at_least_initial(const Request& request, Bytes size) {
   if (grew_initially_ || request.pool->group.is_private() || request.pool->kind != PoolKind::kLarge) return size;
-  grew_initially_ = true;  // also where it fails: the next attempt asks for less
+  grew_initially_ = true;  // also if the growth fails: the next attempt asks for less
   return std::max(size, round_up(heap_.config.initial_pool_size, kRoundLarge));
 }
 
@@ -57,7 +57,7 @@ Block* Supply::find_fit(const Request& request) {
   const auto smallest = pool.free.lower_bound(FitKey{request.stream, request.size, 0});
   if (smallest == pool.free.end() || (*smallest)->stream() != request.stream) return nullptr;
   Block* block = *best_fit(pool, smallest);
-  // In an expandable segment a large free block is many that were merged: splitting it pins nothing.
+  // A large free block of an expandable segment was merged from many: splitting pins nothing.
   if (request.size < max_split && block->size >= max_split && !block->segment->expandable) return nullptr;
   const bool oversize = request.size >= max_split;
   return oversize && block->size - request.size >= heap_.config.max_non_split_rounding ? nullptr : block;

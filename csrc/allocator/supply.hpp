@@ -1,4 +1,4 @@
-// How a heap grows: which free block serves a request, and how memory comes from the device and goes back.
+// How a heap grows: choosing the free block for a request, getting memory from the device and giving memory back.
 #pragma once
 
 #include <memory>
@@ -11,10 +11,10 @@ namespace pac::alloc {
 
 enum class Effort {
   kNormal,
-  kScavenge,  ///< memory is short: take free pieces from wherever they are
+  kScavenge,  ///< memory is short: take free pieces of other pools too
 };
 
-/// A call of a SegmentSource, which an allocator makes under its lock.
+/// Marks this thread as inside a call to a SegmentSource. The allocator makes such calls under the lock.
 class SegmentSourceCall {
  public:
   SegmentSourceCall();
@@ -23,8 +23,8 @@ class SegmentSourceCall {
   SegmentSourceCall& operator=(const SegmentSourceCall&) = delete;
 };
 
-/// Whether this thread is in a call of a SegmentSource. A source that is made of this library's own functions must take
-/// memory from the device then, not from an allocator.
+/// Whether this thread is inside a call to a SegmentSource. A source made of this library's own functions must then
+/// take memory from the device, not from an allocator, whose lock is held.
 bool inside_segment_source();
 
 class Supply {
@@ -34,28 +34,28 @@ class Supply {
   Supply& operator=(const Supply&) = delete;
   virtual ~Supply() = default;
 
-  /// The pool of a group that serves requests of this size.
+  /// The group's pool for requests of this size.
   virtual Pool& pool_of(PoolGroup& group, Bytes size) const { return size <= kSmallSize ? group.small : group.large; }
-  /// The best free block that a request may have, or nullptr.
+  /// The best free block for the request, or nullptr.
   Block* find_fit(const Request& request);
-  /// A free block in the request's pool that find_fit would give it; nullptr where the device or the limit refuses.
+  /// Grows the request's pool. Returns a free block large enough there, or nullptr if the device or the limit refuses.
   /// `capturing`: a stream is being captured, so no event may be recorded.
   virtual Block* grow(const Request& request, Effort effort, bool capturing) = 0;
-  /// Gives back cached blocks that are kept whole, so that the request may have their memory. False: none would do.
+  /// Gives unsplit oversize blocks of the cache back to the device, to make room for the request. False: not enough.
   virtual bool release_oversize(const Request&) { return false; }
-  /// Gives back all free memory of a group; under vmm growth the part that its streams have passed.
+  /// Gives back a group's free memory; under vmm growth only memory whose stream has passed a fence.
   virtual void release_unused(PoolGroup& group) = 0;
-  /// Gives everything back, used or not, for the end of the allocator's life.
+  /// Gives all memory back, used or not, at the end of the allocator's life.
   virtual void release_everything() = 0;
 
-  /// The most that may be reserved.
+  /// The most bytes the allocator may reserve.
   Bytes limit() const;
 
  protected:
   bool within_limit(Bytes size) const;
-  /// The bytes reserved from which unused memory is given back by age; kUnlimited where no setting asks for that.
+  /// Garbage collection gives back unused memory, oldest first, above this many reserved bytes; kUnlimited: never.
   Bytes garbage_threshold() const;
-  /// The configured initial size at least, where the default large pool grows for the first time.
+  /// `size`, but at least initial_pool_size at the first growth of the default large pool.
   Bytes at_least_initial(const Request& request, Bytes size);
   /// Gives back all ranges of addresses and the memory mapped there, used or not.
   void release_ranges();
@@ -66,7 +66,7 @@ class Supply {
   const Bytes total_;
 
  private:
-  /// Chooses among the free blocks of a stream from `smallest` on, the smallest that fits.
+  /// Chooses among a stream's free blocks, from `smallest` (the smallest block large enough) on.
   virtual FreeSet::iterator best_fit(const Pool&, FreeSet::iterator smallest) const { return smallest; }
 
   bool grew_initially_ = false;

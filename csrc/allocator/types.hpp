@@ -12,7 +12,7 @@ using Address = std::uint64_t;
 using Bytes = std::uint64_t;
 using Stream = std::uint64_t;  ///< the value of a cudaStream_t; 0 is the default stream
 using Event = std::uint64_t;
-using Handle = std::uint64_t;  ///< physical memory that can be mapped
+using Handle = std::uint64_t;  ///< mappable physical memory
 
 constexpr Bytes operator""_KiB(unsigned long long count) { return count << 10; }
 constexpr Bytes operator""_MiB(unsigned long long count) { return count << 20; }
@@ -33,10 +33,10 @@ struct PoolId {
   }
 };
 
-/// Whatever the caller wants kept beside an event or a block: the stack that allocated it. Opaque to the core.
+/// The caller's data beside an event or a memory block, such as the call stack of the allocation. Opaque to the core.
 using Context = std::shared_ptr<void>;
 
-/// No memory after every remedy; the text begins as PyTorch's does and says what would have helped.
+/// Every remedy failed. The text begins as PyTorch's does and names the remedy.
 class OutOfMemory : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

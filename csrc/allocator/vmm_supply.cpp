@@ -1,9 +1,9 @@
-// Growth by virtual memory. A pool has, for each stream, a range of addresses that fills from the bottom; physical
-// memory comes in handles, and a whole handle that is free can be mapped again behind another free block when a request
-// fits nowhere. Unusable memory is then only free space in handles that are also in use.
+// Growth by virtual memory. Each pool has a range of addresses per stream, filled from the bottom. Physical memory
+// comes in handles. When a request fits nowhere, whole free handles are mapped anew behind another free block. The only
+// unusable memory is then the free part of partly used handles.
 //
-// A piece that moves is mapped at its new address at once and unmapped from the old one later, when its stream has
-// passed: kernels already launched may still touch the old address, and waiting for them would stall the host.
+// A piece that moves is mapped at the new address at once and unmapped from the old one later, when the stream has
+// passed an event: kernels already launched may still touch the old address, and waiting for them would stall the host.
 #include <algorithm>
 #include <map>
 #include <unordered_map>
@@ -17,10 +17,9 @@ namespace pac::alloc {
 
 namespace {
 
-// The driver's cost is per handle (25 us to create and map 20 MiB, 35 us for 64 MiB, H200), the waste is what is free
-// in a handle that is partly used. Over five recorded training runs, peak reserved over peak allocated was at
-// most 1.015 with every handle 20 MiB, 1.021 with 20 to 64 MiB at half the driver's time, 1.09 with handles as large as
-// requests.
+// The driver's cost is per handle (25 us to create and map 20 MiB, 35 us for 64 MiB, H200), the waste is the free part
+// of a partly used handle. Over five recorded training runs, peak reserved over peak allocated was at most 1.015 with
+// every handle 20 MiB, 1.021 with 20 to 64 MiB at half the driver's time, 1.09 with handles as large as requests.
 constexpr Bytes kLargestHandle = 64_MiB;
 
 // Addresses cost nothing: twice the device's memory leaves room to move pieces up before the old addresses are free.
@@ -33,7 +32,7 @@ struct Piece {
   Mapping mapping;
 };
 
-/// Pieces of one block from its end: each leaves the rest of the block, and the other pieces' `block`, in place.
+/// From the highest address down: cutting off the last piece keeps the `block` of the other pieces valid.
 void sort_from_end(std::vector<Piece>& pieces) {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.address > b.address; });
 }
@@ -42,7 +41,7 @@ class VmmSupply final : public Supply {
  public:
   using Supply::Supply;
 
-  /// Oversize blocks are apart: no smaller request splits them.
+  /// Oversize blocks have a pool apart: no smaller request splits them.
   Pool& pool_of(PoolGroup& group, Bytes size) const override {
     return size >= heap_.config.max_split_size ? group.oversize : Supply::pool_of(group, size);
   }
@@ -51,7 +50,7 @@ class VmmSupply final : public Supply {
   void release_everything() override;
 
  private:
-  /// Pieces that moved away from a stream's addresses, where they stay mapped until the event.
+  /// Pieces moved away from a stream's addresses; the old mappings stay until the event.
   struct Retired {
     Event event = 0;
     std::vector<std::pair<Block*, Mapping>> pieces;
@@ -59,7 +58,7 @@ class VmmSupply final : public Supply {
 
   Bytes granularity() const { return device_.granularity(); }
   Block* add_range(const Request& request, Bytes least);
-  /// Unmapped addresses, at least `most` of them, behind the free block that is largest.
+  /// Unmapped addresses, at least `most` bytes, behind the largest free block with enough of them.
   Block* find_room(const Request& request, Bytes most);
   template <class Visit>
   void for_each_piece(Pool& pool, Visit visit);
@@ -76,22 +75,22 @@ class VmmSupply final : public Supply {
 
   std::map<std::pair<Pool*, Stream>, std::vector<Segment*>> ranges_;
   std::vector<Retired> retired_;
-  std::unordered_map<Handle, int> old_mappings_;  ///< of handles that are still mapped where they were before
+  std::unordered_map<Handle, int> old_mappings_;  ///< number of old addresses at which a handle is still mapped
 };
 
 Block* VmmSupply::grow(const Request& request, Effort effort, bool capturing) {
   if (!capturing) settle();
-  if (request.size > total_) return nullptr;  // nor are there addresses for it
+  if (request.size > total_) return nullptr;  // more than the device's memory: reserve no addresses
   Pool& pool = *request.pool;
   const Bytes wanted = at_least_initial(request, request.size);
-  // The last handle may be larger than what is left to cover; one granule more keeps what is behind apart.
+  // The last handle may be larger than the bytes left to cover; one granule more keeps the next mapping apart.
   const Bytes most =
       pool.oversize ? round_up(wanted, granularity()) : wanted + kLargestHandle + heap_.config.large_segment_size;
   Block* room = find_room(request, most);
   Block* base = room->previous && room->previous->state == Block::State::kFree ? room->previous : nullptr;
   Bytes need = round_up(wanted - (base ? std::min(base->size, wanted) : 0), granularity());
 
-  // A private pool's free memory belongs to its graph, and no event may be recorded while a stream is captured.
+  // A private pool's free memory belongs to a graph, and no event may be recorded while a stream is captured.
   std::vector<Piece> pieces;
   if (!capturing && !pool.group.is_private()) pieces = choose_pieces(request, base, need, effort);
   for (const Piece& piece : pieces) need -= std::min(need, piece.mapping.size);
@@ -128,7 +127,7 @@ Block* VmmSupply::add_range(const Request& request, Bytes least) {
   try {
     address = device_.reserve(size);
   } catch (const DeviceError&) {
-    // Even addresses run out, where very many pools and streams have a range each.
+    // Even addresses run out if very many pools and streams have a range each.
     size = round_up(least, granularity());
     address = device_.reserve(size);
   }
@@ -158,7 +157,7 @@ template <class Visit>
 void VmmSupply::for_each_piece(Pool& pool, Visit visit) {
   for (auto next = pool.free.begin(); next != pool.free.end();) {
     Block* const block = *next;
-    if (block->size < granularity()) {  // no handle is so small: on to the stream's first that may hold one
+    if (block->size < granularity()) {  // smaller than any handle: on to the stream's first block that may hold one
       next = pool.free.lower_bound(FitKey{block->stream(), granularity(), 0});
       continue;
     }
@@ -176,7 +175,7 @@ void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* bas
     const Stream stream = piece.block->stream();
     if (piece.block == base) return;
     if (stream != request.stream && !order_.passed(stream, piece.block->freed)) {
-      order_.fence(stream, heap_.clock());  // so that it can be told the next time
+      order_.fence(stream, heap_.clock());  // so that passed() can tell the next time
       return;
     }
     found.push_back(piece);
@@ -192,7 +191,7 @@ std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block*
       if (pool != request.pool) find_pieces(*pool, request, base, found);
     }
   }
-  // The fewest moves: the largest first, and for what is left the smallest that covers it.
+  // The fewest moves: take the largest pieces first, then the smallest piece that covers the rest.
   std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
     return a.mapping.size != b.mapping.size ? a.mapping.size > b.mapping.size : a.address < b.address;
   });
@@ -207,7 +206,7 @@ std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block*
       cover = &piece;
     }
   }
-  // An oversize segment is kept whole, so nothing may be left over in it.
+  // An oversize segment is kept whole: nothing may be left over.
   if (need > 0 && cover && !request.pool->oversize) chosen.push_back(*cover);
   sort_from_end(chosen);
   return chosen;
@@ -247,7 +246,7 @@ Block* VmmSupply::put(Block* room, Mapping mapping, Serial freed) {
 }
 
 Block* VmmSupply::move(Block* room, std::vector<Piece>& pieces) {
-  // The events are recorded before anything moves: a stream that cannot record leaves everything as it was.
+  // Record the events before any piece moves: if a stream cannot record, nothing has changed.
   std::map<Stream, Retired> retired;
   const auto retire = [&] {
     for (auto& [stream, each] : retired) {
@@ -291,7 +290,7 @@ void VmmSupply::count_move(const Segment& from, Segment& to, Mapping mapping) {
   } else {
     heap_.count_released(from, mapping.size, 1);
     heap_.count_reserved(to, mapping.size, 1);
-    --heap_.stats.num_device_free;  // the unmapping is still to come
+    --heap_.stats.num_device_free;  // the unmapping follows in settle()
   }
 }
 
@@ -379,7 +378,7 @@ void VmmSupply::erase_if_empty(Segment& segment) {
   const auto found = ranges_.find({segment.pool, segment.stream});
   std::vector<Segment*>& ranges = found->second;
   ranges.erase(std::find(ranges.begin(), ranges.end(), &segment));
-  if (ranges.empty()) ranges_.erase(found);  // its pool may go next
+  if (ranges.empty()) ranges_.erase(found);  // the pool may be erased next
   heap_.erase_segment(segment);
 }
 

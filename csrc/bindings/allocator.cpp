@@ -92,7 +92,7 @@ void bind_simulated_device(py::module_& module) {
       .def_property_readonly("driver_seconds", &SimulatedDevice::driver_seconds);
 }
 
-/// The core as Python sees it. Calls that may wait for the device release the GIL; callbacks take it back.
+/// The core for Python. Calls that may wait for the device release the GIL; callbacks acquire the GIL.
 class CachingAllocator {
  public:
   CachingAllocator(std::shared_ptr<alloc::Allocator> core, int device) : core_(std::move(core)), device_(device) {}
@@ -149,7 +149,7 @@ class CachingAllocator {
   bool stacks_ = false;
 };
 
-/// The streams whose allocations come from a pool: None means all.
+/// Accepts the streams whose allocations come from a pool; None accepts all.
 std::function<bool(alloc::Stream)> stream_filter(const py::object& streams) {
   if (streams.is_none()) return [](alloc::Stream) { return true; };
   std::unordered_set<alloc::Stream> accepted;
@@ -222,7 +222,7 @@ void bind_reports(py::class_<CachingAllocator, std::shared_ptr<CachingAllocator>
       .def("reset_accumulated_stats", [](const Self& self) { self.core().reset_accumulated_stats(); })
       .def("push_scope", [](const Self& self) { self.core().push_scope(); })
       .def("pop_scope", [](const Self& self) { return scope(self.core().pop_scope()); })
-      // 100,000 events with stacks of 20 frames took 66 MB; they are many training steps.
+      // 100,000 events with stacks of 20 Python frames took 66 MB, and span many training steps.
       .def("record_history", &Self::record_history, py::arg("enabled") = "all", py::arg("max_entries") = 100'000,
            py::arg("stacks") = "python", py::arg("clear") = false, py::arg("skip_actions") = py::tuple())
       .def("snapshot", &Self::snapshot, py::arg("pool") = py::make_tuple(0, 0))
@@ -300,7 +300,7 @@ void bind_caching_allocator(py::module_& module) {
 }
 
 #if PAC_CUDA_ALLOCATOR
-/// One for each device: it remembers whether stacks are recorded.
+/// One wrapper per device, because the wrapper stores whether stacks are recorded.
 std::shared_ptr<CachingAllocator> wrapped(int index, alloc::Allocator& core) {
   // Never destroyed: the allocators of the process outlive the interpreter, whose objects they may still hold.
   static auto* const wrappers = std::make_unique<std::map<int, std::shared_ptr<CachingAllocator>>>().release();

@@ -32,7 +32,7 @@ double share(Part part, Whole whole, double of_nothing) {
   return whole == 0 ? of_nothing : static_cast<double>(part) / static_cast<double>(whole);
 }
 
-/// -1 is PyTorch's way to say that every block is split.
+/// PyTorch writes -1 for no limit: every block may be split.
 py::int_ split_limit(const alloc::Config& config) {
   return config.max_split_size == alloc::kUnlimited ? py::int_(-1) : py::int_(config.max_split_size);
 }
@@ -153,7 +153,7 @@ py::dict counters(const alloc::Stats& stats, const alloc::Config& config) {
   add(result, "oversize_segments", stats.oversize_segments);
   result["num_alloc_retries"] = stats.num_alloc_retries;
   result["num_ooms"] = stats.num_ooms;
-  result["num_oom_rejections"] = 0;  // a policy of PyTorch 2.12 that there is no setting for
+  result["num_oom_rejections"] = 0;  // a policy of PyTorch 2.12, without a setting here
   result["num_sync_all_streams"] = stats.num_sync_all_streams;
   result["num_device_alloc"] = stats.num_device_alloc;
   result["num_device_free"] = stats.num_device_free;
@@ -217,7 +217,7 @@ py::dict snapshot(int device, const std::vector<alloc::SegmentInfo>& segments, c
   for (const alloc::SegmentInfo& info : segments) all.append(segment(device, info));
   py::list events;
   for (const alloc::TraceEntry& entry : trace.entries) events.append(event(entry));
-  // One list a device index, up to this one's.
+  // One list per device index, up to this device's.
   py::list traces;
   for (int index = 0; index < device; ++index) traces.append(py::list());
   traces.append(std::move(events));

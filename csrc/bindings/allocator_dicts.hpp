@@ -1,4 +1,4 @@
-// What the allocator reports, as the dictionaries that PyTorch's tools read.
+// The allocator's reports, as dictionaries in PyTorch's formats.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,13 +14,13 @@ namespace pac::bindings {
 /// The flat dictionary of torch.cuda.memory_stats.
 pybind11::dict counters(const alloc::Stats& stats, const alloc::Config& config);
 
-/// What torch.cuda.memory_stats does not say.
+/// Adds the statistics missing from torch.cuda.memory_stats.
 void add_fragmentation(pybind11::dict& into, const alloc::Stats& stats, const alloc::Fragmentation& fragmentation);
 
 pybind11::dict scope(const alloc::ScopeStats& stats);
 pybind11::dict block(const alloc::BlockInfo& block);
 
-/// The format of torch.cuda.memory._snapshot; `device` is the index that its entries carry.
+/// In the format of torch.cuda.memory._snapshot; `device` is the index in the entries.
 pybind11::dict snapshot(int device, const std::vector<alloc::SegmentInfo>& segments, const alloc::Trace& trace,
                         const alloc::Config& config);
 

@@ -1,4 +1,4 @@
-// Events that Python holds as arrays.
+// A recording's events in Python's arrays.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,7 @@
 
 namespace pac::bindings {
 
-/// An array that some Python object holds, and the hold on it.
+/// The array of a Python object, kept alive.
 template <class Value>
 class Column {
  public:
@@ -34,7 +34,7 @@ class Column {
     }
     return pybind11::reinterpret_borrow<pybind11::buffer>(source).request();
   }
-  // Addresses and sizes end below 2^62, so that signed ones are read as they are.
+  // Addresses and sizes end below 2^62: signed arrays can be read as unsigned.
   static bool is_integer(const std::string& format) {
     return format.size() == 1 && std::string("BbIiLlQqNn").find(format) != std::string::npos;
   }
@@ -42,7 +42,7 @@ class Column {
   pybind11::buffer_info view_;
 };
 
-/// The columns of a recording's events, and the hold on them. ValueError where they are not of one length.
+/// The columns of a recording's events, kept alive. ValueError unless all have one length.
 class EventArrays {
  public:
   EventArrays(const pybind11::object& action, const pybind11::object& address, const pybind11::object& size,

@@ -57,7 +57,7 @@ class CpuCodec {
 #if PAC_CUDA_CODEC
 void check_cuda(cudaError_t status, const char* expression, const char* file, int line) {
   if (status == cudaSuccess) return;
-  // The status was read: the runtime's memory of it must not surface in somebody else's check.
+  // The status was read: cleared from the runtime, the error does not surface in another caller's check.
   [[maybe_unused]] const cudaError_t cleared = cudaGetLastError();
   throw pac::DeviceError(pac::detail::located(file, line, expression, " failed: ", cudaGetErrorName(status), ": ",
                                               cudaGetErrorString(status)));
@@ -66,7 +66,7 @@ void check_cuda(cudaError_t status, const char* expression, const char* file, in
 /// Throws pac::DeviceError and clears the runtime's last error, unless the call succeeded.
 #define PAC_CUDA_CHECK(call) check_cuda((call), #call, __FILE__, __LINE__)
 
-/// The device that a launch needs, and the caller's again afterwards.
+/// Makes the launch's device current, and the caller's again afterwards.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : device_(device) {
@@ -74,7 +74,7 @@ class DeviceGuard {
     if (previous_ != device_) PAC_CUDA_CHECK(cudaSetDevice(device_));
   }
   ~DeviceGuard() {
-    // It was current a moment ago; a destructor could not say more than the launch's own status does.
+    // The device was current a moment ago; a destructor could not say more than the launch's own status.
     if (previous_ != device_) static_cast<void>(cudaSetDevice(previous_));
   }
   DeviceGuard(const DeviceGuard&) = delete;

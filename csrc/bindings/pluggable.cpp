@@ -1,16 +1,16 @@
-// The C functions that PyTorch's CUDAPluggableAllocator takes, by name or by address:
+// The C functions for PyTorch's CUDAPluggableAllocator, by name or by address:
 //
 //   CUDAPluggableAllocator(path, "pyactcomp_malloc", "pyactcomp_free")            the process's allocator
 //   CUDAPluggableAllocator(path, "pyactcomp_pool_malloc", "pyactcomp_pool_free")  segments of a torch.cuda.MemPool
 //
-// and the addresses of the others go to its set_*_fn. Functions that torch calls where it can take an exception throw
-// (they have C linkage for their names only); those it calls from destructors keep the fault for
-// pyactcomp_last_error() and pyactcomp_fault_count().
+// The addresses of the other functions go to set_*_fn. Functions called where torch can take an exception throw (C
+// linkage is for the names only); functions called from destructors keep the fault for pyactcomp_last_error() and
+// pyactcomp_fault_count().
 //
-// pyactcomp_malloc and pyactcomp_free under a MemPool work too: as the pool functions where this allocator is torch's
-// own (it would wait for its own lock otherwise); under torch's native allocator with two differences. Out of memory
-// they throw, which torch survives but does not answer by giving its own cached memory back, and what torch gives back
-// stays cached here.
+// pyactcomp_malloc and pyactcomp_free under a MemPool work too. If this allocator is torch's own, they act as the pool
+// functions; otherwise the allocator would wait for its own lock. Under torch's native allocator there are two
+// differences: running out of memory throws, which torch survives but does not answer by giving cached memory back, and
+// memory given back by torch stays cached here.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -39,7 +39,7 @@ Address number(const void* address) { return reinterpret_cast<Address>(address);
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }  // NOLINT(performance-no-int-to-ptr)
 PoolId pool_of(MempoolId id) { return {id.first, id.second}; }
 
-/// What went wrong where nothing could be thrown. Plain arrays: keeping a fault cannot fail.
+/// Faults in functions that must not throw. Fixed arrays: keeping a fault cannot fail.
 class Faults {
  public:
   using Text = std::array<char, 1024>;
@@ -66,7 +66,7 @@ class Faults {
   Text last_{};
 };
 
-/// Never destroyed, as runtime() is not.
+/// Never destroyed, like runtime().
 Faults& faults() {
   static Faults& instance = *std::make_unique<Faults>().release();
   return instance;
@@ -83,8 +83,9 @@ void without_throwing(Call&& call) noexcept {
 
 }  // namespace
 
-/// Uncached, because torch caches above it and what it gives back is to be free for others. nullptr makes torch give
-/// back its cached memory and try again, then raise torch.OutOfMemoryError; a failure of another kind is kept, too.
+/// Uncached, because torch caches above this function, and memory given back by torch is to be free for others. nullptr
+/// makes torch give cached memory back and try again, then raise torch.OutOfMemoryError; failures of another kind are
+/// kept as faults, too.
 PAC_EXPORT void* pyactcomp_pool_malloc(std::size_t size, int device, CudaStream) {
   void* segment = nullptr;
   if (size == 0) return segment;
@@ -99,14 +100,14 @@ PAC_EXPORT void pyactcomp_pool_free(void* address, std::size_t size, int device,
   without_throwing([&] { runtime().release_segment(number(address), size, device); });
 }
 
-/// Throws OutOfMemory, whose text begins as PyTorch's own, and whatever keeps CUDA from working.
+/// Throws OutOfMemory, with a text that begins as PyTorch's own, and any error of CUDA.
 PAC_EXPORT void* pyactcomp_malloc(std::size_t size, int device, CudaStream stream) {
   if (size == 0) return nullptr;
   if (inside_segment_source()) return pyactcomp_pool_malloc(size, device, stream);
   return pointer(runtime().allocate(size, device, number(stream)));
 }
 
-/// Torch's word on size, device and stream is not needed here, and in some releases is about an earlier block.
+/// Does not need torch's size, device and stream: in some releases they are an earlier block's.
 PAC_EXPORT void pyactcomp_free(void* address, std::size_t size, int device, CudaStream stream) {
   if (address == nullptr) return;
   if (inside_segment_source()) return pyactcomp_pool_free(address, size, device, stream);
@@ -118,7 +119,7 @@ PAC_EXPORT void pyactcomp_free(void* address, std::size_t size, int device, Cuda
   });
 }
 
-/// Reads the settings, so that a mistake in them surfaces when CUDA is initialised.
+/// Reads the settings: a mistake there surfaces when CUDA is initialised.
 PAC_EXPORT void pyactcomp_init(int) { runtime().config(); }
 
 PAC_EXPORT void pyactcomp_reset() {
@@ -142,7 +143,7 @@ PAC_EXPORT void* pyactcomp_base_alloc(void* address, std::size_t* size) {
   return pointer(base.address);
 }
 
-/// An address of somebody else's, a tensor made by from_dlpack say, is left alone, as PyTorch's own allocator does.
+/// Leaves another library's address alone (a tensor made by from_dlpack, say), as PyTorch's own allocator does.
 PAC_EXPORT void pyactcomp_record_stream(void* address, CudaStream stream) {
   const int device = runtime().owner(number(address));
   if (device >= 0) runtime().device(device).record_stream(number(address), number(stream));
@@ -164,7 +165,7 @@ PAC_EXPORT void pyactcomp_release_pool(int device, MempoolId id) {
 
 PAC_EXPORT std::uint64_t pyactcomp_fault_count() { return faults().count(); }
 
-/// The text of the last fault, empty where there was none; valid until the calling thread asks again.
+/// The text of the last fault, empty if there was none; valid until the calling thread asks again.
 PAC_EXPORT const char* pyactcomp_last_error() {
   thread_local Faults::Text copy;
   copy = faults().last();

@@ -19,8 +19,8 @@ std::string got(py::handle value) {
   return ", got " + std::string(py::str(py::repr(value))) + " (" + Py_TYPE(value.ptr())->tp_name + ")";
 }
 
-/// References the core has let go of. It does so on any thread and under its lock, where waiting for the GIL could
-/// deadlock and running a destructor could call back; the next call from Python drops them.
+/// References released by the core, on any thread and under the lock, where waiting for the GIL could deadlock and a
+/// destructor could call back. The next call from Python drops them.
 class Dropped {
  public:
   void add(PyObject* object) {
@@ -50,10 +50,10 @@ struct DropLater {
 
 std::shared_ptr<PyObject> share(py::object object) { return {object.release().ptr(), DropLater{}}; }
 
-/// A function of the user's that the core may call from any thread.
+/// A user's function for the core to call from any thread.
 class Callback {
  public:
-  /// `role` is what messages call it. TypeError unless it can be called.
+  /// `role` names the function in messages. TypeError unless callable.
   Callback(const char* role, const py::object& function) {
     if (!PyCallable_Check(function.ptr()))
       throw py::type_error(std::string(role) + " must be callable" + got(function));
@@ -63,7 +63,7 @@ class Callback {
 
   const std::string& name() const { return name_; }
 
-  /// Needs the GIL. What the function raises ends here, while the GIL is held, as a std::runtime_error.
+  /// Needs the GIL. Turns the function's exception into a std::runtime_error, while the GIL is held.
   template <class... Args>
   py::object operator()(Args... args) const {
     std::string failure;
@@ -124,7 +124,7 @@ alloc::PoolId to_pool(py::handle value) {
 
 alloc::Context python_stack() {
   collect_dropped();
-  // Code objects and line numbers: names are looked up only for the stacks that somebody reads.
+  // Code objects and line numbers: names are looked up only when a stack is read.
   py::list stack;
   auto frame =
       py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
@@ -139,7 +139,7 @@ alloc::Context python_stack() {
 
 py::list frames(const alloc::Context& context) {
   py::list described;
-  // The deleter tells our stacks from those that another library has kept beside its blocks.
+  // The deleter tells our stacks from another library's contexts.
   if (std::get_deleter<DropLater>(context) == nullptr) return described;
   for (const py::handle frame : py::reinterpret_borrow<py::list>(static_cast<PyObject*>(context.get()))) {
     const py::tuple pair = py::reinterpret_borrow<py::tuple>(frame);

@@ -22,10 +22,10 @@ namespace {
 using alloc::PlainData;
 using alloc::Value;
 
-// Beyond what anybody annotates with, and far below what the C stack holds.
+// Deeper than any annotation, and far below the limit of the C stack.
 constexpr int kDeepest = 100;
 
-/// A container held once is one object in Python too.
+/// A container named twice becomes one Python object.
 class ToPython {
  public:
   explicit ToPython(const PlainData& data) : data_(data) {}
@@ -63,7 +63,7 @@ class ToPython {
     return made_.emplace(value.index(), py::tuple(list)).first->second;
   }
 
-  /// Bytes that are no UTF-8 are replaced.
+  /// Replaces bytes that are no UTF-8.
   py::object text(Value value) {
     py::object& made = strings_[value.index()];
     if (!made) {
@@ -91,7 +91,7 @@ std::unique_ptr<PlainData> read(int descriptor, std::uint64_t size) {
   return data;
 }
 
-/// An array.array of a column, which is given up.
+/// Turns a column into an array.array, and frees the column.
 template <class Number>
 py::object to_array(const char* code, std::vector<Number>& column) {
   const py::bytes bytes(reinterpret_cast<const char*>(column.data()), column.size() * sizeof(Number));

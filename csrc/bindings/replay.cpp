@@ -25,7 +25,8 @@ using SegmentRow = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::
 using BlockRow = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t, bool>;
 
 /// (address, size, stream, pool, small, expandable) of each segment, and (address, size, requested, stream, pool,
-/// pending) of each block, both by address. A block that lies in no segment has one to itself, whose place is unknown.
+/// pending) of each block, both by address. A block outside every segment gets a segment of its own, at an unknown
+/// place.
 std::vector<alloc::SegmentInfo> to_segments(const std::vector<SegmentRow>& segments,
                                             const std::vector<BlockRow>& blocks,
                                             const std::vector<alloc::PoolId>& pools) {
@@ -50,7 +51,7 @@ std::vector<alloc::SegmentInfo> to_segments(const std::vector<SegmentRow>& segme
   return result;
 }
 
-/// A replay, and its events for as long as it lives.
+/// A replay, and the arrays of its events.
 class Replay {
  public:
   Replay(const py::object& action, const py::object& address, const py::object& size, const py::object& stream,

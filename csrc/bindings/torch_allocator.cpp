@@ -1,5 +1,6 @@
-// The module pyactcomp._torch_allocator: the allocators of _core as torch's own. With the torch_*.hpp beside it, it is
-// all that includes torch, and it is compiled for one release of torch, whose virtual functions it implements.
+// The module pyactcomp._torch_allocator: the allocators of _core as torch's own. Only this file and the torch_*.hpp
+// beside it include torch here; the module is compiled for one release of torch and implements the virtual functions of
+// this release. Longer than 400 lines: torch's interface has some 50 of them, in one class.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -56,8 +57,8 @@ void delete_uncached(void* memory) {
   C10_CUDA_CHECK(cudaFree(memory));
 }
 
-/// torch's allocator from the moment it is installed. The native one keeps what it handed out before, and whoever
-/// frees, asks or counts reaches it through here.
+/// Torch's allocator once installed. The native allocator keeps the memory it handed out before; frees, queries and
+/// statistics reach this memory through here.
 class TorchAllocator final : public native::CUDAAllocator {
  public:
   TorchAllocator(alloc::Runtime& runtime, native::CUDAAllocator& native)
@@ -74,10 +75,10 @@ class TorchAllocator final : public native::CUDAAllocator {
   }
 
   std::string name() override { return "pyactcomp"; }
-  /// From the start, so that nobody swaps another allocator in over memory that this one has handed out.
+  /// True from the start, so that torch swaps no other allocator in over memory of this one.
   bool initialized() override { return true; }
   void init(int device_count) override {
-    native_.init(device_count);  // which opens other processes' memory
+    native_.init(device_count);  // the native allocator opens other processes' memory
     devices_.set_count(device_count);
   }
 
@@ -114,7 +115,7 @@ class TorchAllocator final : public native::CUDAAllocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return isEnabled() ? &delete_block : &delete_uncached; }
 
-  /// False, and nothing has changed, where the pointer was not handed out by our allocators.
+  /// False, without a change, if the pointer is not of our allocators.
   bool give_back(void* pointer) {
     const alloc::Address address = address_of(pointer);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace())) {
@@ -131,7 +132,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   void recordStream(const at::DataPtr& data, c10::cuda::CUDAStream stream) override {
     if (data.get() == nullptr) return;
     if (data.get_deleter() != &delete_block) {
-      native_.recordStream(data, stream);  // which knows its own memory, and leaves others' alone
+      native_.recordStream(data, stream);  // the native allocator leaves unknown memory alone
       return;
     }
     devices_[data.device().index()].record_stream(address_of(data.get()), number_of(stream.stream()));
@@ -180,7 +181,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     if (p2p_enabled || destination_device == source_device) {
       return cudaMemcpyAsync(destination, source, count, cudaMemcpyDeviceToDevice, stream);
     }
-    // Mapped memory that the other device has no access to.
+    // The other device has no access to mapped memory.
     return cudaMemcpyPeerAsync(destination, destination_device, source, source_device, count, stream);
   }
 
@@ -194,8 +195,8 @@ class TorchAllocator final : public native::CUDAAllocator {
     const c10::cuda::CUDAGuard guard(static_cast<DeviceIndex>(device));
     cudaIpcMemHandle_t handle;
     C10_CUDA_CHECK(cudaIpcGetMemHandle(&handle, pointer_to(base.address)));
-    // As torch's native allocator, here or in the other process, opens it: a version that releases since 2.11
-    // accept, how the memory was made ('c': cudaMalloc), CUDA's handle.
+    // The format of torch's native allocator, here or in the other process: a version accepted by releases since 2.11,
+    // the kind of memory ('c': cudaMalloc), CUDA's handle.
     std::string text = "\2c";
     text.append(handle.reserved, sizeof handle.reserved);
     return {static_cast<std::ptrdiff_t>(address_of(pointer) - base.address), std::move(text)};
@@ -268,7 +269,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     return result;
   }
 
-  // What is known about it.
+  // Statistics, snapshots and history.
 
   DeviceStats getDeviceStats(DeviceIndex device) override {
     alloc::Allocator* existing = devices_.find(device);
@@ -358,7 +359,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   }
 
 #if PAC_TORCH_AT_LEAST(2, 12)
-  /// Nothing is refused before the device was asked, so there is nothing to observe.
+  /// No request is refused before the device was asked: there is nothing to observe.
   void attachOomRejectionObserver(native::OomRejectionObserver) override {}
 
   std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* pointer) override {
@@ -377,11 +378,12 @@ class TorchAllocator final : public native::CUDAAllocator {
 
   static alloc::Stream current_stream(DeviceIndex device) {
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
-    // The default stream needs no look-up, which changes the device and back.
+    // The default stream needs no look-up; a look-up changes the device and back.
     return stream.id() == 0 ? 0 : number_of(stream.stream());
   }
 
-  /// Memory that our allocators do not see: of tensors that other processes have done with, and what native caches.
+  /// Frees memory outside our allocators: tensors that other processes have done with, and the native allocator's
+  /// cache.
   bool free_elsewhere(DeviceIndex device) {
     bool freed = false;
     for (const std::string& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
@@ -402,7 +404,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     if (!took_over_ || devices_[device].pool_use_count(to_core(pool)) > 0) return false;
     try {
       return native_.getPoolUseCount(device, pool) > 0;
-    } catch (const c10::Error&) {  // its way to say no
+    } catch (const c10::Error&) {  // the native allocator throws for an unknown pool
       return false;
     }
   }
@@ -453,7 +455,7 @@ class TorchAllocator final : public native::CUDAAllocator {
 
   alloc::Runtime& runtime_;
   native::CUDAAllocator& native_;
-  const bool took_over_;  ///< CUDA was initialised before: native has memory, pools and statistics of its own
+  const bool took_over_;  ///< CUDA was initialised before: the native allocator has memory, pools and statistics
   const bool uncached_always_;
   std::atomic<bool> enabled_;
   Recorder recorder_;
@@ -468,12 +470,12 @@ void delete_block(void* pointer) noexcept {
     installed->raw_delete(pointer);
   } catch (const std::exception& error) {
     int device = 0;
-    if (cudaGetDevice(&device) == cudaErrorCudartUnloading) return;  // the process ends, and its memory with it
+    if (cudaGetDevice(&device) == cudaErrorCudartUnloading) return;  // the process is ending
     TORCH_WARN("a CUDA block could not be freed: ", error.what());
   }
 }
 
-/// An error of the state rather than of an argument.
+/// Raises PyactcompError: the state is at fault, not an argument.
 [[noreturn]] void refuse(const std::string& text) {
   py::set_error(py::module_::import("pyactcomp.errors").attr("PyactcompError"), text.c_str());
   throw py::error_already_set();
@@ -494,7 +496,7 @@ void install(const py::object& capsule) {
   }
   auto& runtime = *static_cast<alloc::Runtime*>(PyCapsule_GetPointer(capsule.ptr(), alloc::kRuntimeCapsule));
   installed = std::make_unique<TorchAllocator>(runtime, *current).release();
-  // Where torch.accelerator looks; the highest priority, as the registry silently refuses a lower one than the last.
+  // torch.accelerator looks here. The highest priority: the registry silently refuses a lower one than the last.
   c10::SetAllocator(c10::DeviceType::CUDA, installed, std::numeric_limits<std::uint8_t>::max());
   native::allocator.store(installed);
 }

@@ -1,4 +1,4 @@
-// The core's values as torch's, and back.
+// Converts the core's values to torch's, and back.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -87,7 +87,8 @@ inline DeviceStats to_torch(const alloc::Stats& stats) {
   return result;
 }
 
-/// Adds what the native allocator still counts. It only shrinks: its peak was before the switch, ours comes after.
+/// Adds the native allocator's counts. Native memory only shrinks after the switch: the native peak came before, ours
+/// after.
 inline void add_native(TorchStat& total, const TorchStat& native) {
   total.peak = std::max(total.peak + native.current, native.peak);
   total.current += native.current;
@@ -141,7 +142,7 @@ static_assert(static_cast<int>(alloc::Action::kAlloc) == TorchTraceEntry::ALLOC 
               static_cast<int>(alloc::Action::kSegmentMap) == TorchTraceEntry::SEGMENT_MAP &&
               static_cast<int>(alloc::Action::kOutOfMemory) == TorchTraceEntry::OOM);
 
-/// Its time is now, on the clock that trackers of events read.
+/// Stamped with the present time, on the clock of torch's trackers.
 inline TorchTraceEntry to_torch(const alloc::TraceEntry& entry, c10::DeviceIndex device) {
   const Origin* origin = Origin::of(entry.context);
   return {static_cast<TorchTraceEntry::Action>(entry.action),
@@ -156,7 +157,7 @@ inline TorchTraceEntry to_torch(const alloc::TraceEntry& entry, c10::DeviceIndex
           origin ? origin->user_metadata : ""};
 }
 
-/// With the time of the event in microseconds since the epoch, as snapshots have it.
+/// Stamped with the event's time in microseconds since the epoch, as in snapshots.
 inline TorchTraceEntry to_snapshot(const alloc::TraceEntry& entry, c10::DeviceIndex device) {
   TorchTraceEntry result = to_torch(entry, device);
   result.time_.t_ = entry.time_us;
@@ -184,7 +185,7 @@ inline AllocatorConfigInfo to_torch(const alloc::Config& config) {
 
 // Private pools.
 
-/// The segments of a torch.cuda.MemPool that has an allocator of its own.
+/// The segments of a torch.cuda.MemPool with an allocator of its own.
 class PoolSegments final : public alloc::SegmentSource {
  public:
   PoolSegments(std::shared_ptr<CUDAAllocator> allocator, c10::DeviceIndex device)
@@ -195,7 +196,7 @@ class PoolSegments final : public alloc::SegmentSource {
     try {
       if (void* segment = allocator_->raw_alloc_with_stream(size, stream_of(stream))) return address_of(segment);
     } catch (const c10::OutOfMemoryError&) {
-      // A failure like any other: the remedies follow, then an error that says more.
+      // A failure like any other: the remedies follow, then a fuller error.
     }
     return std::nullopt;
   }

@@ -1,4 +1,4 @@
-// The allocator of each device, tied to what torch wants to be told about all of them.
+// The allocator of each device, with torch's trackers, observers and history settings for all of them.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ class Devices {
  public:
   using Tracker = c10::CachingDeviceAllocator::AllocatorTraceTracker;
   using OutOfMemoryObserver = c10::cuda::CUDACachingAllocator::OutOfMemoryObserver;
-  /// Before an allocation on the device fails: whether it freed anything.
+  /// Called before an allocation on the device fails; returns whether memory was freed.
   using PressureCallback = std::function<bool(c10::DeviceIndex)>;
 
   Devices(alloc::Runtime& runtime, PressureCallback on_pressure)
@@ -33,7 +33,7 @@ class Devices {
     return C10_LIKELY(known != nullptr) ? *known : adopt(static_cast<c10::DeviceIndex>(device));
   }
 
-  /// nullptr where the device's allocator was not created yet.
+  /// nullptr if the device's allocator was not created yet.
   alloc::Allocator* find(int device) {
     check(device);
     return runtime_.existing(device) ? &(*this)[device] : nullptr;
@@ -100,7 +100,8 @@ class Devices {
   std::atomic<int> count_{0};
   std::array<std::atomic<alloc::Allocator*>, C10_COMPILE_TIME_MAX_GPUS> known_{};
 
-  // Of what follows; taken before an allocator's lock, never after. Recursive: a walk over all devices adopts them.
+  // Guards the members below; taken before an allocator's lock, never after. Recursive: a walk over all devices adopts
+  // them.
   std::recursive_mutex mutex_;
   alloc::HistoryOptions history_;
   std::vector<OutOfMemoryObserver> oom_observers_;

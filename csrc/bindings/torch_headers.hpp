@@ -1,4 +1,4 @@
-// All of torch's headers that the subclass of its allocator needs. No other file includes any.
+// All of torch's headers for the subclass of torch's allocator. No other file here includes any.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

@@ -1,4 +1,4 @@
-// What torch has recorded about allocations: who asked for them, and what programs announce about themselves.
+// Torch's records about allocations: call stacks, compile contexts, user metadata and annotations.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace pac::bindings {
 
-/// What the core keeps beside a block or an event.
+/// Torch's context of a memory block or an event, kept by the core.
 struct Origin {
   std::shared_ptr<c10::GatheredContext> stack;
   bool stack_in_trace = false;
@@ -24,7 +24,7 @@ struct Origin {
   std::string user_metadata;
 
   static alloc::Context keep(Origin origin) { return std::make_unique<Origin>(std::move(origin)); }
-  /// nullptr for a context that somebody else gave the core.
+  /// nullptr for a context of another library.
   static const Origin* of(const alloc::Context& context) {
     return std::get_deleter<std::default_delete<Origin>>(context) ? static_cast<const Origin*>(context.get()) : nullptr;
   }
@@ -38,7 +38,8 @@ class Recorder {
 
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
 
-  /// Who asks now, where that is recorded from this level on. Called without any lock: it may need the GIL.
+  /// The context of the present call, with a stack if torch records stacks from level `least` on. Called without any
+  /// lock: gathering may need the GIL.
   alloc::Context origin(RecordContext least) const {
     return C10_LIKELY(!recording()) ? alloc::Context() : gather(least);
   }
@@ -92,7 +93,7 @@ class Recorder {
     Origin origin;
     if (level >= least && recorder) origin.stack = recorder();
     origin.stack_in_trace = level >= RecordContext::ALLOC;
-    // What is freed has its allocation's.
+    // A free takes these from the allocation.
     if (least < RecordContext::ALL) {
       if (!thread().compile_contexts.empty()) origin.compile_context = thread().compile_contexts.back();
       origin.user_metadata = thread().user_metadata;
@@ -109,7 +110,7 @@ class Recorder {
   std::atomic<CreateContextFn> recorder_{nullptr};
   std::atomic<RecordContext> level_{RecordContext::NEVER};
 
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::size_t max_entries_ = 0;
   std::deque<AnnotationEntry> annotations_;
 };

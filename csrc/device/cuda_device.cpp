@@ -31,7 +31,7 @@ CUmemAccessDesc access_of(CUdevice device) {
   throw DeviceError(message.str());
 }
 
-/// The driver was shut down, as it is when the process exits: nothing of the device's is left to give back.
+/// The driver was shut down, as at process exit: there is nothing left to give back.
 bool gone(CUresult status) { return status == CUDA_ERROR_DEINITIALIZED; }
 
 CUevent event_of(Event event) {
@@ -44,7 +44,7 @@ CUstream stream_of(Stream stream) {
 
 }  // namespace
 
-/// Makes `call` with the context current, in relaxed capture mode. It must not throw.
+/// Runs `call`, which must not throw, with the context current and in relaxed capture mode.
 template <class Call>
 CUresult CudaDevice::inside(CUcontext context, Call&& call) const {
   const CUresult pushed = driver_.cuCtxPushCurrent(context);
@@ -70,7 +70,7 @@ CUresult CudaDevice::timed(Call&& call) {
 
 template <class Call>
 void CudaDevice::give_back(const What& what, Call&& call) {
-  if (forked_after_cuda()) return;  // it is the parent's
+  if (forked_after_cuda()) return;  // the memory is the parent process's
   const CUresult status = timed(call);
   if (!gone(status)) check(status, what);
 }
@@ -94,7 +94,7 @@ CudaDevice::CudaDevice(int index) : driver_(cuda_driver()), index_(index) {
 
 CudaDevice::~CudaDevice() {
   if (forked_after_cuda()) return;
-  // Whatever these report, there is nobody to tell and nothing to do about it.
+  // Errors are ignored: a destructor cannot report them.
   inside([&] {
     for (CUevent event : spare_events_) driver_.cuEventDestroy(event);
     return CUDA_SUCCESS;
@@ -247,11 +247,11 @@ Event CudaDevice::record(Stream stream) {
   if (status == CUDA_SUCCESS) return reinterpret_cast<Event>(event);
   if (event != nullptr) spare_events_.push_back(event);
   if (status == CUDA_ERROR_INVALID_HANDLE && stream != 0) {
-    // Event and stream are of one device: this stream may be a peer's, which reads what is mapped here.
+    // Event and stream must be of one device. This stream may be of a peer reading memory mapped here.
     const CUresult recorded = record_elsewhere(stream_of(stream), &event);
     if (recorded == CUDA_SUCCESS) return reinterpret_cast<Event>(event);
   }
-  if (gone(status)) return 0;  // stands for an event that completed
+  if (gone(status)) return 0;  // stands for a completed event
   check(status, {call});
   return 0;
 }

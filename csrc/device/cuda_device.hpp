@@ -1,11 +1,11 @@
 // One CUDA device behind the port.
 //
-// Only driver calls, each inside the device's primary context, which is torch's too: so a call may come from any
-// thread, whatever device is current there, and leaves the CUDA runtime's last error alone. Each is made in relaxed
-// capture mode, because some thread of the process may be capturing a graph.
+// Makes driver calls only, each inside the device's primary context, which torch uses too. So a call may come from any
+// thread, with any current device, and leaves the CUDA runtime's last error alone. Each call is made in relaxed capture
+// mode, because some thread of the process may be capturing a graph.
 //
-// acquire(), release() and enable_peer() may be called beside the core, without its lock. When the process exits the
-// driver goes first: what gives something back then does nothing, and every event counts as completed.
+// acquire(), release() and enable_peer() may be called without the core's lock. At process exit the driver goes first:
+// functions that give memory or events back then do nothing, and every event counts as completed.
 #pragma once
 
 #include <cuda.h>
@@ -23,11 +23,11 @@ namespace pac::alloc {
 
 class CudaDevice final : public Device {
  public:
-  /// Creates the device's primary context where the process has none yet. Throws DeviceError.
+  /// Creates the device's primary context if the process has none yet. Throws DeviceError.
   explicit CudaDevice(int index);
   ~CudaDevice() override;
 
-  /// Throws DeviceError where there is no driver.
+  /// Throws DeviceError if there is no driver.
   static int count();
   static bool can_access_peer(int device, int peer);
 
@@ -50,8 +50,8 @@ class CudaDevice final : public Device {
   void recycle(Event event) override;
   void synchronize() override;
 
-  /// Lets `peer` read and write what is mapped here, now and later. What was acquired needs cudaDeviceEnablePeerAccess
-  /// instead, which is torch's to call. Throws DeviceError where the two devices cannot reach each other.
+  /// Lets `peer` read and write all memory mapped here, now and later. Acquired memory needs cudaDeviceEnablePeerAccess
+  /// instead, called by torch. Throws DeviceError if the two devices cannot reach each other.
   void enable_peer(int peer);
 
  private:
@@ -82,11 +82,11 @@ class CudaDevice final : public Device {
   CUmemAllocationProp properties_{};
   Bytes granularity_ = 0;  ///< 0: no virtual memory
   std::atomic<std::int64_t> driver_ns_{0};
-  // Under the core's lock, as record() and recycle() are.
+  // Guarded by the core's lock, as record() and recycle() are.
   std::vector<CUevent> spare_events_;
-  std::set<CUevent> foreign_events_;  ///< in use, of other devices' contexts
+  std::set<CUevent> foreign_events_;  ///< events in use, of other devices' contexts
 
-  std::mutex mutex_;  ///< of what follows
+  std::mutex mutex_;  ///< guards the members below
   std::map<Address, Bytes> mappings_;
   std::vector<CUmemAccessDesc> access_;  ///< this device, then its peers
 };

@@ -1,8 +1,8 @@
-// The driver's functions that the allocator calls, found in libcuda when first needed. Neither the driver nor the CUDA
-// runtime is linked, so cuda.h is enough to build this, and the module loads on a machine without a GPU.
+// The driver's functions for the allocator, found in libcuda when first needed. Neither the driver nor the CUDA runtime
+// is linked, so cuda.h is enough to build this file, and the module loads on a machine without a GPU.
 //
-// cuda.h defines a function's name as that of the signature it declares (cuMemAlloc is cuMemAlloc_v2), which is the
-// name that is looked up.
+// cuda.h defines a function's name as the name of the declared signature (cuMemAlloc is cuMemAlloc_v2); this name is
+// looked up.
 #pragma once
 
 #include <cuda.h>
@@ -51,13 +51,14 @@ struct CudaDriver {
   bool virtual_memory = false;  ///< all calls of virtual memory are there
 };
 
-/// The initialised driver. Throws DeviceError where there is none, or no device, or it was initialised before a fork.
+/// The initialised driver. Throws DeviceError without a driver or a device, and in a process forked after the
+/// initialisation.
 const CudaDriver& cuda_driver();
 
-/// This process was forked from one that had initialised the driver here, and cannot use it.
+/// Whether this process was forked after the driver was initialised, and so cannot use CUDA.
 bool forked_after_cuda() noexcept;
 
-/// The fault then, and the remedy.
+/// The text of the error in such a process, with the remedy.
 extern const char kForkedAfterCuda[];
 
 }  // namespace pac::alloc

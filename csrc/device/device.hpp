@@ -1,11 +1,11 @@
 // The port: the only door between the allocator core and a device.
 //
-// Contract of every function. It is called with the core's lock held, except wait() and synchronize(); it never calls
+// Contract of every function. The caller holds the core's lock, except for wait() and synchronize(); no function calls
 // back into the core. Sizes and addresses of virtual memory are multiples of granularity(). Running out of memory is a
-// result (nullopt); any other failure throws DeviceError and leaves the device as it was. Only release(), wait() and
-// synchronize() may wait for the device; no other function waits for work that a stream still has to do. The caller
-// guarantees that nothing still running reads or writes memory that it releases or unmaps, and that it unmaps,
-// unreserves and destroys exactly the ranges and handles that it mapped, reserved and created.
+// result (nullopt); any other failure throws DeviceError and leaves the device as before. Only release(), wait() and
+// synchronize() may wait for the device; no other function waits for work queued on a stream. The caller guarantees two
+// things. No running kernel reads or writes memory being released or unmapped. Ranges and handles to unmap, unreserve
+// and destroy are exactly the mapped, reserved and created ones.
 #pragma once
 
 #include <optional>
@@ -28,19 +28,19 @@ class Device {
   Device& operator=(const Device&) = delete;
   virtual ~Device() = default;
 
-  /// Its name in messages, "GPU 0".
+  /// The device's name in messages, "GPU 0".
   virtual std::string name() const = 0;
   virtual Memory memory() = 0;
-  /// Host time spent so far inside the functions below that handle memory; the simulated device's is an estimate.
+  /// Host time spent so far in the memory functions below; an estimate on the simulated device.
   virtual double driver_seconds() const = 0;
 
-  // Memory whose addresses are its own (cudaMalloc).
+  // Memory at a fixed address (cudaMalloc).
   virtual std::optional<Address> acquire(Bytes size) = 0;
   virtual void release(Address address, Bytes size) = 0;
 
   // Virtual memory: a range of addresses, physical memory, and the mapping of one to the other. A handle is mapped
-  // whole; it may be mapped at several addresses at once, and is destroyed only when it is mapped nowhere. map()
-  // gives access to this device and to every peer that was enabled, now or later.
+  // whole, may be mapped at several addresses at once, and is destroyed only when mapped nowhere. map() gives access to
+  // this device and to every peer enabled now or later.
   virtual bool has_virtual_memory() const = 0;
   virtual Bytes granularity() const = 0;
   virtual Address reserve(Bytes size) = 0;
@@ -50,21 +50,21 @@ class Device {
   virtual void map(Address address, Bytes size, Handle handle) = 0;
   virtual void unmap(Address address, Bytes size) = 0;
 
-  // Order between the host and streams. record() marks what the stream has been given so far; completed() asks;
-  // wait() blocks the calling thread. An event goes back with recycle() once it is of no more use. None of them is
-  // called for a stream that is being captured into a graph.
+  // Order between the host and streams. record() puts an event behind the work queued on the stream; completed()
+  // queries the event; wait() blocks the calling thread until then. recycle() takes back an event no longer needed.
+  // None of the four is called for a stream being captured into a graph.
   virtual Event record(Stream stream) = 0;
   virtual bool completed(Event event) = 0;
-  /// The streams of which events may have completed since this was asked last, by the one allocator that asks; nullopt
-  /// where the device cannot tell, so that each has to be asked for.
+  /// The streams with events that may have completed since the last call, for the one allocator on this device; nullopt
+  /// if the device cannot tell, so that every event must be queried.
   virtual std::optional<std::set<Stream>> advanced() { return std::nullopt; }
   virtual void wait(Event event) = 0;
   virtual void recycle(Event event) = 0;
-  /// Waits for everything the device was given, on any stream. Not called while a stream is being captured.
+  /// Waits for all work queued on all streams. Not called while a stream is being captured.
   virtual void synchronize() = 0;
 };
 
-/// Where a private pool's segments come from when not from the device: a torch.cuda.MemPool with its own allocator.
+/// The source of a private pool's segments in place of the device: the allocator given to a torch.cuda.MemPool.
 class SegmentSource {
  public:
   SegmentSource() = default;

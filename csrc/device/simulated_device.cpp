@@ -12,20 +12,20 @@ namespace pac::alloc {
 namespace {
 
 // Acquired segments lie where cudaMalloc's do on Linux; reserved addresses above them, with room for a range in each of
-// two pools of some thousand graphs. All are below 2^53, up to which JSON has integers that all readers agree on.
+// two pools of some thousand graphs. All are below 2^53, the limit of exact integers in every JSON reader.
 constexpr Address kAcquiredBegin = 0x7f0000000000;
 constexpr Address kVirtualBegin = Address{1} << 50;
 constexpr Bytes kVirtualSize = (Bytes{1} << 53) - kVirtualBegin;
 constexpr Bytes kLargestCapacity = Bytes{1} << 62;
 
-/// Host time of one call, by the size of its handle or segment.
+/// Host time of one call, by the size of the handle or segment.
 struct Cost {
   Bytes size;
   double us;
 };
 
 // Medians on one H200 (CUDA 13.0, driver 580), each measured on 1 GiB of handles and divided by their number. Mapping
-// includes giving access, which is most of it.
+// includes setting the access, which takes most of the time.
 constexpr Cost kCreate[] = {
     {2_MiB, 3724 / 512.0}, {20_MiB, 290 / 51.2}, {32_MiB, 191 / 32.0}, {128_MiB, 60 / 8.0}, {512_MiB, 18 / 2.0}};
 constexpr Cost kMap[] = {{2_MiB, (469 + 11294) / 512.0},
@@ -42,8 +42,8 @@ constexpr Cost kRelease[] = {{2_MiB, 31}, {1024_MiB, 216}};
 constexpr double kRecordUs = 0.19;
 constexpr double kQueryUs = 0.11;
 
-/// Linear in the logarithm of the size between two rows; beyond the last as several calls of its size, which is no
-/// less than one call takes.
+/// Linear in the logarithm of the size between two rows. Beyond the last row: several calls of the row's size, at least
+/// the time of one call.
 template <std::size_t N>
 double cost(const Cost (&rows)[N], Bytes size) {
   const Cost* above = std::find_if(rows, rows + N, [size](const Cost& row) { return row.size >= size; });
@@ -55,7 +55,7 @@ double cost(const Cost (&rows)[N], Bytes size) {
   return below.us + share * (above->us - below.us);
 }
 
-/// Written as addresses are; text is made only for a call that is refused.
+/// A number written as an address; the text is made only for a refused call.
 struct Hex {
   std::uint64_t value;
   friend std::ostream& operator<<(std::ostream& out, Hex hex) {
@@ -80,7 +80,7 @@ std::optional<Address> AddressSpace::take(Bytes size) {
   Address candidate = full_to_;
   bool no_hole = true;
   auto at = taken_.lower_bound(full_to_);
-  if (at != taken_.begin()) --at;  // which may reach beyond
+  if (at != taken_.begin()) --at;  // this range may reach beyond full_to_
   for (; at != taken_.end(); ++at) {
     const auto& [address, taken] = *at;
     if (address >= candidate && address - candidate >= rounded) break;

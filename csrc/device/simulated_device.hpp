@@ -1,9 +1,8 @@
-// A device of numbers: everything the core does can be tested without a GPU, and replayed for what-if.
+// A simulated device: tests run the core on it without a GPU, and replays run recordings on it.
 //
-// It is strict. It throws std::logic_error, naming the call, on whatever the real driver would reject or, worse, not
-// notice: sizes or addresses off the granularity, overlapping mappings, mapping part of a handle or a dead one,
-// destroying a mapped handle, unmapping or releasing memory that was never mapped or acquired. Such a call changes
-// nothing.
+// The simulation is strict. Every call the real driver would reject or, worse, not notice throws std::logic_error,
+// naming the call, and changes nothing: sizes or addresses off the granularity, overlapping mappings, mapping part of a
+// handle or a dead one, destroying a mapped handle, unmapping or releasing memory that was never mapped or acquired.
 #pragma once
 
 #include <atomic>
@@ -19,24 +18,24 @@
 
 namespace pac::alloc {
 
-/// Part of an address space: disjoint ranges, each at the lowest hole that fits.
+/// Part of an address space: disjoint ranges, each in the lowest hole large enough.
 class AddressSpace {
  public:
   AddressSpace(Address begin, Bytes size) : begin_(begin), end_(begin + size), full_to_(begin) {}
 
   std::optional<Address> take(Bytes size);
-  /// Whether nothing lay in this range, which is then taken. It may be any, also outside of the space.
+  /// Takes this range, inside the space or not. False, without a change, if misaligned or partly taken.
   bool take_at(Address address, Bytes size);
   void give_back(Address address);
   /// Whether exactly this range was taken.
   bool holds(Address address, Bytes size) const;
-  /// Whether the range lies within one that was taken.
+  /// Whether the range lies within a taken range.
   bool covers(Address address, Bytes size) const;
 
  private:
   Address begin_;
   Address end_;
-  Address full_to_;  ///< below lies no hole, so that the search can begin here
+  Address full_to_;  ///< no hole lies below: a search begins here
   std::map<Address, Bytes> taken_;
 };
 
@@ -45,22 +44,22 @@ class SimulatedDevice final : public Device {
   struct Calls {
     std::uint64_t acquire = 0, release = 0, reserve = 0, unreserve = 0, create = 0, destroy = 0, map = 0, unmap = 0;
     std::uint64_t record = 0, query = 0, wait = 0, synchronize = 0;
-    /// Calls that wait for the device: the last two and releases.
+    /// The calls that wait for the device: wait, synchronize and release.
     std::uint64_t synchronising = 0;
   };
-  /// Physical bytes, up to the end of their mapping. No two live handles or segments share a number.
+  /// Physical bytes, up to the end of their mapping. No two live handles or segments share a handle number.
   struct Piece {
     Handle handle;
     Bytes offset;
     Bytes size;
   };
 
-  /// `asynchronous`: an event completes when complete(), or a call that waits, says so; otherwise at once.
+  /// `asynchronous`: events complete by complete() or by a call that waits; otherwise at once.
   explicit SimulatedDevice(Bytes capacity, bool virtual_memory = true, bool asynchronous = true);
 
   std::string name() const override { return "simulated GPU"; }
   Memory memory() override;
-  /// An estimate, of events too, from calls timed on a GPU. Reserving addresses was not timed and costs nothing.
+  /// An estimate from calls timed on a GPU, event calls included. Reserving addresses was not timed and counts as free.
   double driver_seconds() const override;
   std::optional<Address> acquire(Bytes size) override;
   void release(Address address, Bytes size) override;
@@ -79,16 +78,18 @@ class SimulatedDevice final : public Device {
   void recycle(Event event) override;
   void synchronize() override;
 
-  /// Host time in the calls that handle memory alone.
+  /// Host time in memory calls alone, without event calls.
   double memory_seconds() const;
-  /// Where acquired segments lie from now on, as long as nothing is there: a recording knows. 0: where they fit.
+  /// The address of segments acquired from now on, unless already taken; a replay knows the recorded one. 0: the lowest
+  /// hole.
   void suggest(Address address) { suggested_.store(address, std::memory_order_relaxed); }
 
   /// Lets the oldest `count` events of a stream complete, or all of them.
   void complete(Stream stream, std::uint64_t count = UINT64_MAX);
   void complete_all();
-  /// Of the calls named ("acquire", "create", "map", "reserve"), the next `count` after `skip` successful ones fail:
-  /// acquire and create as out of memory, the others by throwing DeviceError. Replaces what was asked for before.
+  /// Makes the next `count` calls of this name ("acquire", "create", "map" or "reserve") fail, after `skip` successful
+  /// ones: acquire and create as out of memory, the others by throwing DeviceError. Replaces the earlier setting for
+  /// the name.
   void fail(const std::string& call, std::uint64_t count, std::uint64_t skip = 0);
 
   /// Calls the driver would have seen, failed ones included.
@@ -98,12 +99,11 @@ class SimulatedDevice final : public Device {
   Bytes reserved() const;
   /// Events recorded and not recycled.
   std::uint64_t live_events() const;
-  /// The physical memory at an address; std::logic_error where there is none.
+  /// The physical memory at an address; std::logic_error if there is none.
   Piece physical(Address address) const;
-  /// Now, as a point in the order of events: what a stream is given before now precedes its next event.
+  /// Now, as a point in the order of events: work queued on a stream before now precedes the stream's next event.
   Event now() const;
-  /// Whether completed events and calls that wait tell that the stream is done with what it was given before that
-  /// point.
+  /// Whether completed events and waiting calls prove the stream finished with all work queued before the point.
   bool finished(Stream stream, Event point) const;
 
  private:
@@ -141,7 +141,7 @@ class SimulatedDevice final : public Device {
 
   AddressSpace acquired_;
   AddressSpace virtual_;
-  std::map<Address, Mapping> mapped_;  // acquired segments too: their physical memory has a number of its own
+  std::map<Address, Mapping> mapped_;  // acquired segments too, each under a handle number of its own
   std::unordered_map<Handle, Physical> handles_;
   Handle next_handle_ = 1;
 

@@ -7,7 +7,7 @@
 
 namespace pac::alloc {
 
-/// A recording's events, in order, one array a field; whoever reads them keeps them alive.
+/// A recording's events, in order, one array per field; the owner of the columns keeps the arrays alive.
 struct EventColumns {
   std::size_t count = 0;
   const std::uint8_t* action = nullptr;  ///< an Action

@@ -13,7 +13,7 @@ namespace pac::alloc {
 
 namespace {
 
-constexpr std::int64_t kBefore = -1;  // in place of the event that allocated a block: it existed
+constexpr std::int64_t kBefore = -1;  // in place of the allocating event: the block existed before
 
 struct Range {
   Address end;
@@ -26,7 +26,7 @@ class Ranges {
  public:
   using Iterator = std::map<Address, Range>::iterator;
 
-  /// Adds a range, or returns one that overlaps it and adds nothing.
+  /// Adds a range; if another range overlaps, adds nothing and returns the other.
   Iterator add(Address begin, Range range) {
     const auto after = ranges_.lower_bound(begin);
     if (after != ranges_.end() && after->first < range.end) return after;

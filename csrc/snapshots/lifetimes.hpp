@@ -1,4 +1,4 @@
-// When a recording's blocks lived, from its events alone: a block is freed once, and overlaps no other.
+// Lifetimes of a recording's memory blocks, from the events alone: each block is freed once, and overlaps no other.
 #pragma once
 
 #include <cstdint>
@@ -8,33 +8,33 @@
 
 namespace pac::alloc {
 
-/// The blocks that the events leave open at either end.
+/// Blocks with a missing event: no allocation, or no free.
 struct OpenLifetimes {
-  /// A block that was freed without having been allocated.
+  /// A block freed without an allocation.
   struct Freed {
     Address address;
-    std::size_t event;  ///< of its free
+    std::size_t event;  ///< the free
   };
-  /// A block that lives after the last event.
+  /// A block alive after the last event.
   struct Left {
     Address address;
-    std::int64_t event;  ///< that allocated it; -1: none did, but its free was requested
+    std::int64_t event;  ///< the allocation; -1: there is none, but a free was requested
   };
   std::vector<Freed> freed;
   std::vector<Left> left;
 };
 
-/// A block that existed before the first event.
+/// A block alive before the first event.
 struct ExistingBlock {
   Address address;
   Bytes size;
-  bool may_be_wrong;  ///< known from the segments at the end alone, which an event may contradict
+  bool may_be_wrong;  ///< known from the final segments alone: events may contradict the block
 };
 
-/// Both throw std::invalid_argument, which names the event of the device, for events that no allocator has.
+/// Both functions throw std::invalid_argument, naming the device's event, for events that no allocator has.
 OpenLifetimes find_open_lifetimes(const EventColumns& events, std::size_t device);
 
-/// Returns the addresses of the existing blocks that an event contradicts.
+/// Returns the addresses of the existing blocks contradicted by an event.
 std::vector<Address> check_overlaps(const EventColumns& events, const std::vector<ExistingBlock>& existing,
                                     std::size_t device);
 

@@ -13,13 +13,13 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 
-// Limits of any file, however short. Of a snapshot each value takes two bytes or more, and each list or dict about
-// 19; without a limit a byte would make 56 of memory.
+// Limits of any file, however short. In a snapshot each value takes two bytes or more, and each list or dict about 19;
+// without a limit one byte of the file could take 56 bytes of memory.
 constexpr std::uint64_t kOfAnyFile = 1 << 14;
 constexpr std::uint64_t kBytesPerValue = 2;
 constexpr std::uint64_t kBytesPerContainer = 8;
 
-// An index among the integers that do not fit takes this bit of the 60.
+// This bit of the 60 marks an index into integers_.
 constexpr std::int64_t kSmallIntegers = std::int64_t{1} << 58;
 constexpr std::uint64_t kWide = std::uint64_t{1} << 59;
 
@@ -100,7 +100,7 @@ bool PlainData::is_empty(Value value) const {
 
 const Value* PlainData::find(Value dict, Value key) const {
   const std::vector<Value>& items = this->items(dict);
-  // A key that comes twice has the value that comes last.
+  // The last value of a repeated key counts.
   for (std::size_t i = items.size(); i > 0; i -= 2) {
     if (items[i - 2] == key) return &items[i - 1];
   }

@@ -1,7 +1,7 @@
-// The plain data of a file: dicts, lists, tuples, numbers, strings, booleans and None, and nothing else.
+// The parsed data of a file: dicts, lists, tuples, numbers, strings, booleans and None, and nothing else.
 //
-// It is read without running or importing anything, without recursion, and in memory proportional to the file. A value
-// that a pickle holds once and names twice is held once here too.
+// Reading runs and imports nothing, does not recurse, and takes memory proportional to the file. A value stored once in
+// a pickle and named twice is stored once here too.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@
 
 namespace pac::alloc {
 
-/// Refuses a file's content; the message tells of the file, and of no line of this program.
+/// Refuses a file's content; the message describes the file, not this program.
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream text;
@@ -31,7 +31,7 @@ void expect(bool condition, const Parts&... parts) {
   if (!condition) refuse(parts...);
 }
 
-/// A number of a string, or of a list's, tuple's or dict's items, in the data that it is of; or a value by itself.
+/// None, a boolean or a small integer; or the index of a string, a number or a container's items in PlainData.
 class Value {
  public:
   enum class Kind : std::uint8_t { kNone, kFalse, kTrue, kInteger, kFloat, kString, kList, kTuple, kDict };
@@ -50,7 +50,7 @@ class Value {
 
 class PlainData {
  public:
-  /// `size`: of the file, which limits how much is made of it. Throws std::invalid_argument where that is not enough.
+  /// `size`: bytes of the file, which limit the number of values. Adding more throws std::invalid_argument.
   explicit PlainData(std::uint64_t size);
 
   Value root;
@@ -58,12 +58,12 @@ class PlainData {
   Value add_integer(std::int64_t value);
   Value add_float(double value);
   Value add_string(std::string_view text);
-  /// A list, tuple or dict; a dict's items are its keys and values in turn.
+  /// A list, tuple or dict; a dict's items are keys and values in turn.
   Value add_container(Value::Kind kind, const Value* begin = nullptr, const Value* end = nullptr);
   void append(Value container, const Value* begin, const Value* end);
-  /// Counts a value that the file names.
+  /// Counts one value of the file.
   void count_value();
-  /// How many values the file may name.
+  /// How many values the file may have.
   std::uint64_t most_values() const { return most_values_; }
 
   std::uint64_t file_size() const { return file_size_; }
@@ -72,11 +72,11 @@ class PlainData {
   double number(Value value) const { return floats_[value.index()]; }
   const std::string& text(Value value) const { return strings_[value.index()]; }
   const std::vector<Value>& items(Value container) const { return items_[container.index()]; }
-  /// A string as a dict has it for a key; None, which is no key, where the data has no such string.
+  /// A string as the key of a dict; None, which is never a key, if the data has no such string.
   Value key(std::string_view text) const;
-  /// Whether Python takes it for false.
+  /// Whether the value is false in Python.
   bool is_empty(Value value) const;
-  /// nullptr where a dict has no such key.
+  /// nullptr if the dict has no such key.
   const Value* find(Value dict, Value key) const;
 
  private:
@@ -84,21 +84,20 @@ class PlainData {
   std::uint64_t most_values_;
   std::uint64_t values_left_;
   std::uint64_t containers_left_;
-  std::vector<std::int64_t> integers_;  // integers that do not fit in a Value
+  std::vector<std::int64_t> integers_;  // integers too large for a Value
   std::vector<double> floats_;
   std::deque<std::string> strings_;
-  std::unordered_map<std::string_view, std::uint64_t> numbers_;  // of the strings
+  std::unordered_map<std::string_view, std::uint64_t> numbers_;  // index of each string
   std::vector<std::vector<Value>> items_;
 };
 
-/// A file from its beginning, in pieces.
+/// Reads a file from the beginning, in pieces.
 class Input {
  public:
-  /// `between`: called now and then; an exception of it ends the reading.
+  /// `between`: called between pieces; an exception from there ends the reading.
   Input(int descriptor, std::function<void()> between) : descriptor_(descriptor), between_(std::move(between)) {}
 
-  /// The next `count` bytes, which stay where they are until the next call. std::invalid_argument where the file ends
-  /// before.
+  /// The next `count` bytes, valid until the next call. Throws std::invalid_argument if the file ends before.
   const std::uint8_t* take(std::size_t count) {
     if (end_ - at_ < count) refill(count);
     if (end_ - at_ < count) throw_cut_off();
@@ -122,7 +121,8 @@ class Input {
 
 constexpr std::size_t kLongestString = std::size_t{1} << 24;
 
-/// Throws std::invalid_argument, which names the byte, where the file is cut off or holds anything else.
+/// Reads a pickle. Throws std::invalid_argument, naming the byte, if the file is cut off or holds any other type of
+/// value.
 void read_pickle(Input& input, PlainData& data);
 
 }  // namespace pac::alloc

@@ -1,5 +1,5 @@
-// Pickles of protocol 2 to 5. The opcodes that import or call something are not known here, so no content of a file can
-// run anything; nor can it make the memo, a string or an integer longer than the file.
+// Reads pickles of protocol 2 to 5. Opcodes that import or call are refused, so no file can run anything; nor can a
+// file make the memo, a string or an integer longer than the file.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -13,7 +13,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-/// The effect of an opcode that no snapshot has; nullptr where there is no such opcode.
+/// Name and effect of a refused opcode; nullptr if there is no such opcode.
 const char* refused(std::uint8_t opcode) {
   switch (opcode) {
     case 'c':
@@ -97,7 +97,7 @@ class PickleReader {
     return value;
   }
 
-  /// Of two's complement in so many bytes, fewer than eight too.
+  /// A two's complement integer of `width` bytes, fewer than eight too.
   std::int64_t signed_integer(std::size_t width) {
     if (width == 0) return 0;
     const std::uint64_t value = unsigned_integer(width);
@@ -141,7 +141,7 @@ class PickleReader {
     memo_.push_back(top());
   }
 
-  /// Where the values above the last mark begin, which is removed.
+  /// Removes the last mark; returns where the values above the mark begin.
   std::size_t pop_mark() {
     expect(!marks_.empty(), "takes a mark that is not there");
     const std::size_t begin = marks_.back();
@@ -189,7 +189,7 @@ class PickleReader {
   std::vector<Value> memo_;
 };
 
-/// False at the end.
+/// False at STOP.
 bool PickleReader::step(std::uint8_t opcode) {
   switch (opcode) {
     case 'h':  // BINGET
@@ -202,7 +202,8 @@ bool PickleReader::step(std::uint8_t opcode) {
       const std::size_t width = input_.byte();
       expect(width <= 9, "an integer of ", width, " bytes");
       const std::int64_t value = signed_integer(std::min<std::size_t>(width, 8));
-      // PyTorch writes the line of a frame that has none as the unsigned 64 bits of -1, with a ninth byte for the sign.
+      // PyTorch writes the line of a stack frame without one as the unsigned 64 bits of -1, with a ninth byte for the
+      // sign.
       expect(width < 9 || input_.byte() == 0, "an integer of more than 64 bits");
       push(data_.add_integer(value));
       return true;
@@ -283,7 +284,7 @@ bool PickleReader::step(std::uint8_t opcode) {
     case 0x89:  // NEWFALSE
       push(Value(Kind::kFalse));
       return true;
-    case 0x95:  // FRAME: how many bytes follow is of use to who reads them at once
+    case 0x95:  // FRAME: the number of bytes to follow, not used here
       input_.take(8);
       return true;
     case '.':  // STOP

@@ -13,21 +13,22 @@ namespace {
 
 using Kind = Value::Kind;
 
-// An event or a block takes about 30 bytes in either format; more of them than this are one object named often.
+// An event or a memory block takes about 30 bytes in either format; a file with more entries per byte names one object
+// many times.
 constexpr std::uint64_t kBytesPerEntry = 16;
 constexpr std::uint64_t kEntriesOfAnyFile = 1 << 10;
 constexpr std::size_t kMostDevices = 1 << 10;
-constexpr std::int64_t kLimit = std::int64_t{1} << 62;  // of addresses and sizes, so that their sum fits in 64 bits
-// An event has ten keys; one with more that is named often would take long to look through.
+constexpr std::int64_t kLimit = std::int64_t{1} << 62;  // of addresses and sizes: sums fit in 64 bits
+// An event has ten keys; a dict with many more, named often, would take long to search.
 constexpr std::size_t kMostKeys = 64;
-constexpr std::size_t kLongestName = 40;  // of an action that is not known, in the notes
+constexpr std::size_t kLongestName = 40;  // of an unknown action, in the notes
 
-/// Where a value stands, told only when it is refused.
+/// The place of a value, for error messages alone.
 struct Place {
   const char* format;  ///< with a # for each number
   std::size_t first = 0;
   std::size_t second = 0;
-  const char* part = "";  ///< of what stands there
+  const char* part = "";  ///< the part of the value at fault
 
   friend std::ostream& operator<<(std::ostream& out, const Place& place) {
     std::size_t number = place.first;
@@ -90,7 +91,7 @@ class Reader {
   Value field(Value dict, const char* name, Value key, const Place& place) const;
   std::int64_t checked(Value value, const char* name, const Place& place, std::int64_t least = 0) const;
   Value string(Value dict, const char* name, Value key, const Place& place) const;
-  /// A field that may be missing.
+  /// An optional field; `missing` is the default.
   std::int64_t integer(Value dict, const char* name, Value key, const Place& place, std::int64_t missing) const;
   bool boolean(Value dict, const char* name, const Place& place) const;
 
@@ -106,10 +107,10 @@ class Reader {
   void check_blocks(const RecordedSegment& segment, std::size_t number) const;
 
   const PlainData& data_;
-  std::uint64_t left_;  // entries that may still come
+  std::uint64_t left_;  // entries still allowed
   Recording recording_;
   std::vector<Value> actions_;
-  std::vector<std::int32_t> frame_of_, stack_of_;  // by container: one that is named twice is read once
+  std::vector<std::int32_t> frame_of_, stack_of_;  // by container: a container named twice is read once
   std::unordered_map<RecordedFrame, std::int32_t, FrameHash> frames_;
   std::unordered_map<std::vector<std::int32_t>, std::int32_t, StackHash> stacks_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> pools_;
@@ -255,7 +256,7 @@ std::uint8_t Reader::action(Value name, RecordedEvents& events) const {
   return static_cast<std::uint8_t>(found - actions_.begin());
 }
 
-/// Adds an event's address and size, of which not every kind has both.
+/// Adds an event's address and size; some kinds of event lack one.
 void Reader::place_event(Value event, RecordedEvents& events, const Place& place) const {
   const auto action = static_cast<Action>(events.action.back());
   if (action <= Action::kSegmentUnmap) {
@@ -346,7 +347,7 @@ RecordedBlock Reader::block(Value value, const Place& place) {
   }
   block.address = checked(field(entry, "address", address_, place), "address", place);
   block.size = checked(field(entry, "size", size_, place), "size", place);
-  // A free block keeps its last request, however small it was split since.
+  // A free block keeps the size of the last request, even if split smaller since.
   block.requested = block.active ? integer(entry, "requested_size", requested_, place, block.size) : 0;
   expect(block.requested <= block.size, place, ": ", block.requested, " bytes were requested of a block of ",
          block.size);

@@ -1,4 +1,4 @@
-// A memory snapshot of PyTorch as columns and tables, from the plain data of its file.
+// A PyTorch memory snapshot as columns and tables, from the parsed data of the file.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace pac::alloc {
 
-/// A device's events in order, one entry an event in every column.
+/// A device's events in order, one entry per event in every column.
 struct RecordedEvents {
   std::vector<std::uint8_t> action;
   std::vector<std::int64_t> address;  ///< of an oom event the device's free bytes
@@ -22,9 +22,9 @@ struct RecordedEvents {
   std::vector<std::int32_t> pool;
   std::vector<std::int32_t> stack;
   bool has_pools = false;
-  std::map<std::string, std::size_t> unknown;  ///< how many there are of each action that is not known
+  std::map<std::string, std::size_t> unknown;  ///< number of events of each unknown action
   std::size_t with_metadata = 0;
-  std::size_t backwards = 0;        ///< how many are earlier than the one before
+  std::size_t backwards = 0;        ///< number of events earlier than the one before
   std::size_t first_backwards = 0;  ///< the first of them
 };
 
@@ -60,8 +60,8 @@ struct Recording {
   std::vector<std::pair<std::int64_t, std::int64_t>> pools;  ///< pool 0 is (0, 0)
 };
 
-/// Throws std::invalid_argument, which names the place, for data that is no snapshot. `actions`: the names known, in
-/// the order of their numbers; any other has the number after them.
+/// Throws std::invalid_argument, naming the place, if the data is no snapshot. `actions`: the known names, in the order
+/// of their numbers; any other name gets the next number.
 Recording read_recording(const PlainData& data, const std::vector<std::string>& actions);
 
 }  // namespace pac::alloc

@@ -9,14 +9,14 @@ namespace pac::alloc {
 
 namespace {
 
-// Blocks that other streams still used when they were freed wait for streams of their own, so that each can complete
-// when the recording says; no real stream has such a number.
+// A block that other streams still used when freed waits for a stream of its own, so that the free completes when the
+// recording says; no real stream has such a number.
 constexpr Stream kFirstOwnStream = Stream{1} << 63;
 
-// The host runs ahead of a stream by as many launches as its queue holds, 1024; an allocation seldom goes without one.
+// The host runs ahead of a stream by the length of the launch queue, 1024; an allocation seldom comes without a launch.
 constexpr std::size_t kEventsAhead = 1024;
 
-// Far more than requests up to 1 MiB ever leave free; a file that claims more would take long to fill.
+// Far more than requests up to 1 MiB ever leave free; a file with a larger claim would take long to fill.
 constexpr Bytes kMostSmall = Bytes{4} << 30;
 
 constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of cudaMalloc's segments
@@ -25,7 +25,7 @@ Action action_of(std::uint8_t value) { return static_cast<Action>(value); }
 
 bool is_given_back(Action action) { return action == Action::kSegmentFree || action == Action::kSegmentUnmap; }
 
-/// A block of the large pool has more than 1 MiB, so less than that behind one in use is that one's own.
+/// A free block of the large pool has more than 1 MiB: a smaller gap behind a block in use belongs to this block.
 SegmentInfo with_slack(SegmentInfo segment) {
   if (segment.kind == PoolKind::kSmall) return segment;
   for (std::size_t i = 0; i < segment.blocks.size(); ++i) {
@@ -64,7 +64,7 @@ Replay::Replay(const EventColumns& events, std::vector<PoolId> pools, std::vecto
 
 void Replay::place(const std::vector<SegmentInfo>& existing) {
   const auto is_adopted = [this](const SegmentInfo& each) { return places_segments_ && !each.expandable; };
-  // Segments that have a place first, so that nothing else takes it.
+  // Segments with a recorded place come first: nothing else may take their addresses.
   for (const SegmentInfo& segment : existing) {
     if (!is_adopted(segment)) continue;
     device_->suggest(segment.address);
@@ -90,7 +90,7 @@ void Replay::place(const std::vector<SegmentInfo>& existing) {
     if (!adopted && segment.address + segment.size > end) fill(segment, segment.address + segment.size - end, fillers);
   }
   for (const Address filler : fillers) core_.free(filler, {});
-  // Fillers were never in use, and retries for them are none of the program's.
+  // Fillers and the retries for them are no part of the program.
   core_.reset_peak_stats();
   core_.reset_accumulated_stats();
 }
@@ -102,7 +102,7 @@ Address Replay::take(const SegmentInfo& segment, const BlockInfo& block, std::ve
   } catch (const OutOfMemory&) {
     if (fillers.empty()) throw;
   }
-  // What was only kept for later is not what memory runs out of.
+  // Memory must not run out because of fillers.
   for (const Address filler : std::exchange(fillers, {})) core_.free(filler, {});
   const std::uint32_t pool = open_pool_;
   use_pool(0);
@@ -116,17 +116,17 @@ void Replay::fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& 
   const bool small = segment.kind == PoolKind::kSmall;
   if (small) size = std::min(size, kMostSmall);
   const Config config = core_.config();
-  Config exact = config;  // what is mapped is filled, not what a request of as much would get
+  Config exact = config;  // fill exactly the mapped bytes, without rounding
   exact.roundup_power2_divisions = {};
   core_.configure(exact);
-  // Less than this would be taken from the other pool.
+  // The other pool would serve a smaller request.
   const Bytes least = small ? 1 : kSmallSize + 1;
   const Bytes page = small ? kSmallBuffer : core_.config().large_segment_size;
   while (size >= least && round_up(size, page) <= device_->memory().free) {
     const Bytes piece = small ? std::min(size, kSmallSize) : size;
     try {
       fillers.push_back(core_.allocate(piece, segment.stream, {}));
-    } catch (const OutOfMemory&) {  // of a share of the device's memory
+    } catch (const OutOfMemory&) {  // memory_fraction is reached
       break;
     }
     size -= piece;
@@ -161,7 +161,7 @@ void Replay::replay(std::size_t row) {
       give_back(row);
       break;
     default:
-      break;  // what the recorded allocator made of it
+      break;  // the recorded allocator's own events
   }
 }
 
@@ -178,7 +178,8 @@ void Replay::allocate(std::size_t row) {
   }
   PAC_CHECK(events_.pool[row] < pools_.size(), "event ", row, " is of pool ", events_.pool[row], " of ", pools_.size());
   use_pool(events_.pool[row]);
-  // A segment that the recorded allocator needed too lies where this allocation does: ties fall as they did.
+  // A segment needed by the recorded allocator too lies at the recorded address: ties among free blocks fall as
+  // recorded.
   if (places_segments_) device_->suggest(recorded % kSegmentAlignment == 0 ? recorded : 0);
   try {
     if (const Address ours = core_.allocate(events_.size[row], stream, {})) add_live(recorded, ours);
@@ -195,7 +196,7 @@ void Replay::request_free(std::size_t row) {
     live ? forget(events_.address[row], *live) : void(++counts_.unknown_frees);
     return;
   }
-  // A block that no other stream uses is free at once, and the next event says so.
+  // Without other streams the block is free at once, and the next event says so.
   const std::size_t next = row + 1;
   const bool at_once = next < events_.count && events_.address[next] == events_.address[row] &&
                        action_of(events_.action[next]) == Action::kFreeCompleted;
@@ -208,7 +209,7 @@ void Replay::complete_free(std::size_t row) {
 }
 
 void Replay::give_back(std::size_t row) {
-  // Only memory that no graph or MemPool holds any more is given back.
+  // PyTorch gives a private pool's memory back only after the graph or MemPool is gone.
   PAC_CHECK(events_.pool[row] < pools_.size(), "event ", row, " is of pool ", events_.pool[row], " of ", pools_.size());
   if (events_.pool[row] != 0) {
     use_pool(0);
@@ -250,7 +251,7 @@ void Replay::forget(Address recorded, Live& live) {
 }
 
 void Replay::free_later(Live& live) {
-  use_pool(0);  // while a stream is captured, the core would put the event off
+  use_pool(0);  // while a stream is captured, the core would defer the event
   if (spare_streams_.empty()) spare_streams_.push_back(next_stream_++);
   live.waits_for = spare_streams_.back();
   spare_streams_.pop_back();

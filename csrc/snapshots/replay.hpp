@@ -1,5 +1,4 @@
-// A replay under other settings: a recording's allocations and frees, given to the core on a
-// simulated device.
+// Replays a recording under other settings: its allocations and frees go to the core on a simulated device.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +16,9 @@
 
 namespace pac::alloc {
 
-/// The most of each in a stretch of events.
+/// The peaks within a stretch of events.
 struct TimelinePoint {
-  std::size_t end = 0;  ///< the stretch's events came before this one
+  std::size_t end = 0;  ///< the stretch ends before this event
   Bytes allocated = 0;
   Bytes active = 0;
   Bytes reserved = 0;
@@ -27,27 +26,27 @@ struct TimelinePoint {
 
 struct ReplayCounts {
   std::uint64_t allocations = 0;
-  std::uint64_t unknown_frees = 0;  ///< of addresses that nothing was seen to allocate
-  std::uint64_t lost_frees = 0;     ///< blocks in use whose address was allocated again: taken as freed just before
-  std::uint64_t cache_emptied = 0;  ///< times that unused memory was given back, as in the recording
+  std::uint64_t unknown_frees = 0;  ///< of addresses without a recorded allocation
+  std::uint64_t lost_frees = 0;     ///< addresses allocated again while in use: taken as freed just before
+  std::uint64_t cache_emptied = 0;  ///< times the cache was emptied, as in the recording
 };
 
 class Replay {
  public:
   /// `pools`: the first is the default one. `existing`: the segments and blocks of these pools when the recording
-  /// began. Under malloc growth segments are taken over where they lay, with their blocks by address; otherwise, and
-  /// from expandable ones, the blocks are allocated in the order given. `emptied`: the events, in order, after which
-  /// the program had emptied the cache. `points`: of the timeline, about. Throws std::invalid_argument for segments and
-  /// blocks that cannot have existed.
+  /// began. Under malloc growth segments are recreated at their addresses, with their blocks; otherwise, and for
+  /// expandable segments, the blocks are allocated in the order given. `emptied`: the events, in order, after which the
+  /// program had emptied the cache. `points`: approximate length of the timeline. Throws std::invalid_argument for
+  /// impossible segments and blocks.
   Replay(const EventColumns& events, std::vector<PoolId> pools, std::vector<std::uint64_t> emptied,
          const Config& config, Bytes capacity, const std::vector<SegmentInfo>& existing, std::size_t points);
 
-  /// Replays up to `count` more events. False once all are, or memory has run out.
+  /// Replays up to `count` more events. False after the last one, or when memory has run out.
   bool advance(std::size_t count);
 
   /// How many events were replayed.
   std::size_t position() const { return position_; }
-  /// The event whose allocation failed; 0 also where what existed before did not fit.
+  /// The event whose allocation failed; 0 also if the blocks from before the recording did not fit.
   std::optional<std::size_t> out_of_memory_at() const { return out_of_memory_at_; }
   /// Counters so far, with the peaks since the beginning.
   Stats stats();
@@ -57,21 +56,23 @@ class Replay {
   const std::vector<TimelinePoint>& timeline() const { return timeline_; }
 
  private:
-  /// A recorded block in use, and ours in its place.
+  /// A recorded memory block in use, and the core's block in its place.
   struct Live {
     Address ours = 0;
-    Stream waits_for = 0;  ///< once it was freed: the stream whose event completes it
+    Stream waits_for = 0;  ///< once freed: the stream whose event completes the free
   };
-  /// The most so far; the core's own peaks are of the current stretch.
+  /// The peaks so far; the core's own peaks are of the current stretch.
   struct Peaks {
     std::int64_t allocated = 0, active = 0, requested = 0, reserved = 0;
   };
 
   void place(const std::vector<SegmentInfo>& existing);
-  /// Takes mapped free memory between blocks of a segment that expands, so that it is there once it is freed.
+  /// Allocates the mapped free memory between an expandable segment's blocks: once the fillers are freed, the core has
+  /// this memory too.
   void fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers);
   Address take(const SegmentInfo& segment, const BlockInfo& block, std::vector<Address>& fillers);
-  /// The private pool that the row of events up to this one gave back, alone: a MemPool that goes empties only its own.
+  /// The private pool of the run of releases up to this event, if there is only one: a destroyed MemPool empties no
+  /// other pool.
   PoolId only_pool(std::size_t row) const;
   void replay(std::size_t row);
   void allocate(std::size_t row);
