@@ -1,6 +1,6 @@
-"""A caching allocator for torch's CUDA memory that can be inspected, and its core on a simulated device.
+"""A caching allocator for torch's CUDA memory, open to inspection, and the same core on a simulated device.
 
-Importing it touches no GPU; :func:`enable` puts it in the place of torch's own allocator.
+Importing touches no GPU; :func:`enable` replaces torch's own allocator.
 """
 
 from .._core import AllocatorConfig, CachingAllocator, SimulatedDevice

@@ -1,4 +1,4 @@
-"""Puts the allocator in the place of torch's."""
+"""Replaces torch's CUDA allocator with pyactcomp's."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ def enable(
 ) -> None:
     """Let this process's CUDA tensors live in pyactcomp's allocator.
 
-    A setting that is None comes from ``PYACTCOMP_ALLOC_CONF`` in the environment
-    (``"max_split_size_mb:512,growth:vmm"``, PyTorch's syntax and keys), or has its default. torch's functions then
-    speak of this allocator: ``torch.cuda.memory_stats``, ``empty_cache``, ``_set_allocator_settings`` and the like.
+    Settings left at None come from ``PYACTCOMP_ALLOC_CONF`` in the environment (``"max_split_size_mb:512,growth:vmm"``,
+    PyTorch's syntax and keys), or have their defaults. torch's functions then report on and control this allocator:
+    ``torch.cuda.memory_stats``, ``empty_cache``, ``_set_allocator_settings`` and the like.
 
     Parameters
     ----------
     max_split_size : int or str, optional
-        Free blocks at least this large, in bytes or as in ``"512MiB"``, are not split for smaller requests. At
-        least 20 MiB. By default every block is.
+        Free memory blocks at least this large, in bytes or as in ``"512MiB"``, are not split for smaller requests. At
+        least 20 MiB. By default every block may be split.
     growth : {"vmm", "malloc"}, optional
         ``"vmm"``, the default, maps physical pieces into reserved addresses, so that free pieces can be put together;
-        ``"malloc"`` calls cudaMalloc and takes PyTorch's decisions.
+        ``"malloc"`` calls cudaMalloc and makes PyTorch's decisions.
     max_non_split_rounding : int or str, optional
-        How much larger than its request a block of at least ``max_split_size`` may be, in bytes; at least, and by
+        How much larger than a request of at least ``max_split_size`` its block may be, in bytes; at least, and by
         default, 20 MiB.
     large_segment_size : int or str, optional
         A multiple of 2 MiB above 10 MiB, in bytes; 20 MiB by default. Under ``"malloc"`` the size of segments for
         requests from 1 to 10 MiB, under ``"vmm"`` the least size of a physical piece for requests above 1 MiB.
     roundup_power2_divisions : int or dict, optional
-        Sizes are rounded up to one of so many steps between two powers of two. A dict gives the steps of the sizes
-        from a number of MiB on; its key ``">"`` stands for all that are larger.
+        Round sizes up to one of this many steps between two powers of two. A dict maps a size in MiB to the steps from
+        that size on, and ``">"`` to the steps of all larger sizes.
     garbage_collection_threshold : float, optional
-        Share of the memory limit from which unused memory is given back by its age. Needs a limit:
+        Give unused memory back, oldest first, once more than this share of the memory limit is reserved. Needs a limit:
         ``memory_fraction``, or ``torch.cuda.set_per_process_memory_fraction``.
     memory_fraction : float, optional
-        Share of a device's memory that may be reserved, 0 to 1.
+        Share of a device's memory for the allocator to reserve at most, 0 to 1.
     initial_pool_size : int or str, optional
-        Reserved at the first allocation on a device.
+        Bytes to reserve for the large pool at a device's first allocation from there.
 
     Raises
     ------
     TypeError, ValueError
-        If a setting has no such value, or ``PYACTCOMP_ALLOC_CONF`` is malformed, which is then named.
+        If a setting is out of range, or ``PYACTCOMP_ALLOC_CONF`` is malformed; the message names the one at fault.
     PyactcompError
-        If it is enabled already, if torch is built without CUDA or pyactcomp without its headers, if there is no
-        device, or if it is too late (see the notes). Nothing is changed then.
+        If the allocator is enabled already, torch is built without CUDA or pyactcomp without its headers, there is no
+        device, or the call comes too late (see the notes). Nothing is changed then.
 
     Warns
     -----
@@ -72,15 +72,16 @@ def enable(
 
     Notes
     -----
-    The subclass, which ``pyactcomp build-allocator`` compiles for the installed torch, implements everything that
-    torch asks of an allocator, also after CUDA was initialised. Without it the allocator is attached through
-    ``torch.cuda.memory.CUDAPluggableAllocator``, which works only before CUDA is initialised and through which torch
-    does not pass on everything: recording of memory history, out-of-memory observers,
+    ``pyactcomp build-allocator`` compiles the subclass of torch's allocator for the installed torch. The subclass
+    implements the whole interface of torch's allocators, and can be installed after CUDA was initialised too. Without
+    the subclass, the allocator is attached through ``torch.cuda.memory.CUDAPluggableAllocator``. This works only before
+    CUDA is initialised, and torch does not forward everything: recording of memory history, out-of-memory observers,
     ``torch.compile(mode="reduce-overhead")``, ``torch.cuda.MemPool()``, ``torch.backends.cudnn.benchmark = True``
-    (which asks for ``cacheInfo``) and CUDA tensors shared between processes raise there, and running out of memory
-    raises a RuntimeError, with the text of ``torch.OutOfMemoryError``.
+    (it calls ``cacheInfo``) and CUDA tensors shared between processes raise there, and running out of memory raises a
+    RuntimeError with the text of ``torch.OutOfMemoryError``.
 
-    There is no way back within a process. ``PYACTCOMP_DISABLE=1`` in the environment turns this into a no-op.
+    The allocator stays enabled until the process ends. ``PYACTCOMP_DISABLE=1`` in the environment turns the call into a
+    no-op.
 
     Examples
     --------
@@ -103,7 +104,7 @@ def enable(
 
 
 def is_enabled() -> bool:
-    """Return whether :func:`enable` has put the allocator in its place.
+    """Return whether :func:`enable` has replaced torch's allocator.
 
     Examples
     --------
@@ -117,7 +118,7 @@ def is_enabled() -> bool:
 def library_path() -> str:
     """Return the path of the library with ``pyactcomp_malloc`` and ``pyactcomp_free``.
 
-    For ``torch.cuda.memory.CUDAPluggableAllocator`` in place of :func:`enable`. As the source of a
+    Give the path to ``torch.cuda.memory.CUDAPluggableAllocator`` in place of :func:`enable`. As the source of a
     ``torch.cuda.MemPool`` take ``pyactcomp_pool_malloc`` and ``pyactcomp_pool_free``: torch caches above them and
     handles a failure itself.
 
@@ -171,7 +172,7 @@ def activate(config: AllocatorConfig) -> None:
         extension.install(_core.runtime_capsule())
     else:
         _attach_plainly(config, missing)
-    # torch parses settings itself and tells no allocator of them.
+    # torch parses settings itself and does not forward them to the allocator.
     torch_private.replace_entry_points({"_accelerator_setAllocatorSettings": _set_allocator_settings})
     _active = config
 
@@ -194,7 +195,7 @@ def _attach_plainly(config: AllocatorConfig, missing: str | None) -> None:
 
 
 def _set_allocator_settings(text: str) -> None:
-    """Change settings of the running allocator, as torch.cuda.memory._set_allocator_settings does of torch's own."""
+    """Change settings of the running allocator, as torch.cuda.memory._set_allocator_settings does for torch's own."""
     running = [_core.runtime_existing(index) for index in range(torch.cuda.device_count())]
     # Each device may have a memory fraction of its own.
     changed = [(device, AllocatorConfig.parse(text, device.config)) for device in running if device is not None]

@@ -1,4 +1,4 @@
-"""Compiles the subclass of torch's allocator for the torch that runs here."""
+"""Compiles the subclass of torch's allocator for the running torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from .. import extensions
 from ..errors import PyactcompError
 
-# Of the packages nvidia-cuda-runtime and nvidia-cuda-crt, the first of which torch brings.
+# From the packages nvidia-cuda-runtime, which torch brings, and nvidia-cuda-crt.
 _CUDA_HEADERS = ("cuda_runtime_api.h", "crt/host_defines.h")
 
 
 def build_torch_allocator(directory: Path | None = None, *, source: Path | None = None) -> Path:
-    """Compile ``pyactcomp._torch_allocator`` for the running torch, which alone can load it.
+    """Compile ``pyactcomp._torch_allocator`` for the running torch; no other version can load the module.
 
-    Takes a C++ compiler (``CXX``, or ``c++``) and CUDA's headers, no nvcc, and about ten seconds. A module that is
-    there already is replaced; a process that has loaded it keeps it.
+    Takes a C++ compiler (``CXX``, or ``c++``) and CUDA's headers, no nvcc, and about ten seconds. An existing module is
+    replaced; a process that has loaded the old one keeps it.
 
     Parameters
     ----------
     directory : Path, optional
         Where the module goes: the installed package by default.
     source : Path, optional
-        The folder ``csrc`` of pyactcomp's sources. By default the one beside the package, which is there where
-        pyactcomp is installed with ``pip install --editable``.
+        The folder ``csrc`` of pyactcomp's sources. By default the folder beside the package, present
+        after ``pip install --editable``.
 
     Returns
     -------
@@ -39,7 +39,8 @@ def build_torch_allocator(directory: Path | None = None, *, source: Path | None 
     Raises
     ------
     PyactcompError
-        If torch is built without CUDA, something needed is missing, or the compiler fails; with its messages.
+        If torch is built without CUDA, something needed is missing, or the compiler fails; the error quotes the
+        compiler.
 
     Examples
     --------
@@ -55,7 +56,7 @@ def build_torch_allocator(directory: Path | None = None, *, source: Path | None 
 
 
 def cuda_headers() -> tuple[Path, ...]:
-    """Return the folders of CUDA's headers: NVIDIA's packages for torch's CUDA if they are whole, else the toolkit's.
+    """Return the folders of CUDA's headers: NVIDIA's packages for torch's CUDA if complete, else the toolkit's.
 
     Raises
     ------

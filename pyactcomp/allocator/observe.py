@@ -1,4 +1,4 @@
-"""Observes the enabled allocator: statistics, counts of a part of a program, calls before memory runs out."""
+"""Observes the enabled allocator: statistics, scopes around parts of a program, callbacks before memory runs out."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def stats(device: Device = None) -> dict[str, Any]:
     dict
         The keys of ``torch.cuda.memory_stats``, and: ``utilization``, peak active over peak reserved bytes;
         ``fragmentation.external``, 1 - largest free block / free bytes; ``fragmentation.internal``, 1 - requested /
-        allocated bytes; ``fragmentation.free_below.SIZE``, the share of the free bytes in blocks smaller than that;
-        ``free_blocks.SIZE``, how many free blocks are of this size up to twice it; ``free_bytes.stream.STREAM`` and
-        ``free_bytes.largest``; ``pins``, the blocks in use that keep most free bytes from being merged or given
-        back, with the stack of their allocation where memory history is recorded; ``pieces_moved``,
-        ``stream_steals`` and ``driver_seconds``.
+        allocated bytes; ``fragmentation.free_below.SIZE``, the share of the free bytes in memory blocks below this
+        size; ``free_blocks.SIZE``, the number of free blocks of this size and up to twice as large;
+        ``free_bytes.stream.STREAM`` and ``free_bytes.largest``; ``pins``, the blocks in use that keep most free bytes
+        from being merged or given back, with the call stack of the allocation if memory history is recorded;
+        ``pieces_moved``, ``stream_steals`` and ``driver_seconds``.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def stats(device: Device = None) -> dict[str, Any]:
 
     Notes
     -----
-    With ``PYACTCOMP_DISABLE=1`` these are the statistics of torch's own allocator, without keys that it lacks.
+    With ``PYACTCOMP_DISABLE=1`` these are the statistics of torch's own allocator, without the additional keys.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def stats(device: Device = None) -> dict[str, Any]:
         return dict(torch.cuda.memory_stats(device))
     found = _allocator(device).stats()
     if found["pins"] and torch_private.history_enabled():
-        # Recorded by torch, in a form that only torch reads.
+        # torch recorded the stacks, in a form only torch can read.
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         stacks = {block["address"]: block["frames"] for segment in segments for block in segment["blocks"]}
         for pin in found["pins"]:
@@ -84,22 +84,23 @@ def stats(device: Device = None) -> dict[str, Any]:
 
 @dataclass
 class Scope:
-    """Counts allocations on a device inside a ``with`` block, of every thread.
+    """Counts a device's allocations, of every thread, inside a ``with`` statement.
 
-    Scopes nest, and one that is left counts for those around it too. With ``PYACTCOMP_DISABLE=1`` nothing is counted.
+    Scopes nest: an outer scope counts the allocations of inner ones too. With ``PYACTCOMP_DISABLE=1`` nothing is
+    counted.
 
     Attributes
     ----------
     name : str
-        Its name in the text form.
+        Name, for the ``repr``.
     device : torch.device, int, str or None
-        None is the device that is current on entering.
+        None: the current device on entering.
     allocated_bytes, reserved_bytes : int
-        At the end less at the beginning.
+        Bytes at the end minus bytes at the beginning.
     peak_bytes : int
-        The most that was allocated, above the memory at the beginning.
+        Peak of the allocated bytes, above the bytes at the beginning.
     total_bytes, allocations : int
-        Of every allocation, whether freed since or not.
+        Bytes and number of all allocations, freed since or not.
 
     Raises
     ------
@@ -142,7 +143,7 @@ scope = Scope
 
 
 class PressureHandle:
-    """Removes a function that :func:`on_pressure` has registered: by :meth:`remove`, or at the end of a ``with``."""
+    """The registration of a function by :func:`on_pressure`, until :meth:`remove` or the end of a ``with``."""
 
     def __init__(self, function: Callable[[int], bool], allocator: CachingAllocator | None) -> None:
         self._function = function
@@ -150,11 +151,11 @@ class PressureHandle:
         self._id = None if allocator is None else allocator.add_pressure_callback(function)
 
     def __call__(self, missing_bytes: int) -> bool:
-        """Call the function, so that a decorated one can still be."""
+        """Call the function: a decorated function stays callable."""
         return self._function(missing_bytes)
 
     def remove(self) -> None:
-        """Call the function no more; a second time does nothing."""
+        """Unregister the function; a second call does nothing."""
         if self._allocator is not None and self._id is not None:
             self._allocator.remove_pressure_callback(self._id)
             self._id = None
@@ -167,27 +168,26 @@ class PressureHandle:
 
 
 def on_pressure(function: Callable[[int], bool], device: Device = None) -> PressureHandle:
-    """Call a function before an allocation would fail, so that it can free something.
+    """Call a function before an allocation would fail, to free memory.
 
     Parameters
     ----------
     function : callable
-        Takes the bytes that are missing and returns whether it freed anything; the allocation is then tried again.
-        Called from the thread that allocates. If it raises, that is taken for False, and the text of the
-        out-of-memory error tells of it.
+        Takes the number of missing bytes and returns whether memory was freed; if so, the allocation is tried again.
+        Runs in the thread of the allocation. An exception counts as False, and the out-of-memory error quotes it.
     device : torch.device, int or str, optional
         The current device by default.
 
     Returns
     -------
     PressureHandle
-        With ``remove()``; also a context manager. It can be called like the function, which is why this works as a
-        decorator.
+        Has ``remove()``, and is a context manager. The handle can be called like the function, so ``on_pressure`` works
+        as a decorator.
 
     Raises
     ------
     TypeError
-        If the function cannot be called.
+        If ``function`` is not callable.
     PyactcompError
         If the allocator is not enabled.
 

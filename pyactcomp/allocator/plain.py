@@ -1,6 +1,6 @@
-"""The plain route: torch's pluggable allocator, and the calls that torch does not pass on to one.
+"""The pluggable route: attaches through torch's CUDAPluggableAllocator, and serves the calls torch does not forward.
 
-``CUDAPluggableAllocator`` raises where torch asks for statistics and snapshots. torch.cuda and torch.accelerator look
+``CUDAPluggableAllocator`` raises when torch asks for statistics and snapshots. torch.cuda and torch.accelerator look
 their functions up in torch._C at each call, so replacing them there serves all callers, whatever they have imported.
 """
 
@@ -24,7 +24,7 @@ MISSING = (
     "torch.backends.cudnn.benchmark = True",
     "CUDA tensors shared between processes",
 )
-"""Features that torch's C++ refuses to pass on, or that cannot be done from outside it."""
+"""Features that torch's C++ does not forward to a pluggable allocator, or that only a subclass can implement."""
 
 
 def attach(library: str) -> None:
@@ -46,12 +46,12 @@ def attach(library: str) -> None:
 
 
 def _existing_or_empty(device: int) -> CachingAllocator:
-    """Return a device's allocator, or one as empty: creating it would take a CUDA context's memory for a question."""
+    """Return a device's allocator, or an empty stand-in: creating the real one would take a CUDA context's memory."""
     return _core.runtime_existing(device) or CachingAllocator(SimulatedDevice("2MiB"), AllocatorConfig())
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as dictionaries in each other, the form in which torch._C gives statistics."""
+    """Return dotted keys as nested dictionaries, the form of torch._C's statistics."""
     result: dict[str, Any] = {}
     for key, value in flat.items():
         *path, leaf = key.split(".")
@@ -80,7 +80,7 @@ def _memory_fraction(device: int) -> float:
 
 
 def _memory_snapshot(selection: Sequence[int] | None) -> dict[str, Any]:
-    """Take ``(first, second, include_traces)``, the first two a pool's id, or None; nothing is ever traced here."""
+    """Return the segments; ``selection`` is ``(first, second, include_traces)``, the first two a pool's id, or None."""
     pool = (selection[0], selection[1]) if selection else (0, 0)
     devices = [_existing_or_empty(index).snapshot(pool) for index in range(torch.cuda.device_count())]
     return {
@@ -125,7 +125,7 @@ _ENTRY_POINTS: dict[str, Callable[..., Any]] = {
     "_cuda_getCheckpointState": _refuse_graph_trees,
     "_cuda_setCheckpointPoolState": _refuse_graph_trees,
     "_cuda_checkPoolLiveAllocations": _refuse_graph_trees,
-    # torch.accelerator asks the native allocator, which is never used, whatever the current one is.
+    # torch.accelerator always asks the native allocator, unused here.
     "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
     "_accelerator_getDeviceStats": _memory_stats,
     "_accelerator_resetPeakStats": _reset_peak_stats,

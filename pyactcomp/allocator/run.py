@@ -1,4 +1,4 @@
-"""``pyactcomp run``: a program that knows nothing of pyactcomp, with the allocator enabled from its first line."""
+"""``pyactcomp run``: runs an unmodified program with the allocator enabled from the first line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .attach import activate
 
 
 def prepare(conf: str | None = None, growth: str | None = None, max_split_size: str | None = None) -> None:
-    """Enable the allocator with the settings of the environment, of ``conf`` over these, and of the rest over both.
+    """Enable the allocator; ``conf`` overrides the environment's settings, and the other arguments override both.
 
     Raises
     ------
     ValueError
-        If one is malformed.
+        If a setting is malformed.
     PyactcompError
         If the allocator cannot be enabled.
     """
@@ -28,9 +28,9 @@ def prepare(conf: str | None = None, growth: str | None = None, max_split_size: 
 
 
 def execute(target: str, arguments: Sequence[str], *, module: bool) -> None:
-    """Run a script, or a module by its name, as ``python`` runs it: as ``__main__``, with its own ``sys.argv``.
+    """Run a script, or a module by name, as ``python`` does: as ``__main__``, with ``sys.argv`` set.
 
-    Its exceptions are raised here, SystemExit too.
+    The program's exceptions are raised here, SystemExit too.
     """
     sys.argv = [target, *arguments]
     if not getattr(sys.flags, "safe_path", False):

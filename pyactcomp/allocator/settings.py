@@ -15,7 +15,7 @@ def disabled() -> bool:
 
 
 def from_environment() -> AllocatorConfig:
-    """Return the settings of the environment, or raise ValueError that names the variable."""
+    """Return the environment's settings; a ValueError names the variable."""
     try:
         return AllocatorConfig.parse(os.environ.get(VARIABLE, ""))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The names of :mod:`pyactcomp.snapshots.reader`, where programs have imported them from."""
+"""The names of :mod:`pyactcomp.snapshots.reader` under this module's older name."""
 
 from ..snapshots.reader import DeviceTrace, Frame, Settings, Snapshot, read_snapshot
 

@@ -1,4 +1,4 @@
-"""Finds the subclass of torch's allocator, which is compiled for one version of torch."""
+"""Loads the subclass of torch's allocator, compiled for one version of torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Blocks and segments that lived before a recording's first event, from its events and the segments at its end.
+"""Memory blocks and segments from before a recording's first event, from the events and the segments at the end.
 
-A block that is freed without having been allocated lived before; so did one that is there at the end and was not
-allocated. A segment that is there at the end lived before unless an event made it, and one that an event gave back did
-unless an event had made it: the events are undone from the last to the first.
+A block without an allocation lived before: the events free it, or it is there at the end. For segments the events are
+undone from the last to the first: from the segments at the end, an allocation removes a segment and a release adds one.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple
     events : Events
         A device's events.
     end : sequence of Segment
-        Its segments after the last event, by address.
+        The device's segments after the last event, by address.
     device : int
-        For the messages.
+        The device's index, for messages.
 
     Raises
     ------
     ValueError
-        If the events cannot be those of an allocator: a block freed twice, or allocated over another.
+        If no allocator can have these events: a block freed twice, or allocated over another.
     """
     firsts, left = open_lifetimes(events, device)
     freed = _freed(events, firsts)
@@ -80,8 +79,8 @@ def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple
 
 
 def _freed(events: Events, firsts: dict[int, int]) -> dict[int, LiveBlock]:
-    """Return the blocks whose first event is a free, of which ``firsts`` has the index."""
-    # Where there are no requests in the recording, a completed free does not say that the block was pending.
+    """Return the blocks whose first event is a free; ``firsts`` has this event's index."""
+    # Without free requests in the recording, a completed free does not say whether the block was pending.
     has_requests = FREE_REQUESTED in events.action
     return {
         address: LiveBlock(
@@ -116,7 +115,7 @@ def _survivors(end: Sequence[Segment], left: dict[int, int]) -> dict[int, LiveBl
 
 
 def _missing(left: dict[int, int], end: Sequence[Segment]) -> tuple[list[int], list[int]]:
-    """Return the blocks live at the end that no segment there holds, and the blocks that a segment holds as free."""
+    """Return the blocks live at the end outside every segment, and the blocks that are free in a segment."""
     starts = [segment.address for segment in end]
     active = {block.address for segment in end for block in segment.blocks if block.active}
     outside: list[int] = []

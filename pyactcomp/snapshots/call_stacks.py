@@ -1,4 +1,4 @@
-"""Call stacks as people read them: the innermost lines of their own code, without torch's around them."""
+"""Call stacks cut to the innermost lines of the user's own code, without torch's around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from .model import Frame, Snapshot
 
-#: Lines of a stack that tell allocations apart: the layer, the model around it, and its caller.
+#: Lines of a stack to tell allocations apart: the layer, the model around it, and the caller.
 DEPTH = 3
 
 _LIBRARIES = re.compile(
@@ -17,10 +17,10 @@ _PLUMBING = re.compile(r"unwind|CapturedTraceback|gather_with_cpp|c10::|^_?Py")
 
 
 def fold_stacks(snapshot: Snapshot) -> list[tuple[Frame, ...]]:
-    """Return of each of a snapshot's stacks the innermost lines of the user's own Python code, innermost first.
+    """Return each stack of a snapshot as the innermost lines of the user's own Python code, innermost first.
 
-    Of a stack without any (autograd's threads have none) the innermost frame that says what ran; of an empty one
-    nothing.
+    A stack without such lines (autograd's threads have none) gives the innermost stack frame with a meaningful name; an
+    empty stack gives nothing.
     """
     own = [_is_own(frame) for frame in snapshot.frames]
     folded: list[tuple[Frame, ...]] = []
@@ -40,6 +40,6 @@ def _is_own(frame: Frame) -> bool:
 
 
 def shortened(frame: Frame) -> str:
-    """Return a frame in few characters: ``model.py:12 forward``; of one without a line the name alone."""
+    """Return a stack frame in few characters: ``model.py:12 forward``; without a line number, the name alone."""
     name = PurePath(frame.filename.replace("\\", "/")).name
     return f"{name}:{frame.line} {frame.name}" if frame.line > 0 and name != "??" else frame.name

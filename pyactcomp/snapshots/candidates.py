@@ -1,4 +1,4 @@
-"""The settings that a search tries: which keys each allocator has, and their values."""
+"""The settings a search tries: the keys of each allocator, and their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .replay import parse_configuration
 
 FAMILIES = ("native", "expandable", "pyactcomp")
 
-#: The keys that are searched. PyTorch has large_segment_size_mb too, but refuses it before 2.11.
+#: The searched keys. PyTorch has large_segment_size_mb too, but refuses this key before 2.11.
 AXES = {
     "native": (
         "max_split_size_mb",
@@ -33,44 +33,44 @@ AXES = {
 
 _SETTINGS = AllocatorConfig.settings()
 _ORDER = tuple(key for row in _SETTINGS.values() for key in row["keys"])
-# A snapshot has fields of these; the other settings stand in the text that the allocator was given, or nowhere.
+# A snapshot has fields for these; the other settings are in the allocator's text of settings, or nowhere.
 _IN_SNAPSHOT = {"max_split_size", "roundup_power2_divisions", "garbage_collection_threshold"}
 _NOT_OF_EXPANDABLE = {key for row in _SETTINGS.values() if "expandable" not in row["families"] for key in row["keys"]}
 
 _MIB = 1 << 20
-# PyTorch wants max_split_size_mb above its segments of 20 MiB.
+# PyTorch wants max_split_size_mb above the segment size of 20 MiB.
 _LEAST_SPLIT = 21
 _POWERS = tuple(1 << power for power in range(5, 16))
-# A grid of powers of two alone misses values that work only between two of them.
+# Points of the coarse grid from the recorded sizes: some values work only between two powers of two.
 _OF_SIZES = 8
-# Either allocator collects garbage only below a limit that is less than the whole memory.
+# Both allocators collect garbage only under a limit below the whole memory.
 _LIMITED = {"per_process_memory_fraction": "0.99"}
 
 Move = Mapping[str, str | None]
-"""Settings to change; None leaves one out."""
+"""Settings to change; None removes a setting."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An allocator and its settings; ``make`` orders them."""
+    """An allocator and its settings, ordered by ``make``."""
 
     family: str
     settings: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def make(cls, family: str, settings: Mapping[str, str]) -> Candidate:
-        """Return it with the settings in their order, so that equal ones compare equal."""
+        """Return a candidate with ordered settings, so that equal candidates compare equal."""
         return cls(family, tuple((key, settings[key]) for key in _ORDER if key in settings))
 
     @property
     def config(self) -> str:
-        """As ``replay`` takes it."""
+        """The configuration, for ``replay``."""
         listed = ",".join(f"{key}:{value}" for key, value in self.settings)
         return f"{self.family}[{listed}]" if listed else self.family
 
     @property
     def keys(self) -> int:
-        """How many settings a user has to give."""
+        """The number of settings a user has to give."""
         return len(self.settings) + (self.family == "expandable")
 
     def get(self, key: str) -> str:
@@ -78,7 +78,7 @@ class Candidate:
         return dict(self.settings).get(key, "")
 
     def moved(self, move: Move) -> Candidate | None:
-        """Return it with settings changed; None where they exclude each other."""
+        """Return the candidate with changed settings; None if they exclude each other."""
         kept = {key: value for key, value in self.settings if f"{key}_mb" not in move}
         changed = {**kept, **move}
         candidate = Candidate.make(self.family, {key: value for key, value in changed.items() if value is not None})
@@ -90,10 +90,10 @@ class Candidate:
 
 
 def recorded_candidate(settings: Settings) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the setting that a snapshot was recorded under, and notes where it cannot be replayed."""
+    """Return the settings a snapshot was recorded under, and notes if they cannot be replayed."""
     given = {}
     for key in (key for name, row in _SETTINGS.items() if name not in _IN_SNAPSHOT for key in row["keys"]):
-        # The family tells of expandable segments.
+        # The family stands for expandable_segments.
         if key != "expandable_segments" and (match := re.search(rf"(?:^|,)\s*{key}\s*:\s*([^,]+)", settings.conf)):
             given["per_process_memory_fraction" if key == "memory_fraction" else key] = match[1].strip()
     if settings.max_split_size is not None:
@@ -128,7 +128,7 @@ def distinct_sizes(snapshot: Snapshot) -> list[int]:
 
 
 def coarse_moves(axis: str, candidate: Candidate, retries: int, sizes: Sequence[int]) -> Iterator[Move]:
-    """Give an axis's values on a coarse grid, without values that cannot matter to these sizes."""
+    """Yield an axis's values on a coarse grid, without values too large to matter for these sizes."""
     largest = sizes[-1] if sizes else 0
     yield {axis: None, **(dict.fromkeys(_LIMITED) if axis == "garbage_collection_threshold" else {})}
     if axis == "growth":
@@ -143,7 +143,7 @@ def coarse_moves(axis: str, candidate: Candidate, retries: int, sizes: Sequence[
         yield from ({axis: str(size)} for size in _POWERS[:5])
     elif axis == "roundup_power2_divisions":
         yield from ({axis: str(divisions)} for divisions in (2, 4, 8, 16, 32))
-        # From, or up to, a power of two only.
+        # Divisions only above a power of two, or only below.
         divisions = candidate.get(axis)
         for power in range(sizes[-1].bit_length() if sizes and divisions.isdigit() else 0):
             yield {axis: f"[{1 << power}:1,>:{divisions}]"}
@@ -153,5 +153,5 @@ def coarse_moves(axis: str, candidate: Candidate, retries: int, sizes: Sequence[
 
 
 def split_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the values of max_split_size_mb between which something changes: up to a size, and beyond it."""
+    """Return the values of max_split_size_mb at which the outcome changes: each size, and 1 MiB more."""
     return sorted({size + more for size in sizes for more in (0, 1) if size + more >= _LEAST_SPLIT})

@@ -1,4 +1,4 @@
-"""Where the memory of a recording was at one of its moments, and which allocator would have had room for it."""
+"""Explains where a recording's memory was at one moment, and which allocator would have had enough."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def explain(
     capacity: int | str | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Explanation:
-    """Say where the memory was at one moment of a recording.
+    """Explain where a recording's memory was at one moment.
 
     Parameters
     ----------
     recording : Snapshot or path
-        As ``read_snapshot`` gives it, or the file.
+        A snapshot from ``read_snapshot``, or the path of its file.
     at : str or int, optional
-        "peak": after the first event after which the most bytes are alive. "oom": at the last out-of-memory event. A
-        number: after that event. None: "oom" where there is one, else "peak".
+        "peak": after the event with the most bytes alive, the first of several. "oom": after the last out-of-memory
+        event. A number: after this event. None: "oom" if there is such an event, else "peak".
     device : int, optional
-        Index of the device; may be left out where the recording is of one alone.
+        Index of the device; may be left out if only one device was recorded.
     capacity : int or str, optional
-        Memory for the allocator at an out-of-memory event: bytes or a text like "24GiB". None: the memory it held plus
-        the device's free memory, which is too much where a memory fraction was set.
+        Memory for the allocator at an out-of-memory event: bytes or a text like "24GiB". None: the reserved memory plus
+        the device's free memory, which is too much if a memory fraction was set.
     progress : callable, optional
         Called with the next stage, in words.
 
     Raises
     ------
     OSError, ValueError
-        As ``read_snapshot`` does.
+        As ``read_snapshot``.
     ValueError
-        For a moment or a device that was not recorded, and for a capacity where no memory ran out.
+        For a moment or a device outside the recording, and for a capacity at any moment but an out-of-memory event.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def explain(
 
 
 def size_class(size: int) -> tuple[int, str]:
-    """Return the power of two that a size reaches, to sort by, and the range in words."""
+    """Return the largest power of two up to a size, as a sort key, and the range in words."""
     power = max(size, 1).bit_length() - 1
     return power, f"{_binary(power)} to {_binary(power + 1)}"
 
@@ -143,7 +143,7 @@ def _binary(power: int) -> str:
 
 
 class _Stacks:
-    """A recording's call stacks as the user's own lines, in words."""
+    """A recording's call stacks as the user's own lines, in text."""
 
     def __init__(self, recording: Snapshot) -> None:
         self.folded = fold_stacks(recording)
@@ -227,7 +227,7 @@ def _grouped(lifetimes: Lifetimes, live: Iterable[int], key: Callable[[int], tup
 
 
 def _age(begin: int, event: int, steps: Steps) -> tuple[int, str]:
-    """Return a rank, to sort by, and an age in words: in steps where they are known, else in events."""
+    """Return a sort key and an age in words: in steps if these are known, else in events."""
     if begin < 0:
         return 102, "before the recording"
     if not steps.starts:

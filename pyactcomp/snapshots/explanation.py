@@ -1,4 +1,4 @@
-"""The plain data of an explanation: where the memory of a recording was at one of its moments."""
+"""The data of an explanation: where a recording's memory was at one moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .steps import Steps
 
 @dataclass(frozen=True)
 class Group:
-    """Live blocks that have something in common; ``stack`` is the call stack of all of them, innermost first."""
+    """Live memory blocks with something in common; ``stack`` is the call stack of all of them, innermost first."""
 
     label: str
     blocks: int
@@ -19,19 +19,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Pin:
-    """A segment, free in part, that cannot be given back for the blocks in it.
+    """A partly free segment that cannot be given back because of the memory blocks in it.
 
     Attributes
     ----------
     address, size
-        Of the segment.
+        The segment's.
     free_bytes
-        Bytes that the blocks keep from being given back.
+        Free bytes that the blocks keep from being given back.
     live_bytes, blocks
-        The live bytes there.
+        Bytes and number of the blocks.
     largest, label, stack, since
-        The size of the largest of these blocks, its innermost line, its call stack, and the event that allocated it;
-        -1: before the recording.
+        Of the largest block: size, innermost line, call stack, and the event of the allocation; -1: before the
+        recording.
     """
 
     address: int
@@ -47,16 +47,17 @@ class Pin:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Live blocks of one call stack that were allocated in earlier steps.
+    """Live memory blocks of one call stack, allocated in earlier steps.
 
     Attributes
     ----------
     label, stack, blocks, bytes
-        As of a ``Group``.
+        As in ``Group``.
     oldest
-        The step, from 1, that the oldest of them is from.
+        The step of the oldest block, from 1.
     steps
-        How many different steps they are from: where it is nearly all of them, each step leaves something behind.
+        The number of different steps the blocks are from: if this is nearly all steps, each step leaves something
+        behind.
     """
 
     label: str
@@ -69,9 +70,9 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Fit:
-    """The outcome under an allocator of the recording up to the out-of-memory event, and of the request that failed.
+    """One allocator's outcome for the recording up to the out-of-memory event, with the failed request.
 
-    ``oom_at`` is the event it would have failed at, None where it has room for everything; sizes in bytes.
+    ``oom_at`` is the event at which this allocator runs out of memory, None if everything fits; sizes in bytes.
     """
 
     config: str
@@ -88,32 +89,32 @@ class Explanation:
     device, event, action
         The moment; event -1 is before the first.
     seconds
-        From the first event to this one; None where the recording has no times.
+        From the first event to this one; None if the recording has no times.
     peak_event, peak_bytes
-        The first event after which the most is alive, and how much is.
+        The first event after which the most bytes are alive, and how many.
     oom_events
         The out-of-memory events of the recording.
     live_bytes, live_blocks
-        Alive at the moment: allocated, or freed while other streams still use it.
+        Alive at the moment: allocated, or freed but still used by other streams.
     awaiting_bytes
-        The part of ``live_bytes`` that is freed but still used.
+        The freed part of ``live_bytes``, still used by other streams.
     internal
-        The share of ``live_bytes`` that was not asked for. What is known is the rounding to 512 bytes, and of blocks
-        still there at the end their real size.
+        The share of ``live_bytes`` beyond the requested bytes. Known are the rounding to 512 bytes and, of blocks still
+        there at the end, the real size.
     reserved_bytes, free_bytes, largest_free
-        Of the segments; None where the recording has none.
+        Of the segments; None if the recording has no segments.
     external
-        ``1 - largest_free / free_bytes``; 0 where nothing is free, None where the recording has no segments.
+        ``1 - largest_free / free_bytes``; 0 if nothing is free, None if the recording has no segments.
     request_bytes
         The size requested at an out-of-memory event; None elsewhere.
     capacity
-        Memory for the allocator at an out-of-memory event: the memory it held plus the device's free memory.
+        Memory for the allocator at an out-of-memory event: the reserved memory plus the device's free memory.
     by_stack, by_size, by_age
         All live blocks: most bytes first, small to large, and young to old.
     pins
-        The segments that blocks pin, most free bytes first. Expandable segments give back pages, and are left out.
+        Segments pinned by blocks, most free bytes first. Expandable segments give back single pages, and are left out.
     pinned_bytes
-        The free bytes of all of them.
+        The free bytes of all pinned segments.
     crossing
         Blocks of earlier steps, most bytes first; blocks from before the first step are not among them.
     steps

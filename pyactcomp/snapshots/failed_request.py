@@ -1,4 +1,4 @@
-"""The request that a recorded program died of, as an allocation to replay."""
+"""Turns the request a recorded program died of into an allocation to replay."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from .model import ALLOC, OOM, DeviceTrace, Snapshot
 
-# Beyond every address recorded, and every segment that a replay places near one.
+# Above every recorded address, and every segment a replay places near one.
 _BEYOND = 1 << 40
 
 
 def with_failed_request(snapshot: Snapshot) -> tuple[Snapshot, tuple[str, ...]]:
-    """Return the snapshot with the request that failed last as an allocation, where none follows it; and notes.
+    """Return the snapshot with the last failed request as an allocation, if no other allocation follows; and notes.
 
-    Without it a recording that ends out of memory fits in the memory that it ran out of. Where the program went on, it
-    went on without that memory, so such requests are left out and named.
+    Otherwise a recording that ends out of memory would fit in the memory the program ran out of. Earlier failed
+    requests are left out and named in the notes: the program went on without this memory.
 
     Examples
     --------

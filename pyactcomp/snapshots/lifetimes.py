@@ -1,4 +1,4 @@
-"""Each allocation of a recording: its first and last event, its size and its call stack."""
+"""The allocations of a recording: first and last event, size and call stack of each."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .model import ALLOC, FREE_COMPLETED, FREE_REQUESTED, DeviceTrace, rounded
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """A device's allocations, those from before the recording first; every column has one entry an allocation.
+    """A device's allocations, first the ones from before the recording; every column has one entry per allocation.
 
-    An allocation lives from event ``begin`` to before event ``end``; a block freed only after the recording has the
-    number of events there.
+    An allocation lives from event ``begin`` to before event ``end``. For a memory block never freed in the recording,
+    ``end`` is the number of events.
     """
 
     events: int
     begin: array[int]  #: -1: before the recording
-    asked_free: array[int]  #: the event that freed it, where ``end`` is a later one: other streams still use it
+    asked_free: array[int]  #: the event of the free request, if ``end`` is later: other streams still use the block
     end: array[int]
     address: array[int]
-    size: array[int]  #: bytes of the block; where it is gone at the end of the recording, the least that holds it
+    size: array[int]  #: bytes of the block; of a block gone at the end, the requested bytes rounded up to 512
     requested: array[int]  #: bytes
     stack: array[int]
 
     def changes(self) -> array[int]:
-        """Return the bytes that each event adds to those alive."""
+        """Return the change of the live bytes at each event."""
         change = array("q", bytes(8 * self.events))
         for begin, end, size in zip(self.begin, self.end, self.size, strict=True):
             if begin >= 0:
@@ -42,12 +42,12 @@ class Lifetimes:
         return sum(size for begin, size in zip(self.begin, self.size, strict=True) if begin < 0)
 
     def peak(self) -> int:
-        """Return the first event after which the most bytes are alive; -1 where that is before all of them."""
+        """Return the first event after which the most bytes are alive; -1 if the peak is before all events."""
         alive = list(accumulate(self.changes(), initial=self.before()))
         return alive.index(max(alive)) - 1
 
     def alive_after(self, event: int) -> Iterator[int]:
-        """Yield the allocations that are alive after an event."""
+        """Yield the allocations alive after an event."""
         for number, (begin, end) in enumerate(zip(self.begin, self.end, strict=True)):
             if begin <= event < end:
                 yield number
@@ -59,7 +59,7 @@ def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
     Parameters
     ----------
     trace : DeviceTrace
-        As ``read_snapshot`` gives it: it holds no free of a block that never was.
+        From ``read_snapshot``, so every free is of a known block.
     """
     events = trace.events
     count = len(events)

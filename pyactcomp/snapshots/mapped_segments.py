@@ -1,4 +1,4 @@
-"""Expandable segments as ranges that grow, shrink, join and split as pages are mapped and unmapped."""
+"""Expandable segments as address ranges: mapped and unmapped pages make them grow, shrink, join and split."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from .model import Segment
 
-# Far more than there are: a stream has one in each pool, in as many pieces as pages were given back between others.
+# Far more than there are: a stream has one segment in each pool, in pieces where pages were given back between others.
 _MOST = 1 << 16
 
 
 class MappedSegments:
-    """A device's expandable segments, which grow and shrink by ranges of pages."""
+    """A device's expandable segments, changed by ranges of pages."""
 
     def __init__(self, segments: Iterable[Segment]):
         self._segments = {segment.address: segment for segment in segments}
@@ -23,7 +23,7 @@ class MappedSegments:
         return iter(self._segments.values())
 
     def cut(self, begin: int, end: int) -> None:
-        """Take a range out."""
+        """Remove a range."""
         at = max(0, bisect_right(self._starts, begin) - 1)
         while at < len(self._starts) and self._starts[at] < end:
             segment = self._segments[self._starts[at]]
@@ -40,7 +40,7 @@ class MappedSegments:
                 return
 
     def join(self, segment: Segment) -> None:
-        """Add a range, to the segments of its stream and pool that it touches where there are some."""
+        """Add a range, joined with adjacent segments of the same stream and pool."""
         at = bisect_left(self._starts, segment.address)
         for other in [self._segments[start] for start in self._starts[max(0, at - 1) : at + 1]]:
             touches = other.address + other.size == segment.address or segment.address + segment.size == other.address

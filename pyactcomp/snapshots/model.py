@@ -1,4 +1,4 @@
-"""The plain data of a snapshot: events as columns, segments with their blocks, and blocks from before the events."""
+"""The data of a snapshot: events as columns, segments with their memory blocks, and blocks from before the events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-#: Names of the actions, which events have by number; ``OTHER`` stands for any other name.
+#: Names of the actions, in the order of their numbers; ``OTHER`` stands for any other name.
 ACTIONS = (
     "alloc",
     "free_requested",
@@ -26,38 +26,38 @@ OTHER = len(ACTIONS)
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(7)
 OOM = ACTIONS.index("oom")
 
-#: How often an event of a segment adds its size to the reserved memory.
+#: The sign with which a segment event's size counts in the reserved memory.
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 #: Bytes: the size of a segment for requests up to 1 MiB, and of no other.
 SMALL_SEGMENT = 2 << 20
-#: Bytes: the least size of a segment for larger requests, and of their pages, unless it was set otherwise.
+#: Bytes: the least size of a segment for larger requests, and of a page for them, unless set otherwise.
 LARGE_SEGMENT = 20 << 20
 
 
 def rounded(requested: int) -> int:
-    """Return the bytes of the least block that holds a request: every block has a multiple of 512."""
+    """Return the bytes of the smallest memory block for a request: a multiple of 512."""
     return -(-max(requested, 1) // 512) * 512
 
 
 @dataclass(frozen=True)
 class Events:
-    """A device's events in order, oldest first; every column has one entry an event."""
+    """A device's events in order, oldest first; every column has one entry per event."""
 
     action: array[int]  #: uint8, into ``ACTIONS``
     address: array[int]  #: int64; of an oom event the device's free bytes
-    size: array[int]  #: int64: bytes requested, of a segment's event its own
+    size: array[int]  #: int64: bytes requested; of a segment event, the segment's bytes
     stream: array[int]  #: int64
     time_us: array[int]  #: int64, since 1970
     pool: array[int]  #: int32, into ``Snapshot.pools``
     stack: array[int]  #: int32, into ``Snapshot.stacks``
-    has_pools: bool  #: False: the version records none, and they are those of the segments at the end
+    has_pools: bool  #: False: this version records no pools; they come from the segments at the end
 
     def __len__(self) -> int:
         return len(self.action)
 
     def with_pools(self, segments: Sequence[Segment]) -> Events:
-        """Return the events, each with the pool of the segment, of these by address, that it lies in."""
+        """Return the events, each with the pool of the segment at its address; ``segments`` are by address."""
         starts = [segment.address for segment in segments]
         pool = array("i", self.pool)
         for index, address in enumerate(self.address):
@@ -69,7 +69,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a segment."""
+    """A memory block of a segment."""
 
     address: int
     size: int
@@ -81,38 +81,38 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of memory that the driver gave."""
+    """A range of memory from the driver."""
 
     address: int
     size: int
     stream: int
     pool: int
-    small: bool | None  #: whether it serves requests up to 1 MiB; None where that is not known
+    small: bool | None  #: whether the segment serves requests up to 1 MiB; None if unknown
     expandable: bool
     stack: int = 0
-    blocks: tuple[Block, ...] = ()  #: empty where they are not known
+    blocks: tuple[Block, ...] = ()  #: empty if unknown
 
 
 @dataclass(frozen=True)
 class LiveBlock:
-    """A block that was allocated before the first event."""
+    """A memory block allocated before the first event."""
 
     address: int
-    size: int  #: bytes; where the block is gone at the end, the least that holds the request
+    size: int  #: bytes; of a block gone at the end, the requested bytes rounded up to 512
     requested: int
     stream: int
     pool: int
-    pending: bool  #: freed already, while a stream still used it
-    stack: int  #: of its allocation where it is still there at the end, else 0
+    pending: bool  #: freed already, but still used by a stream
+    stack: int  #: of the allocation, if the block is still there at the end, else 0
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The state before the first event, each by address."""
+    """The state before the first event, sorted by address."""
 
     blocks: tuple[LiveBlock, ...]
     segments: tuple[Segment, ...]
-    complete: bool  #: False: the segments at the end are missing, so blocks that no event touched cannot be known
+    complete: bool  #: False: the segments at the end are missing, so blocks without an event are unknown
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class Releases:
     Attributes
     ----------
     emptied
-        The last event of each time that the program emptied the cache, in order, those of ``unclear`` included.
+        The last event of each time the program emptied the cache, in order, with the ``unclear`` ones.
     for_requests
-        Times that memory was given back for a request.
+        Number of times memory was given back for a request.
     unclear
-        Times for which the recording does not tell.
+        Number of times with an unknown reason.
     """
 
     emptied: array[int] = field(default_factory=lambda: array("Q"))
@@ -136,7 +136,7 @@ class Releases:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a call stack."""
+    """A stack frame: a line of a call stack."""
 
     filename: str
     line: int
@@ -145,20 +145,21 @@ class Frame:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the allocator was configured; a setting that an older version does not name has its default."""
+    """The allocator's configuration; a setting missing in an older version has the default."""
 
     conf: str = ""  #: as in ``PYTORCH_ALLOC_CONF``
     max_split_size: int | None = None  #: bytes; None: every block is split
     garbage_collection_threshold: float = 0.0
     expandable_segments: bool = False
-    roundup_power2_divisions: Mapping[int, int] | None = None  #: MiB, from which on -> divisions
-    overflowed: bool | None = None  #: whether the recording dropped its oldest events; None: the version does not say
+    roundup_power2_divisions: Mapping[int, int] | None = None  #: lower bound in MiB -> divisions
+    overflowed: bool | None = None  #: whether the oldest events were dropped; None: not recorded by this version
 
     @property
     def of_pyactcomp(self) -> bool:
-        """Whether they are this package's allocator's.
+        """Whether the settings are of this package's allocator.
 
-        It says that its segments expand, and not by PyTorch's key; of its own keys it leaves out ``growth:vmm``.
+        This allocator reports expandable segments without PyTorch's key for them, and leaves the default ``growth:vmm``
+        out of the text.
         """
         own_growth = re.search(r"(^|,)\s*growth\s*:", self.conf) is not None
         return own_growth or (self.expandable_segments and "expandable_segments" not in self.conf)
@@ -177,23 +178,23 @@ class DeviceTrace:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot as plain data; stacks are numbers into ``stacks``, and these into ``frames``."""
+    """A snapshot as data; stacks are indices into ``stacks``, whose entries are indices into ``frames``."""
 
     devices: tuple[DeviceTrace, ...]  #: devices with events or segments
     frames: tuple[Frame, ...]
-    stacks: tuple[tuple[int, ...], ...]  #: innermost frame first; stack 0 is empty
+    stacks: tuple[tuple[int, ...], ...]  #: innermost stack frame first; stack 0 is empty
     pools: tuple[tuple[int, int], ...]  #: pool 0 is the default one, (0, 0)
     settings: Settings
     annotations: tuple[Mapping[str, Any], ...]
-    notes: tuple[str, ...]  #: anything unusual or unknown, for the reader of results
+    notes: tuple[str, ...]  #: anything unusual or unknown, for people to read
 
     def trace(self, device: int | None = None) -> DeviceTrace:
-        """Return a device's trace; its index may be left out where one alone was recorded.
+        """Return a device's trace; the index may be left out if only one device was recorded.
 
         Raises
         ------
         ValueError
-            For a device that was not recorded.
+            If the device was not recorded.
         """
         indices = [trace.index for trace in self.devices]
         if device is None and len(indices) == 1:

@@ -1,8 +1,8 @@
-"""Reads a memory snapshot of PyTorch, from a file that may hold anything, into plain columns.
+"""Reads a memory snapshot of PyTorch, from an untrusted file, into columns.
 
-``torch.cuda.memory._dump_snapshot`` writes it as a pickle; memory_viz takes JSON too. Nothing in a file is run or
-imported. A contradiction (two live blocks at one address, a block freed twice) is refused with its place; an incomplete
-recording (events dropped, a late begin) is taken, and the notes name the gap.
+``torch.cuda.memory._dump_snapshot`` writes a pickle; memory_viz takes JSON too. Nothing in a file is run or imported. A
+contradiction (two live memory blocks at one address, a block freed twice) is refused, with the place in the file. An
+incomplete recording (events dropped, a late begin) is taken, and the notes name the gap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     Parameters
     ----------
     path : str or path
-        A file that ``torch.cuda.memory._dump_snapshot`` wrote (pickle, protocol 2 to 5), or the same as JSON.
+        A file of ``torch.cuda.memory._dump_snapshot`` (pickle, protocol 2 to 5), or the same as JSON.
 
     Returns
     -------
@@ -46,7 +46,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     OSError
         If the file cannot be read.
     ValueError
-        If it is no snapshot, or contradicts itself; the message names the file, the place and the expected value.
+        If the file is no snapshot, or contradicts itself; the message names the file, the place and the expected value.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def _read_json(file: BinaryIO, size: int) -> PlainData:
         try:
             return PlainData.from_pickle(pickled.fileno(), os.fstat(pickled.fileno()).st_size)
         except ValueError as error:
-            # The byte that it names is one of the pickle.
+            # The error names a byte of the pickle, not of the file.
             raise ValueError(str(error).partition(" (byte ")[0]) from error
 
 
@@ -232,7 +232,7 @@ def _settings(entry: Any) -> Settings:
 
 
 def _shown(text: str) -> str:
-    """Return a text without characters that a terminal would obey."""
+    """Return a text without a terminal's control characters."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 

@@ -1,9 +1,9 @@
-"""Why a recorded allocator gave memory back: the program emptied the cache, or a request needed it.
+"""Why a recorded allocator gave memory back: the program emptied the cache, or a request needed the memory.
 
-A replay repeats the first and decides the second for itself. The events look the same where ``empty_cache`` is followed
-by a request that fits nowhere: call stacks tell them apart, and so does what the device is known to have had, at
-another time or where memory ran out.
-A release that stays unclear is repeated: the recorded allocator did it in either case.
+A replay repeats the first and decides the second for itself. If ``empty_cache`` is followed by a request that fits
+nowhere, the events look the same. Call stacks tell the two apart, and so does the memory the device is known to have
+had, at another time or where memory ran out. An unclear release is repeated: the recorded allocator did give the memory
+back.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ def find_releases(
     Parameters
     ----------
     events, beginning
-        A device's.
+        One device's.
     frames, stacks, settings
         The recording's.
     """
     emptying_frames = {number for number, frame in enumerate(frames) if _empties(frame.name)}
     emptying = {number for number, stack in enumerate(stacks) if not emptying_frames.isdisjoint(stack)}
-    # Otherwise the stack of memory given back is that of its allocation, as it always is with this package's allocator.
+    # Without stacks of frees, a release has the stack of the allocation, as always with this package's allocator.
     rows = zip(events.action, events.stack, strict=True)
     tells = not settings.of_pyactcomp and any(stack for action, stack in rows if action == FREE_REQUESTED)
     collects_garbage = settings.garbage_collection_threshold > 0
     reserved = _reserved_before(events, beginning)
     most = max(reserved.values())
-    # Where others use the device too, it may have had more before memory ran out.
+    # If other processes use the device too, there may have been more memory before the out-of-memory event.
     limit = max(most, _limit(events, reserved))
     emptied, for_requests, unclear = array("Q"), 0, 0
     for first, end in _runs(events):
-        # Pages that were mapped elsewhere first have moved.
+        # Pages mapped elsewhere just before have moved.
         if first and events.action[first - 1] == SEGMENT_MAP:
             continue
         after = end
-        # Blocks that other streams used come back while a request waits for memory.
+        # Memory blocks of other streams come back while a request waits for memory.
         while after < len(events) and events.action[after] == FREE_COMPLETED:
             after += 1
         follows = events.action[after] if after < len(events) else None
         grows = follows in (SEGMENT_ALLOC, SEGMENT_MAP, SEGMENT_FREE, SEGMENT_UNMAP)
-        # A MemPool that goes gives back its own memory alone, whatever calls it.
+        # A destroyed MemPool gives back no other pool's memory, from any call stack.
         of_pool = events.pool[first] != 0 and len({*events.pool[first:end]}) == 1
         is_told = of_pool or not emptying.isdisjoint(events.stack[first:end])
         wanted = reserved[first]
@@ -79,13 +79,13 @@ def find_releases(
             for_requests += 1
             continue
         emptied.append(end - 1)
-        # The device had as much at another time: then the request had room.
+        # If the device had as much at another time, the request had room.
         unclear += not is_told and grows and wanted > most
     return Releases(emptied, for_requests, unclear)
 
 
 def _reserved_before(events: Events, beginning: Beginning) -> dict[int, int]:
-    """Return the bytes reserved before each event of a segment and where memory ran out, and at the end."""
+    """Return the bytes reserved before each segment event and each out-of-memory event, and at the end."""
     total = sum(segment.size for segment in beginning.segments)
     reserved = {}
     for index, action in enumerate(events.action):
@@ -97,9 +97,9 @@ def _reserved_before(events: Events, beginning: Beginning) -> dict[int, int]:
 
 
 def _limit(events: Events, reserved: Mapping[int, int]) -> float:
-    """Return the most bytes that the device can have had: no more were free, and some request did not fit."""
+    """Return the most bytes the device can have had: the free ones are known, and some request did not fit."""
     ran_out = (index for index, action in enumerate(events.action) if action == OOM)
-    # The address of such an event is the number of free bytes.
+    # The address of an out-of-memory event is the number of free bytes.
     return min(
         (reserved[index] + min(events.address[index], _segment_for(events.size[index]) - 1) for index in ran_out),
         default=math.inf,
@@ -107,18 +107,18 @@ def _limit(events: Events, reserved: Mapping[int, int]) -> float:
 
 
 def _segment_for(size: int) -> int:
-    """Return the bytes of the segment that PyTorch takes for a request, at most."""
+    """Return the most bytes of a segment that PyTorch takes for a request."""
     least = SMALL_SEGMENT if size <= SMALL_SEGMENT // 2 else LARGE_SEGMENT
     return max(least, -(-size // SMALL_SEGMENT) * SMALL_SEGMENT)
 
 
 def _empties(name: str) -> bool:
-    """Say whether a function is torch.cuda.empty_cache, or called by it."""
+    """Return whether a function is torch.cuda.empty_cache or one of its callees."""
     return name.rpartition(".")[2] == "empty_cache" or "emptyCache" in name
 
 
 def _runs(events: Events) -> Iterator[tuple[int, int]]:
-    """Yield the first event of each row of events that give memory back, and the event after the last."""
+    """Yield the first event of each run of releases, and the event after the last."""
     first = None
     for index, action in enumerate(events.action):
         if action in (SEGMENT_FREE, SEGMENT_UNMAP):

@@ -1,4 +1,4 @@
-"""Replays a recording under other allocator settings: gives its events to an allocator without a GPU."""
+"""Replays a recording under other allocator settings: an allocator without a GPU gets the recorded events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._core import AllocatorConfig, Replay
 from ..errors import PyactcompError
 from .model import LARGE_SEGMENT, SMALL_SEGMENT, Segment, Snapshot
 
-#: Bytes, more than any GPU has: where no capacity is given.
+#: The default capacity in bytes: more than any GPU has.
 BOUNDLESS = 512 << 30
 
 # 10 ms: progress is smooth, Ctrl-C answers at once, and the calls cost nothing.
@@ -21,7 +21,7 @@ _FORM = re.compile(r"(native|expandable|pyactcomp)(?:\[(.*)\])?", re.DOTALL)
 
 
 class TimelinePoint(NamedTuple):
-    """The most of each, in bytes, in the events from the last point to before ``end``."""
+    """The peak of each, in bytes, in the events from the last point to before ``end``."""
 
     end: int
     allocated: int
@@ -36,35 +36,35 @@ class ReplayResult:
     Attributes
     ----------
     config
-        The configuration, as it was given.
+        The configuration, as given.
     peak_allocated, peak_active, peak_requested, peak_reserved
-        The most of each. Active is allocated plus blocks freed while other streams still used them.
+        The peaks. Active is allocated plus memory blocks freed while other streams still used them.
     utilization
-        ``peak_active / peak_reserved``; 1 where nothing was reserved.
+        ``peak_active / peak_reserved``; 1 if nothing was reserved.
     driver_calls
-        Calls that acquire, map, unmap or give back memory or addresses.
+        Calls to acquire, map, unmap or give back memory or addresses.
     driver_seconds
-        Host time in them, estimated from calls timed on an H200.
+        Host time in these calls, estimated from calls timed on an H200.
     retries
-        Times that all unused memory was given back before an allocation was tried again.
+        Times all unused memory was given back before an allocation was tried again.
     oom_at
-        Index of the event whose allocation failed, where the replay ended; None where none did. 0 also where what
-        existed before the recording did not fit.
+        Index of the event whose allocation failed and ended the replay; None if no allocation failed. 0 also if the
+        blocks from before the recording did not fit.
     allocations
         Allocations replayed.
     unknown_frees
-        Frees of addresses that nothing was seen to allocate: they changed nothing.
+        Frees of addresses without a recorded allocation: they changed nothing.
     lost_frees
-        Addresses that were allocated again while in use: their free was lost, and is taken to be just before.
+        Addresses allocated again while in use: the lost free is taken to be just before.
     cache_emptied
-        Times that the recorded program emptied the cache; the replay did too.
+        Times the recorded program emptied the cache; the replay did too.
     pressure_releases
-        Times that the recorded allocator gave memory back to serve an allocation; the replay decides for itself.
+        Times the recorded allocator gave memory back to serve an allocation; the replay decides for itself.
     unclear_releases
-        Times of ``cache_emptied`` that may have been to serve an allocation: without call stacks the recording does not
+        The part of ``cache_emptied`` that may have served an allocation: without call stacks the recording does not
         tell.
     timeline
-        About as many points as were asked for.
+        About ``points`` points.
     """
 
     config: str
@@ -87,7 +87,7 @@ class ReplayResult:
 
 
 def parse_configuration(text: str) -> tuple[AllocatorConfig, bool]:
-    """Parse ``native``, ``expandable`` or ``pyactcomp``, with settings in brackets where wanted.
+    """Parse ``native``, ``expandable`` or ``pyactcomp``, with optional settings in brackets.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def parse_configuration(text: str) -> tuple[AllocatorConfig, bool]:
     Raises
     ------
     ValueError
-        For another name, and for settings that cannot be parsed or that the named allocator does not have.
+        For another name, and for settings that are malformed or unknown to the named allocator.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def parse_configuration(text: str) -> tuple[AllocatorConfig, bool]:
     if re.search(r"(^|,)\s*growth\s*:", settings):
         raise ValueError(f"growth is a setting of pyactcomp's allocator, not of PyTorch's: leave it out of '{text}'")
     config = AllocatorConfig.parse(settings, AllocatorConfig(growth="malloc" if name == "native" else "vmm"))
-    # The parser takes expandable_segments:True for growth by virtual memory.
+    # The parser reads expandable_segments:True as growth by virtual memory.
     expandable = config.growth == "vmm"
     if name == "expandable" and not expandable:
         raise ValueError(f"'{text}' contradicts itself: without expandable segments it is native")
@@ -149,30 +149,30 @@ def replay(
 ) -> ReplayResult:
     """Replay a recording under an allocator with these settings.
 
-    Blocks are free for others when the recording says ``free_completed``, so it holds on to memory that other streams
-    use for as long as the recorded program did. The replay ends where memory runs out.
+    A memory block becomes free at its recorded ``free_completed`` event: memory used by other streams is held as long
+    as in the recorded program. The replay ends when memory runs out.
 
     Parameters
     ----------
     snapshot
-        The recording, as ``read_snapshot`` gives it.
+        The recording, from ``read_snapshot``.
     config
-        As ``parse_configuration`` takes it.
+        A configuration for ``parse_configuration``.
     capacity
         The device's memory: bytes or a text like "24GiB". None: 512 GiB, more than any GPU has.
     device
-        Index of the device whose events are replayed; may be left out where the recording is of one alone.
+        Index of the device whose events are replayed; may be left out if only one device was recorded.
     points
-        About how many points the timeline has.
+        Approximate number of points in the timeline.
     progress
         Called now and then with the number of events replayed so far. Ctrl-C is answered as often.
 
     Raises
     ------
     ValueError
-        For a device that was not recorded, a configuration that ``parse_configuration`` refuses, one that takes a share
-        of a capacity that is not given, what cannot have existed before the recording (blocks or segments that
-        overlap), and more pools or memory than there are addresses for.
+        For a device outside the recording, a configuration refused by ``parse_configuration``, a memory fraction
+        without a capacity, an impossible state before the recording (overlapping blocks or segments), and more pools or
+        memory than there are addresses for.
 
     Examples
     --------
@@ -240,7 +240,7 @@ def replay(
 
 
 def _is_small(segment: Segment) -> bool:
-    """Say whether a segment serves requests up to 1 MiB; of one that is gone at the end its size has to tell."""
+    """Return whether a segment serves requests up to 1 MiB, by the size if the segment is gone at the end."""
     if segment.small is not None:
         return segment.small
     return segment.size % LARGE_SEGMENT != 0 if segment.expandable else segment.size <= SMALL_SEGMENT

@@ -1,4 +1,4 @@
-"""The segments of a recording at one of its moments, what lives in them, and what is free."""
+"""The segments of a recording at one moment, with the live allocations and the free blocks inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Devi
 
 
 def segments_after(trace: DeviceTrace, event: int) -> tuple[Segment, ...] | None:
-    """Return a device's segments after an event, by address; None where the recording has none at all."""
+    """Return a device's segments after an event, by address; None if the recording has no segments at all."""
     events = trace.events
     if not has_segments(trace):
         return None
@@ -34,13 +34,13 @@ def segments_after(trace: DeviceTrace, event: int) -> tuple[Segment, ...] | None
 
 
 def has_segments(trace: DeviceTrace) -> bool:
-    """Say whether a recording tells how much was reserved."""
+    """Return whether a recording tells how much was reserved."""
     actions = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
     return bool(trace.segments) or any(action in trace.events.action for action in actions)
 
 
 def free_blocks(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]) -> list[int]:
-    """Return the sizes of the free blocks: the gaps between live blocks and up to a segment's ends."""
+    """Return the sizes of the free memory blocks: the gaps between live blocks and up to a segment's ends."""
     gaps = []
     for segment, inside in blocks_inside(segments, lifetimes, live):
         end = segment.address
@@ -54,7 +54,7 @@ def free_blocks(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequenc
 def blocks_inside(
     segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]
 ) -> list[tuple[Segment, list[int]]]:
-    """Return each segment with the live allocations in it, by address."""
+    """Return each segment with the live allocations inside, by address."""
     found: list[tuple[Segment, list[int]]] = [(segment, []) for segment in segments]
     starts = [segment.address for segment, _ in found]
     for number in sorted(live, key=lifetimes.address.__getitem__):

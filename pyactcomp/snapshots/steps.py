@@ -1,7 +1,7 @@
-"""Where the steps of a recorded training begin.
+"""Finds where the steps of a recorded training begin.
 
-Annotations say it where the recording has them. Otherwise the number of live blocks does: whatever the shapes, a step
-leaves as many blocks alive as the one before, and between two of these valleys it rises and falls once.
+Annotations tell, if the recording has them. Otherwise the number of live memory blocks does: whatever the shapes, a
+step leaves as many blocks alive as the one before, and between two of these valleys the number rises and falls once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .lifetimes import Lifetimes
 from .model import DeviceTrace
 
 _FEWEST = 3
-# Of the intervals, this share must be within this factor of their median. On five recorded trainings, of random shapes,
+# This share of the intervals must be within this factor of their median. On five recorded trainings, of random shapes,
 # with evaluation or offloading between, at least 92 % of the valleys' intervals are.
 _REGULAR_SHARE, _REGULAR_FACTOR = 0.6, 1.5
 # Setup and teardown, which reach far below and above a step's valley, are less than this share of a recording's events.
 _UNUSUAL = 0.05
 _SAMPLES = 100_000
-# A loop that allocates less than this in a turn is no training step.
+# A loop with fewer allocations per turn is no training step.
 _FEWEST_BLOCKS = 10
 
 
@@ -37,7 +37,7 @@ class Steps:
     Attributes
     ----------
     starts
-        The event each step begins at, in order; empty where no steps were found. Events before the first are setup.
+        The first event of each step, in order; empty if no steps were found. Events before the first are setup.
     found_by
         How they were found, or why none were, in words.
     """
@@ -57,9 +57,9 @@ def find_steps(trace: DeviceTrace, lifetimes: Lifetimes, annotations: Sequence[M
     ----------
     trace : DeviceTrace
     lifetimes : Lifetimes
-        Its allocations.
+        The device's allocations.
     annotations : sequence of mapping
-        As the snapshot has them: ``ProfilerStep#n`` of torch.profiler, or else the ``Optimizer.step`` of an optimizer.
+        The snapshot's: ``ProfilerStep#n`` of torch.profiler, or else the ``Optimizer.step`` of an optimizer.
     """
     for prefix, stage, what in (("ProfilerStep", "START", "begin"), ("Optimizer.step", "END", "follow")):
         starts = _annotated(trace, annotations, prefix, stage)
@@ -92,7 +92,8 @@ def _annotated(
             continue
         if name.startswith(prefix) and times[0] <= time <= times[-1] and entry.get("device") in (None, -1, trace.index):
             by_name[re.sub(r"#\d+$", "", name)].add(bisect_left(times, time))
-    # Of several optimizers the one that steps least often, as a GAN's generator may: a step has all of them.
+    # Of several optimizers take the one with the fewest steps (a GAN's generator, say): a training step has all of
+    # them.
     return tuple(sorted(min(by_name.values(), key=lambda starts: len(starts), default=())))
 
 
@@ -121,7 +122,7 @@ def _valleys(counts: list[int]) -> list[int]:
 
 
 def _regular(valleys: list[int]) -> tuple[int, ...]:
-    """Return the valleys that are the steps' beginnings; none where their intervals are too different."""
+    """Return the valleys at which steps begin; none if the intervals differ too much."""
     gaps = [right - left for left, right in pairwise(valleys)]
     if len(gaps) < _FEWEST - 1:
         return ()
@@ -129,6 +130,6 @@ def _regular(valleys: list[int]) -> tuple[int, ...]:
     regular = sum(1 for gap in gaps if usual / _REGULAR_FACTOR <= gap <= usual * _REGULAR_FACTOR)
     if regular < _REGULAR_SHARE * len(gaps):
         return ()
-    # The first optimizer step, which creates its state, is a rise and fall of its own: short ones in front are setup.
+    # The first optimizer step creates the optimizer's state, a rise and fall apart: short ones in front are setup.
     first = next(place for place, gap in enumerate(gaps) if gap >= usual / _REGULAR_FACTOR)
     return tuple(valleys[first:])

@@ -1,4 +1,4 @@
-"""The memory of a recording over its events, in as many columns as a picture has; and the picture."""
+"""A recording's memory over its events, in as many columns as a picture has, and the picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .segments import has_segments
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: As many as the picture has pixels across, about: more would not be seen.
+#: About the picture's width in pixels: more columns would not be seen.
 COLUMNS = 1600
 #: More colours cannot be told apart.
 GROUPS = 7
@@ -32,29 +32,29 @@ _OTHER = "#cbd0d6"
 
 @dataclass(frozen=True)
 class Timeline:
-    """A device's live and reserved bytes, each column the most of a stretch of events.
+    """A device's live and reserved bytes; each column has the peak of a stretch of events.
 
     Attributes
     ----------
     ends
-        Of each column, the event its stretch ends before; the first begins at event 0.
+        For each column, the event after its stretch; the first stretch begins at event 0.
     labels
-        The groups that live bytes are divided into: the call stack that has most at the peak first, or the largest
-        blocks; the last may be "other".
+        The groups of live bytes: call stacks, the one with most bytes at the peak first, or sizes of memory blocks, the
+        largest first; the last may be "other".
     live
-        For each group its bytes in each column, all at the event of the column after which the most is alive.
+        For each group, the bytes in each column, after the column's event in ``live_at``.
     live_at
-        These events.
+        For each column, the first event after which the most bytes are alive.
     reserved
-        The most that was reserved in each column; None where the recording has no segments.
+        The peak of the reserved bytes in each column; None if the recording has no segments.
     peak
-        The first event after which the most is alive of all, and how much.
+        The first event after which the most bytes of the whole recording are alive, and how many.
     oom
-        The out-of-memory events, what each asked for, and what was alive.
+        The out-of-memory events, each with the requested and the live bytes.
     seconds
-        From the first event to each column's end; None where the recording has no times.
+        From the first event to each column's end; None if the recording has no times.
     by
-        The kind of group: "call stack" or, where none was recorded, "block size".
+        The kind of group: "call stack" or, if none was recorded, "block size".
     """
 
     device: int
@@ -70,20 +70,20 @@ class Timeline:
 
 
 def timeline(recording: Snapshot, *, device: int | None = None, columns: int = COLUMNS) -> Timeline:
-    """Return the curves of a picture of a device's memory; no peak is lost to the number of columns.
+    """Return the curves of a picture of a device's memory; every peak shows, however few the columns.
 
     Parameters
     ----------
     recording : Snapshot
     device : int, optional
-        Its index; may be left out where the recording is of one alone.
+        Index of the device; may be left out if only one device was recorded.
     columns : int
-        How many columns, at most; a recording of fewer events has one each.
+        The most columns; a recording of fewer events has one column per event.
 
     Raises
     ------
     ValueError
-        For a device that was not recorded, for a recording without events, and for fewer than one column.
+        For a device outside the recording, for a recording without events, and for fewer than one column.
     """
     if columns < 1:
         raise ValueError(f"columns is at least 1, got {columns}")
@@ -118,7 +118,7 @@ def timeline(recording: Snapshot, *, device: int | None = None, columns: int = C
 
 
 def reserved_after(trace: DeviceTrace) -> array[int] | None:
-    """Return the bytes reserved after each event; None where the recording has no segments."""
+    """Return the bytes reserved after each event; None if the recording has no segments."""
     if not has_segments(trace):
         return None
     total = sum(segment.size for segment in trace.beginning.segments)
@@ -130,7 +130,7 @@ def reserved_after(trace: DeviceTrace) -> array[int] | None:
 
 
 def _names(recording: Snapshot, lifetimes: Lifetimes, peak: int) -> tuple[str, list[tuple[int, str]]]:
-    """Return the kind of group, and each allocation's group: a rank, and its name."""
+    """Return the kind of group, and each allocation's group: a rank and a name."""
     folded = fold_stacks(recording)
     if not any(folded[lifetimes.stack[number]] for number in lifetimes.alive_after(peak)):
         return "block size", [size_class(size) for size in lifetimes.size]
@@ -156,7 +156,7 @@ def _largest(names: Sequence[tuple[int, str]], lifetimes: Lifetimes, peak: int) 
     for number in lifetimes.alive_after(peak):
         held[names[number]] += lifetimes.size[number]
     most = sorted(held, key=lambda name: -held[name])[:GROUPS]
-    # Groups with a rank lie in its order, the highest at the bottom.
+    # Groups with ranks lie in this order, the highest at the bottom.
     most.sort(key=lambda name: -name[0])
     labels = tuple(label for _, label in most) + (("other",) if len(held) > GROUPS else ())
     place = {name: number for number, name in enumerate(most)}
@@ -166,26 +166,26 @@ def _largest(names: Sequence[tuple[int, str]], lifetimes: Lifetimes, peak: int) 
 def _divided(
     lifetimes: Lifetimes, group_of: Sequence[int], groups: int, moments: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return each group's live bytes after each of some events, which are in order."""
+    """Return each group's live bytes after each of the ``moments``, events in order."""
     change = [[0] * (len(moments) + 1) for _ in range(groups)]
     rows = zip(lifetimes.begin, lifetimes.end, lifetimes.size, group_of, strict=True)
     for begin, end, size, group in rows:
-        # Alive from the first moment that is not before its begin, to the last that is before its end.
+        # Alive from the first moment not before ``begin`` to the last moment before ``end``.
         change[group][bisect_right(moments, begin - 1)] += size
         change[group][bisect_right(moments, end - 1)] -= size
     return tuple(tuple(accumulate(row[:-1])) for row in change)
 
 
 def draw(data: Timeline, path: Path, title: str) -> None:
-    """Write a timeline to ``path`` as PNG, whatever it ends in; no display is needed.
+    """Write a timeline to ``path`` as PNG, whatever the suffix; no display is needed.
 
     Parameters
     ----------
     data : Timeline
     path : Path
-        Its folder must exist.
+        The folder must exist.
     title : str
-        What was recorded.
+        The name of the recording.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     span = f", {data.seconds[-1]:.3g} s" if data.seconds else ""
     heading = _plain(f"{title}: live memory by {data.by}{span}")
     axes.set_title(heading, loc="left", color=_INK, fontsize=11, weight="bold")
-    # Top down as the areas lie.
+    # From top to bottom, like the areas.
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles[::-1],
@@ -245,12 +245,12 @@ def draw(data: Timeline, path: Path, title: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return a text of the recording as matplotlib shows it whole: not hidden in the legend, and no mathematics."""
+    """Return a recorded text for matplotlib: not hidden in the legend, and no mathematics."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _unit(size: int) -> tuple[float, str]:
-    """Return the largest unit that a size reaches: its bytes, and its name."""
+    """Return the largest unit up to a size: bytes and name."""
     units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
     return next(((scale, name) for scale, name in units if size >= scale), (1.0, "B"))
 
@@ -272,7 +272,7 @@ def _mark(axes: Axes, data: Timeline, scale: float, unit: str, most: int) -> Non
     )
     for at, asked, alive in data.oom:
         axes.axvline(at, color=_OOM, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
-        # The height of the request: below the reserved memory, it did not fail for want of memory.
+        # A bar as high as the request: if the top is below the reserved memory, there was enough, but in pieces.
         axes.bar(
             at, asked / scale, 0.012 * data.ends[-1], alive / scale, align="edge", color=_OOM, linewidth=0, zorder=3
         )

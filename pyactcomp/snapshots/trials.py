@@ -1,4 +1,4 @@
-"""The plain data of a search for settings: its trials, its progress and its result."""
+"""The data of a search for settings: trials, progress and result."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Trial:
     Attributes
     ----------
     config
-        As ``replay`` takes it.
+        A configuration for ``replay``.
     results
-        Of each device recorded.
+        One result per recorded device.
     smallest_capacity
-        Bytes of a device's memory, a multiple of 2 MiB: with them no device ran out of memory, with 2 MiB less one did.
-        An allocator may need more in some larger memory, and less may work again. None: not found, because the search
-        ended before or the recording asks for more than 512 GiB.
+        Bytes of a device's memory, a multiple of 2 MiB: enough on every device, while 2 MiB less is not. An allocator
+        may need more in some larger memory, and less may work again. None: not found, because the search ended before
+        or the recording asks for more than 512 GiB.
     """
 
     config: str
@@ -35,12 +35,12 @@ class Trial:
 
     @property
     def peak_reserved(self) -> int:
-        """Bytes, of the device that reserved most."""
+        """Peak of the reserved bytes, on the device with the highest."""
         return max(result.peak_reserved for result in self.results)
 
     @property
     def retries(self) -> int:
-        """Times that all unused memory was given back, on all devices."""
+        """Times all unused memory was given back, on all devices."""
         return sum(result.retries for result in self.results)
 
     @property
@@ -55,7 +55,7 @@ class Trial:
 
     @property
     def variable(self) -> str:
-        """The environment variable that takes the setting; torch before 2.9 reads ``PYTORCH_CUDA_ALLOC_CONF``."""
+        """The environment variable for the setting; torch before 2.9 reads ``PYTORCH_CUDA_ALLOC_CONF``."""
         return "PYACTCOMP_ALLOC_CONF" if self.config.startswith("pyactcomp") else "PYTORCH_ALLOC_CONF"
 
     @property
@@ -75,19 +75,19 @@ class TuneResult:
     capacity
         Bytes of a device's memory.
     fits
-        Whether any setting tried fits in it. Where none does, the trials are those in memory without end, if the search
-        got that far.
+        Whether any tried setting fits in the capacity. If none does, the trials are in unlimited memory, provided the
+        search got that far.
     recorded
-        The setting that the snapshot was recorded under.
+        The setting under which the snapshot was recorded.
     pytorch, pyactcomp
-        The best setting of PyTorch's own allocator, and of this package's; None where the search ended before.
+        The best setting of PyTorch's own allocator, and of this package's; None if the search ended before.
     best
-        The one of both to take. Where nothing fits, the one of all three with the smallest capacity found; if none was
+        The better of the two. If nothing fits, the one of all three with the smallest capacity found; if none was
         found, nothing is known to work.
     replays
-        How many replays the search took.
+        Number of replays in the search.
     stopped
-        Why it ended: nothing improved any more, the time limit, or Ctrl-C.
+        Why the search ended: no more improvement, the time limit, or Ctrl-C.
     notes
         Anything unusual or unknown.
     """
@@ -104,9 +104,9 @@ class TuneResult:
 
 
 class TuneProgress(NamedTuple):
-    """How far a search is."""
+    """Progress of a search."""
 
     replays: int
     seconds: float
-    config: str  #: that is being tried
+    config: str  #: the configuration being tried
     best: Trial | None  #: so far

@@ -19,13 +19,13 @@ from .replay import BOUNDLESS
 from .replay import replay as replay_one
 from .trials import Trial, TuneProgress, TuneResult
 
-# Capacities are searched in steps of this: cudaMalloc and virtual memory both give multiples of it.
+# The step of the search for capacities: cudaMalloc and virtual memory both give multiples of 2 MiB.
 _GRANULARITY = 2 << 20
-# Predictions of peaks differ from real runs by up to 0.5 %, so that two nearer than 1 % cannot be told apart.
+# Predicted peaks differ from real runs by up to 0.5 %: two settings within 1 % cannot be told apart.
 _SAME = 1.01
-# Of the time limit; in the rest three capacities are searched, with about 15 replays each.
+# Share of the time limit; in the rest three capacities are searched, with about 15 replays each.
 _SHARE_OF_SEARCH = 2 / 3
-# Of the time limit, as long as nothing fits; from then on the search is in endless memory.
+# Share of the time limit as long as nothing fits; from then on the search is in unlimited memory.
 _SHARE_WITHOUT_FIT = 1 / 3
 
 
@@ -40,37 +40,37 @@ def tune(
     time_limit: float | None = None,
     progress: Callable[[TuneProgress], object] | None = None,
 ) -> TuneResult:
-    """Search the settings of PyTorch's allocator and of this package's for the least memory that a recording takes.
+    """Search the settings of PyTorch's allocator and of this package's for the least memory for a recording.
 
-    First the setting of the recording, the defaults, and each setting by itself on a coarse grid; then every setting in
-    turn around the best of each allocator, until none improves it; then the smallest capacity of each best setting.
-    A percent of the memory counts as much as a percent of the recorded time spent in the driver. What is the same
-    within 1 % is decided by fewer retries, then by PyTorch's own allocator, then by fewer settings. What is found is
-    best for these events: a program whose sizes are drawn at random asks for others in its next run. The request that
-    the recorded program died of has to be served too. ``per_process_memory_fraction``, without which no garbage is
-    collected, is a share of the device's whole memory: with it, what is found holds for devices of this capacity.
+    The search tries the setting of the recording, the defaults, and each setting by itself on a coarse grid; then every
+    setting in turn around the best of each allocator, until nothing improves; then the smallest capacity of each best
+    setting. A percent of the memory counts as much as a percent of the recorded time spent in the driver. Within 1 %,
+    fewer retries win, then PyTorch's own allocator, then fewer settings. The result is best for these events: a program
+    with randomly drawn sizes asks for others in its next run. The request the recorded program died of has to be served
+    too. Garbage collection needs ``per_process_memory_fraction``, a share of the device's whole memory: a result with
+    this setting holds for devices of this capacity.
 
     Parameters
     ----------
     recording
         A snapshot, or its file's path.
     capacity
-        The memory of each device that the program may use: bytes or a text like "24GiB". Of a GPU, about 0.5 GiB go to
-        the CUDA context.
+        The program's memory on each device: bytes or a text like "24GiB". On a GPU, about 0.5 GiB go to the CUDA
+        context.
     time_limit
-        Seconds after which the best so far is returned. The recorded setting is replayed in any case. Where nothing
-        fits in a third of them, what would do is searched in the rest.
+        Seconds after which the best so far is returned. The recorded setting is replayed in any case. If nothing fits
+        in a third of the time, the rest goes into finding the memory that would do.
     progress
-        Called before each replay, and now and then during it. KeyboardInterrupt from it, or from Ctrl-C, ends the
-        search like the time limit.
+        Called before each replay, and now and then during one. KeyboardInterrupt from the callback, or from Ctrl-C,
+        ends the search like the time limit.
 
     Raises
     ------
     OSError, ValueError
-        If the file cannot be read or is no snapshot; ValueError also for a capacity or a time limit that is none, and
-        for a recording without events.
+        If the file cannot be read or is no snapshot; ValueError also for an invalid capacity or time limit, and for a
+        recording without events.
     KeyboardInterrupt
-        If it comes before the recorded setting was replayed.
+        If the recorded setting was not replayed yet.
 
     Examples
     --------
@@ -149,7 +149,7 @@ class _Search:
         return self.stopped == "interrupted"
 
     def run(self) -> None:
-        """Try settings until none improves, the time is over, or Ctrl-C."""
+        """Try settings until nothing improves, the time is over, or Ctrl-C."""
         try:
             self.until = None
             self.trials = {self.recorded: self.replay(self.recorded.config, self.limit)}
@@ -203,12 +203,12 @@ class _Search:
                 self.until = self.deadline(_SHARE_OF_SEARCH)
 
     def consider_all(self, candidate: Candidate, axis: str) -> None:
-        """Try the grid of one axis, with the other settings of a candidate that was tried."""
+        """Try the grid of one axis around a tried candidate's other settings."""
         for move in coarse_moves(axis, candidate, self.trials[candidate].retries, self.sizes):
             self.consider(candidate.moved(move))
 
     def refine(self, family: str) -> None:
-        """Change one setting of the allocator's best after the other, until none improves it."""
+        """Change one setting of the allocator's best after the other, until nothing improves."""
         before = None
         while before != (before := self.best_of(family)):
             for axis in AXES[family]:
@@ -235,21 +235,21 @@ class _Search:
             for part, middle in ((below, left), (above, right)):
                 if part:
                     self.consider(best.moved({key: str(middle)}))
-            # Where one side has no points, its end was perhaps never tried.
+            # If one side has no points, that end was perhaps never tried.
             moves = (best, best.moved({key: str(left)}), best.moved({key: str(right)}))
             found = min((move for move in moves if move in self.trials), key=self.rank)
             moved = int(found.get(key))
             low, high = (left, right) if moved == at else (low, at) if moved < at else (at, high)
             best, at = found, moved
 
-    # ---- how it is judged ----
+    # ---- costs and ranks ----
 
     def cost(self, trial: Trial) -> float:
         """Return the share of the capacity reserved, plus the share of the time spent in the driver."""
         return trial.peak_reserved / self.capacity + (trial.driver_seconds / self.seconds if self.seconds else 0.0)
 
     def rank(self, candidate: Candidate) -> tuple[float, float, int, int]:
-        """Return a key to sort by: how much passes before memory runs out, the cost, retries, keys."""
+        """Return a sort key: the share of events before memory runs out, the cost, retries, keys."""
         trial = self.trials[candidate]
         passed = min(
             1.0 if result.oom_at is None else result.oom_at / (len(trace.events) + 1)
@@ -261,7 +261,7 @@ class _Search:
         return min((candidate for candidate in self.trials if candidate.family == family), key=self.rank)
 
     def simplest(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Return the simplest of the trials as good as the best; None of none."""
+        """Return the simplest candidate within 1 % of the best; None if there are no candidates."""
         listed = list(candidates)
         if not listed:
             return None
@@ -313,7 +313,7 @@ class _Search:
             self.stopped = "interrupted"
 
     def smallest_capacity(self, trial: Trial) -> int | None:
-        """Bisect between less than the program itself asks for, which cannot do, and a capacity that works."""
+        """Bisect between less than the program's own requests, which cannot do, and a capacity that works."""
         requested = max(result.peak_requested for result in trial.results)
         low = max(requested - 1, 0) // _GRANULARITY * _GRANULARITY
         high = max(-(-trial.peak_reserved // _GRANULARITY) * _GRANULARITY, low + _GRANULARITY)
@@ -321,7 +321,7 @@ class _Search:
         while not self.replay(trial.config, high).fits:
             if high >= BOUNDLESS:
                 return None
-            # It may need more in a memory above the one that it is known to fit in.
+            # The setting may need more in a memory larger than the one known to fit.
             low, high = high, min(2 * high, known) if high < known else 2 * high
         while high - low > _GRANULARITY:
             middle = (low + high) // 2 // _GRANULARITY * _GRANULARITY
@@ -330,5 +330,5 @@ class _Search:
 
 
 def _seconds(events: Events) -> float:
-    """Return how long the recording took; 0 where it has no times."""
+    """Return the seconds of the recording; 0 if there are no times."""
     return max(0, events.time_us[-1] - events.time_us[0]) / 1e6 if len(events) else 0.0
