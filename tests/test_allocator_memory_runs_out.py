@@ -46,7 +46,7 @@ def test_the_error_says_what_is_free_what_pins_it_and_what_would_have_fitted() -
     pin = allocator.stats()["pins"][0]
     assert "largest free block is 64.00 MiB" in text
     assert "external fragmentation is 50.0 %" in text  # 1 - 64 / 128
-    assert f"pins the most, 64.00 MiB, is 64.00 MiB at {pin['address']:#x}" in text
+    assert f"block of 64.00 MiB at {pin['address']:#x} pins the most free memory, 64.00 MiB" in text
     assert "halves" in [frame["name"] for frame in pin["frames"][:2]]
     assert "growth:vmm" in text
     assert allocator.stats()["num_ooms"] == 1

@@ -202,7 +202,7 @@ def test_what_the_plain_route_cannot_do_says_why_and_what_to_run() -> None:
         lambda: torch._C._cuda_getCheckpointState(0, (0, 1)),
     ]
     for call in refused:
-        with pytest.raises(PyactcompError, match=r"plain interface.*run pyactcomp build-allocator"):
+        with pytest.raises(PyactcompError, match=r"CUDAPluggableAllocator.*run pyactcomp build-allocator"):
             call()
     # Nothing is recorded, and switching it off is no fault.
     torch.cuda.memory._record_memory_history(None)

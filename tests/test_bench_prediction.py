@@ -260,7 +260,7 @@ def test_part_predicts_real_runs_on_a_gpu(tmp_path: Path) -> None:
     native = found["native"]
     assert native["predicted_reserved_bytes"] == native["peak_reserved_bytes"]
     assert native["predicted_allocated_bytes"] == native["peak_allocated_bytes"]
-    assert not any("existed before the recording" in note for note in native["notes"])
+    assert not any("from before the recording:" in note for note in native["notes"])
     for row in found.values():
         assert row["predicted_reserved_bytes"] >= row["predicted_allocated_bytes"] > 0
         assert row["events"] == native["events"]

@@ -161,7 +161,7 @@ def test_recording_without_out_of_memory_says_so(tmp_path: Path) -> None:
     assert any("no out-of-memory event" in note for note in found.notes)
     with pytest.raises(ValueError, match="no out-of-memory event in 1 events"):
         explained(tmp_path, rows, at="oom")
-    with pytest.raises(ValueError, match="capacity is for the moment"):
+    with pytest.raises(ValueError, match="capacity needs the moment"):
         explain(read(tmp_path, content(rows)), capacity="1GiB")
     with pytest.raises(ValueError, match="expected a size"):
         explain(read(tmp_path, content(rows)), capacity="potato")
@@ -180,7 +180,7 @@ def test_recording_without_events_is_explained_from_its_segments(tmp_path: Path)
     assert found.by_age == (Group("before the recording", 1, MIB),)
     assert found.by_stack[0].label == "model.py:12 forward"
     assert any("no events" in note for note in found.notes)
-    with pytest.raises(ValueError, match="has no events, only what was there at the end"):
+    with pytest.raises(ValueError, match="has no events, only the segments at the end"):
         explained(tmp_path, [], segments=end, at=0)
 
 
@@ -189,7 +189,7 @@ def test_lost_events_and_missing_parts_are_named(tmp_path: Path) -> None:
     found = explained(tmp_path, [*free(0, MIB), alloc(MIB, MIB)], allocator_settings=settings)
     text = "\n".join(found.notes)
     assert "dropped its oldest events" in text
-    assert "existed before the recording" in text
+    assert "from before the recording:" in text
     assert "no segments" in text
     assert "without call stacks" in text
     assert (found.reserved_bytes, found.external) == (None, None)

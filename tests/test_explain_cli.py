@@ -88,10 +88,14 @@ def test_command_explains_what_was_there_before_the_first_event(tmp_path: Path) 
 def test_command_prints_a_note_where_it_belongs_and_once(tmp_path: Path) -> None:
     ran = run(devices(tmp_path, free(0, MIB), [*free(MIB, 2 * MIB), failure(MIB, 7)]))
     lines = ran.stdout.splitlines()
-    place = {text: [at for at, line in enumerate(lines) if text in line] for text in ("existed", "2 devices: 0, 1")}
+    place = {
+        text: [at for at, line in enumerate(lines) if text in line]
+        for text in ("from before the recording:", "2 devices: 0, 1")
+    }
+    before = place["from before the recording:"]
     second = next(at for at, line in enumerate(lines) if line.startswith("device 1,"))
-    assert [at < second for at in place["existed"]] == [True, False]
-    assert [at > place["existed"][1] for at in place["2 devices: 0, 1"]] == [True]
+    assert [at < second for at in before] == [True, False]
+    assert [at > before[1] for at in place["2 devices: 0, 1"]] == [True]
 
 
 def test_command_leaves_out_devices_that_never_ran_out_of_memory_where_that_is_asked_about(tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_command_names_what_the_picture_needs(tmp_path: Path, monkeypatch: pytes
         (("--at", "9" * 5000), "'--at': at is peak, oom or an event's number"),
         (("--device", "3"), "--device: recorded are [0], got 3"),
         (("--capacity", "potato"), "--capacity: capacity: expected a size"),
-        (("--capacity", "1GiB"), "'--capacity': a capacity is for the moment of an out-of-memory event"),
+        (("--capacity", "1GiB"), "'--capacity': capacity needs the moment of an out-of-memory event"),
     ],
 )
 def test_command_refuses_arguments_by_their_name(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -28,6 +28,6 @@ def test_failed_request_after_which_the_program_went_on_is_left_out_and_named() 
     changed, notes = with_failed_request(events(went_on))
     assert changed.devices[0].events == events(went_on).devices[0].events
     assert notes == (
-        "device 0: memory ran out, first at event 4 (1 in all), and the program went on: what was asked for there is "
+        "device 0: memory ran out, first at event 4 (1 in all), and the program went on: the failed requests are "
         "not replayed",
     )

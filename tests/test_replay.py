@@ -387,5 +387,5 @@ def test_configuration_that_cannot_be_is_refused(text: str, told: str) -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one of those recorded, \[0\], got 3"):
+    with pytest.raises(ValueError, match=r"one of the recorded devices \[0\], got 3"):
         replay(events([]), device=3)

@@ -96,7 +96,7 @@ def test_a_recorded_run_is_read_as_it_was_written(name: str, tmp_path: Path) -> 
     # Its segments are missing, but nothing is freed that was not allocated.
     assert snapshot.devices[0].beginning.blocks == ()
     assert not snapshot.devices[0].beginning.complete
-    assert any("cannot be known" in note for note in snapshot.notes)
+    assert any("are unknown unless" in note for note in snapshot.notes)
 
 
 def test_older_and_newer_versions_are_read_alike(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ WRONG = {
     "pool of one": (alloc(pool_id=[1]), "event 1: the pool's id"),
     "pool of strings": (alloc(pool_id=["a", "b"]), "event 1: the pool's id"),
     "frames of a dict": (alloc(frames={"a": 1}), "event 1: 'frames' is a dict"),
-    "frame of a number": (alloc(frames=[1]), "event 1: a frame is 1"),
-    "frame without a line": (alloc(frames=[{"filename": "", "name": ""}]), "event 1: a frame has no 'line'"),
+    "frame of a number": (alloc(frames=[1]), "event 1: a stack frame is 1"),
+    "frame without a line": (alloc(frames=[{"filename": "", "name": ""}]), "event 1: a stack frame has no 'line'"),
     "one address twice": (alloc(addr=BASE), "event 1: 512 bytes allocated at .* overlap the 512 bytes .* of event 0"),
     "overlap from below": (alloc(addr=BASE - 512, size=513), "event 1: 513 bytes .* overlap the 512 bytes"),
     "overlap from above": (alloc(addr=BASE + 511), "event 1: 512 bytes .* overlap the 512 bytes"),

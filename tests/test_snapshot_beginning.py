@@ -65,7 +65,7 @@ def test_a_cut_recording_begins_with_what_the_whole_one_had_there(name: str, gro
         cut = {**end, "device_traces": [end["device_traces"][0][at:]]}
         snapshot = read(tmp_path, cut)
         check(snapshot.devices[0].beginning, snapshot.pools, truth, end)
-        assert any("existed before the recording began" in note for note in snapshot.notes)
+        assert any("from before the recording:" in note for note in snapshot.notes)
 
 
 def test_blocks_of_streams_and_private_pools_that_are_freed_late(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_segments_taken_later_than_the_events_are_told_and_not_believed(tmp_path
     snapshot = read(tmp_path, content(events, [segment(BASE, *parts)]))
     beginning = snapshot.devices[0].beginning
     assert [entry.address - BASE for entry in beginning.blocks] == [1536, 2048]
-    assert any("(3 blocks in all)" in note for note in snapshot.notes)
+    assert any("(3 memory blocks in all)" in note for note in snapshot.notes)
 
 
 def test_a_recording_without_segments_of_its_own_says_what_it_cannot_know(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_recording_without_segments_of_its_own_says_what_it_cannot_know(tmp_pa
     snapshot = read(tmp_path, content([event("alloc", BASE + MIB, 512)], [other]))
     assert not snapshot.devices[0].beginning.complete
     assert [entry.address for entry in snapshot.devices[0].beginning.blocks] == [BASE]
-    assert any("cannot be known" in note for note in snapshot.notes)
+    assert any("are unknown unless" in note for note in snapshot.notes)
 
 
 def test_what_was_recorded_from_the_start_begins_empty(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ constexpr Bytes kLargestRequest = Bytes{1} << 56;
 [[noreturn]] void throw_unknown(Address address) {
   std::ostringstream text;
   text << "0x" << std::hex << address
-       << " is no address of this allocator's: it was never handed out, or was freed before";
+       << " is not an address of this allocator: it was never allocated, or was freed before";
   throw UnknownAddress(text.str());
 }
 
@@ -211,7 +211,7 @@ void CachingAllocator::fail(const Request& request, Lock& lock, const std::strin
     try {
       observer(requested, memory.total, memory.free);
     } catch (const std::exception& raised) {
-      text += std::string(" An observer of this failed too: ") + raised.what() + '.';
+      text += std::string(" An out-of-memory observer failed too: ") + raised.what() + '.';
     }
   }
   throw OutOfMemory(text);

@@ -151,8 +151,8 @@ constexpr struct {
   std::string_view name, advice;
 } kForeignKeys[] = {
     {"backend", "it chooses among PyTorch's own allocators, which this one replaces: leave it out"},
-    {"release_lock_on_cudamalloc", "it is the native allocator's: leave it out"},
-    {"release_lock_on_hipmalloc", "it is the native allocator's: leave it out"},
+    {"release_lock_on_cudamalloc", "it concerns PyTorch's native allocator alone: leave it out"},
+    {"release_lock_on_hipmalloc", "it concerns PyTorch's native allocator alone: leave it out"},
     {"graph_capture_record_stream_reuse",
      "memory recorded on other streams is reused after the capture only: leave it out"},
     {"throw_on_cudamalloc_oom", "an allocation that fails always raises out of memory: leave it out"},

@@ -63,19 +63,19 @@ inline constexpr std::string_view kEveryFamily = "native expandable pyactcomp";
 inline constexpr Setting kSettings[] = {
     {"growth", "expandable_segments", &Config::growth, "pyactcomp", "'vmm' or 'malloc'",
      [](const Config&) { return true; },
-     "`\"vmm\"`: memory is mapped into reserved addresses and can move. `\"malloc\"`: cudaMalloc, with PyTorch's "
-     "decisions to the byte; needed to share tensors between processes"},
+     "`\"vmm\"`: physical memory is mapped into reserved addresses, and free pieces can move together. `\"malloc\"`: "
+     "cudaMalloc, with PyTorch's decisions to the byte; needed to share tensors between processes"},
     {"max_split_size", "", &Config::max_split_size, "native pyactcomp", "at least large_segment_size",
      [](const Config& config) { return config.max_split_size >= config.large_segment_size; },
-     "malloc: free blocks of at least this size are not split for smaller requests. vmm: requests of at least this "
-     "size have segments of their own, which no smaller request splits"},
+     "malloc: free memory blocks of at least this size are not split for smaller requests. vmm: requests of at least "
+     "this size get segments of their own, never used for smaller requests"},
     {"max_non_split_rounding", "", &Config::max_non_split_rounding, "native pyactcomp", "at least 20 MiB",
      [](const Config& config) { return config.max_non_split_rounding >= 20_MiB; },
-     "how much larger than its request a block of at least `max_split_size` may be"},
+     "how much larger than a request of at least `max_split_size` its memory block may be"},
     {"large_segment_size", "", &Config::large_segment_size, kEveryFamily, "a multiple of 2 MiB above 10 MiB",
      [](const Config& config) { return config.large_segment_size > 10_MiB && config.large_segment_size % 2_MiB == 0; },
-     "malloc: segment size of requests from 1 to 10 MiB. vmm: the least size of a physical handle for requests above "
-     "1 MiB"},
+     "malloc: the size of a segment for requests from 1 to 10 MiB. vmm: the least size of a physical handle for "
+     "requests above 1 MiB"},
     {"roundup_power2_divisions", "", &Config::roundup_power2_divisions, kEveryFamily,
      "powers of two, or 0 for no rounding",
      [](const Config& config) {
@@ -83,18 +83,18 @@ inline constexpr Setting kSettings[] = {
        return std::all_of(divisions.begin(), divisions.end(),
                           [](std::uint32_t each) { return each == 0 || is_power_of_two(each); });
      },
-     "sizes are rounded up to one of so many steps between powers of two; a dict gives the steps for sizes from a "
-     "number of MiB on, and its key `\">\"` stands for all larger sizes"},
+     "round sizes up to one of this many steps between two powers of two; a dict maps a size in MiB to the steps from "
+     "that size on, and `\">\"` to the steps of all larger sizes"},
     {"garbage_collection_threshold", "", &Config::garbage_collection_threshold, "native pyactcomp",
      "above 0 and below 1, or 0 for never",
      [](const Config& config) {
        return config.garbage_collection_threshold >= 0 && config.garbage_collection_threshold < 1;
      },
-     "share of the memory limit from which unused memory is given back, oldest first; needs a `memory_fraction` below "
-     "1"},
+     "give unused memory back, oldest first, once more than this share of the memory limit is reserved; needs a "
+     "`memory_fraction` below 1"},
     {"memory_fraction", "per_process_memory_fraction", &Config::memory_fraction, kEveryFamily, "from 0 to 1",
      [](const Config& config) { return config.memory_fraction >= 0 && config.memory_fraction <= 1; },
-     "share of the device's memory that may be reserved"},
+     "the largest share of the device's memory to reserve"},
     {"initial_pool_size", "", &Config::initial_pool_size, "pyactcomp", "any size", [](const Config&) { return true; },
      "reserved for the large pool at a device's first allocation"},
 };

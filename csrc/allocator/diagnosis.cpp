@@ -108,24 +108,24 @@ std::string remedy(const Failure& failure, const Fragmentation& found, Heap& hea
   const Bytes size = failure.request.size;
   const Bytes growable = failure.memory.free;
   if (failure.capturing) {
-    return "A CUDA graph is being captured, so nothing that is cached could be given back: run the same work once "
-           "before "
-           "the capture, or call empty_cache() before it.";
+    return "A CUDA graph is being captured, so the allocator could not give cached memory back to the device: run the "
+           "same work once before the capture, or call empty_cache() before it.";
   }
   if (failure.limit != kUnlimited && size <= growable) {
     const double fraction = share(found.reserved + size, failure.memory.total);
     if (fraction <= 1.0) {
       std::ostringstream text;
-      text << "The memory_fraction of " << config.memory_fraction << " is what refuses: memory_fraction:" << std::fixed
-           << std::setprecision(2) << std::min(1.0, fraction + 0.01) << " would have fitted.";
+      text << "The limit is memory_fraction:" << config.memory_fraction << "; with memory_fraction:" << std::fixed
+           << std::setprecision(2) << std::min(1.0, fraction + 0.01) << " the request would have fitted.";
       return text.str();
     }
   }
   if (config.growth == Growth::kMalloc && size <= growable + found.free) {
-    return "growth:vmm would have fitted, which maps free pieces together (PYACTCOMP_ALLOC_CONF=\"growth:vmm\").";
+    return "With growth:vmm, which maps free pieces together, the request would have fitted "
+           "(PYACTCOMP_ALLOC_CONF=\"growth:vmm\").";
   }
   if (config.max_split_size != kUnlimited && size <= growable + found.free) {
-    return "Leaving max_split_size unset would have fitted: free blocks of that size are kept whole.";
+    return "Without max_split_size the request would have fitted: this setting keeps large free blocks whole.";
   }
   Bytes elsewhere = 0;
   heap.for_each_group([&](PoolGroup& group) {
@@ -136,13 +136,13 @@ std::string remedy(const Failure& failure, const Fragmentation& found, Heap& hea
   });
   if (elsewhere > 0 && size <= growable + elsewhere) {
     return format_bytes(elsewhere) +
-           " are free in private pools (CUDA graphs, MemPools), which nobody else may use: "
-           "capture fewer graphs or let them share one pool.";
+           " are free in private pools (CUDA graphs, MemPools) and serve no other allocation: capture fewer graphs, or "
+           "let them share one pool.";
   }
   const Bytes short_of = size - std::min(size, growable + found.free);
-  return "No setting of the allocator would have fitted: " + format_bytes(std::max(short_of, kMinBlockSize)) +
-         " more are needed than are free in any form. A smaller batch, pyactcomp.compress(model) or checkpointing "
-         "needs less.";
+  return "No setting of the allocator would have helped: the request needs " +
+         format_bytes(std::max(short_of, kMinBlockSize)) +
+         " more than is free in any form. Use a smaller batch, pyactcomp.compress(model) or checkpointing.";
 }
 
 }  // namespace
@@ -153,9 +153,9 @@ std::string explain(const Failure& failure, Heap& heap) {
   text << "CUDA out of memory. Tried to allocate " << format_bytes(failure.request.requested) << ". " << failure.device
        << " has a total capacity of " << format_bytes(failure.memory.total) << " of which "
        << format_bytes(failure.memory.free) << " is free.";
-  if (failure.limit != kUnlimited) text << ' ' << format_bytes(failure.limit) << " allowed by memory_fraction.";
-  text << " Of " << format_bytes(found.reserved) << " reserved here, " << format_bytes(found.allocated)
-       << " are allocated, " << format_bytes(found.pending) << " wait for other streams and "
+  if (failure.limit != kUnlimited) text << " memory_fraction allows " << format_bytes(failure.limit) << '.';
+  text << " This allocator has reserved " << format_bytes(found.reserved) << ": " << format_bytes(found.allocated)
+       << " are allocated, " << format_bytes(found.pending) << " are freed but still used by other streams, and "
        << format_bytes(found.free) << " are free. The largest free block is " << format_bytes(found.largest_free)
        << "; external fragmentation is " << percent(found.free == 0 ? 0.0 : 1.0 - share(found.largest_free, found.free))
        << ", internal "
@@ -164,11 +164,11 @@ std::string explain(const Failure& failure, Heap& heap) {
        << '.';
   if (!found.pins.empty()) {
     const Pin& pin = found.pins.front();
-    text << " The block that pins the most, " << format_bytes(pin.pinned) << ", is " << format_bytes(pin.block.size)
-         << " at 0x" << std::hex << pin.block.address << std::dec
-         << " (pyactcomp.allocator.stats()[\"pins\"] lists more, with stacks where history is recorded).";
+    text << " The memory block of " << format_bytes(pin.block.size) << " at 0x" << std::hex << pin.block.address
+         << std::dec << " pins the most free memory, " << format_bytes(pin.pinned)
+         << " (pyactcomp.allocator.stats()[\"pins\"] lists more, with call stacks if memory history is recorded).";
   } else {
-    text << " No block pins free memory.";
+    text << " No memory block pins free memory.";
   }
   if (!failure.callback_error.empty()) text << " A pressure callback failed: " << failure.callback_error << '.';
   text << ' ' << remedy(failure, found, heap);

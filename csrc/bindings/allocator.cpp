@@ -53,7 +53,7 @@ py::dict calls(const SimulatedDevice& device) {
 
 void bind_simulated_device(py::module_& module) {
   py::class_<SimulatedDevice, std::shared_ptr<SimulatedDevice>>(
-      module, "SimulatedDevice", "A device of numbers: as strict as the driver, and without a GPU.")
+      module, "SimulatedDevice", "A simulated CUDA device: as strict as the driver, without a GPU.")
       .def(py::init([](const py::object& capacity, bool virtual_memory, bool asynchronous) {
              return std::make_shared<SimulatedDevice>(to_bytes("capacity", capacity), virtual_memory, asynchronous);
            }),

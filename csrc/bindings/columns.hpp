@@ -53,7 +53,7 @@ class EventArrays {
         stream_("stream", stream),
         pool_("pool", pool) {
     for (const std::size_t count : {address_.count(), size_.count(), stream_.count(), pool_.count()}) {
-      if (count != action_.count()) throw pybind11::value_error("the columns of the events are not of one length");
+      if (count != action_.count()) throw pybind11::value_error("the columns of the events must have one length");
     }
   }
 

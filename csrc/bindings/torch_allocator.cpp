@@ -471,7 +471,7 @@ void delete_block(void* pointer) noexcept {
   } catch (const std::exception& error) {
     int device = 0;
     if (cudaGetDevice(&device) == cudaErrorCudartUnloading) return;  // the process is ending
-    TORCH_WARN("a CUDA block could not be freed: ", error.what());
+    TORCH_WARN("a CUDA memory block could not be freed: ", error.what());
   }
 }
 
@@ -482,7 +482,7 @@ void delete_block(void* pointer) noexcept {
 }
 
 void install(const py::object& capsule) {
-  if (installed) refuse("pyactcomp's allocator is torch's already, and stays so as long as the process lives");
+  if (installed) refuse("pyactcomp's allocator is installed already, and stays installed as long as the process lives");
   if (!PyCapsule_IsValid(capsule.ptr(), alloc::kRuntimeCapsule)) {
     refuse("pyactcomp._torch_allocator and pyactcomp._core are of different versions (expected a capsule named " +
            std::string(alloc::kRuntimeCapsule) + ", got " + std::string(py::repr(capsule)) +

@@ -83,7 +83,7 @@ class PickleReader {
     expect(protocol >= 2 && protocol <= 5, "not a pickle of protocol 2 to 5");
     while (step(input_.byte())) {
     }
-    expect(marks_.empty() && stack_.size() == 1, "STOP before what began is complete");
+    expect(marks_.empty() && stack_.size() == 1, "STOP before the data is complete");
     data_.root = stack_.back();
   }
 

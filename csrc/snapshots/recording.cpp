@@ -206,7 +206,8 @@ bool Reader::boolean(Value dict, const char* name, const Place& place) const {
 // ---- fields of events and blocks ----
 
 void Reader::count(std::size_t entries) {
-  expect(entries <= left_, "more events and blocks than a file of this size holds, unless one is named many times");
+  expect(entries <= left_,
+         "more events and blocks than a file of this size holds, unless the file names one many times");
   left_ -= entries;
 }
 
@@ -238,7 +239,7 @@ std::int32_t Reader::stack(const Value* frames, const Place& place) {
 std::int32_t Reader::frame(Value value, const Place& place) {
   if (value.is(Kind::kDict) && frame_of_[value.index()] >= 0) return frame_of_[value.index()];
   Place here = place;
-  here.part = ": a frame";
+  here.part = ": a stack frame";
   const Value entry = dict(value, here);
   const RecordedFrame frame{string(entry, "filename", filename_, here),
                             checked(field(entry, "line", line_, here), "line", here, -1),

@@ -79,7 +79,7 @@ void Replay::place(const std::vector<SegmentInfo>& existing) {
     Address end = segment.address;
     for (const BlockInfo& block : segment.blocks) {
       if (block.state == BlockState::kFree) continue;
-      PAC_CHECK(!live_.find(block.address), "two blocks lie at ", block.address);
+      PAC_CHECK(!live_.find(block.address), "two memory blocks lie at ", block.address);
       use_pool(static_cast<std::uint32_t>(pool));
       if (!adopted && block.address > end) fill(segment, block.address - end, fillers);
       end = block.address + block.size;

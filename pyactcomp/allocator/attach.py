@@ -147,7 +147,7 @@ _NO_RUNTIME = (
 def unavailable_reason() -> str | None:
     """Return why the allocator cannot be enabled on this machine, and the remedy, or None."""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA: install one that is built with it"
+        return f"torch {torch.__version__} is built without CUDA: install a build with CUDA"
     if not _core.has_cuda_allocator:
         return _NO_RUNTIME
     if not torch.cuda.is_available():
@@ -180,14 +180,14 @@ def activate(config: AllocatorConfig) -> None:
 def _attach_plainly(config: AllocatorConfig, missing: str | None) -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise PyactcompError(
-            "CUDA is initialised already (torch.cuda.is_initialized()), and torch's plain interface for allocators "
-            "admits none after that: call pyactcomp.allocator.enable before the first use of CUDA, or start the script "
-            f"with pyactcomp run. With the torch subclass it works at any time, but {missing}"
+            "CUDA is initialised already (torch.cuda.is_initialized()), and torch takes a CUDAPluggableAllocator only "
+            "before that: call pyactcomp.allocator.enable before the first use of CUDA, or start the script with "
+            f"pyactcomp run. With the torch subclass, enable works at any time, but {missing}"
         )
     _core.runtime_configure(config)
     plain.attach(library_path())
     warnings.warn(
-        f"pyactcomp's allocator is attached through torch's plain interface, because {missing}. "
+        f"pyactcomp's allocator is attached through torch's CUDAPluggableAllocator, because {missing}. "
         "Until then, running out of memory raises a RuntimeError with the text of torch.OutOfMemoryError, and these "
         f"raise: {', '.join(plain.MISSING)}.",
         stacklevel=4,

@@ -94,8 +94,8 @@ def _memory_snapshot(selection: Sequence[int] | None) -> dict[str, Any]:
 def _refuse(what: str) -> Callable[..., Any]:
     def refuse(*args: object, **kwargs: object) -> None:
         raise PyactcompError(
-            f"{what} cannot be done by an allocator attached through torch's plain interface, which is how pyactcomp's "
-            "is attached here: run pyactcomp build-allocator, which compiles its subclass of torch's allocator"
+            f"{what} does not work with an allocator attached through torch's CUDAPluggableAllocator, as pyactcomp's "
+            "is here: run pyactcomp build-allocator, which compiles a subclass of torch's allocator"
         )
 
     return refuse

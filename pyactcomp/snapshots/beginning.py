@@ -59,20 +59,20 @@ def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple
     notes = []
     if blocks:
         notes.append(
-            f"blocks that existed before the recording began: {len(blocks):,}, of "
-            f"{sum(block.size for block in blocks.values()):,} bytes; freed in it: {len(freed):,}"
+            f"memory blocks from before the recording: {len(blocks):,}, of "
+            f"{sum(block.size for block in blocks.values()):,} bytes; freed during the recording: {len(freed):,}"
         )
     if outside:
         notes.append(
-            f"blocks that live after the last event and lie in none of the file's segments: {len(outside):,}, the "
-            f"first at {outside[0]:#x}; blocks from before the recording that it does not free cannot be known"
+            f"memory blocks alive after the last event but outside the file's segments: {len(outside):,}, the first at "
+            f"{outside[0]:#x}; blocks from before the recording are unknown unless the recording frees them"
         )
     different = len(contradicted) + len(lost)
     if different:
         first = min([*contradicted, *lost])
         notes.append(
-            f"the segments differ from what the events lead to, first at {first:#x} ({different:,} blocks in all): "
-            "they were taken a little later than the last event, and the events are believed"
+            f"the segments contradict the events, first at {first:#x} ({different:,} memory blocks in all): "
+            "the segments are from a little after the last event, so the events count"
         )
     beginning = Beginning(tuple(blocks[address] for address in sorted(blocks)), segments, not outside)
     return beginning, [f"device {device}: {note}" for note in notes]

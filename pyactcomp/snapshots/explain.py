@@ -82,7 +82,8 @@ def explain(
     failed = event in failures
     if capacity is not None and not failed:
         raise ValueError(
-            f"a capacity is for the moment of an out-of-memory event, and event {event} of device {trace.index} is none"
+            "capacity needs the moment of an out-of-memory event, "
+            f"got event {event} of device {trace.index}: leave capacity out"
         )
     say("finding the steps")
     steps = find_steps(trace, lifetimes, recording.annotations)
@@ -169,13 +170,13 @@ def _moment(at: str | int | None, peak: int, failures: Sequence[int], count: int
         if not failures:
             raise ValueError(
                 f"device {device} has no out-of-memory event in {count} events: explain its peak, or write the "
-                "snapshot where the error is caught"
+                "snapshot when the error is caught"
             )
         return failures[-1]
     if isinstance(at, str) or isinstance(at, bool):
         raise ValueError(f"at is peak, oom or an event's number, got {at!r}")
     if not count:
-        raise ValueError(f"device {device} has no events, only what was there at the end: leave at out, got {at}")
+        raise ValueError(f"device {device} has no events, only the segments at the end: leave at out, got {at}")
     if not 0 <= at < count:
         raise ValueError(f"device {device} has events 0 to {count - 1}, got {at}")
     return at
@@ -270,17 +271,19 @@ def _notes(
 ) -> list[str]:
     notes = []
     if not len(trace.events):
-        notes.append("no events: record with torch.cuda.memory._record_memory_history() to have more than the end")
+        notes.append("no events: record with torch.cuda.memory._record_memory_history() to see more than the end")
     if len(failures) > 1:
         notes.append(f"{len(failures)} out-of-memory events: {', '.join(f'{index:,}' for index in failures[:10])}")
     if not failures:
         notes.append("no out-of-memory event is in the recording")
     if segments is None:
-        notes.append("the recording has no segments: what was reserved is not known; replay says what would be")
+        notes.append("the recording has no segments: the reserved memory is unknown, but a replay predicts it")
     elif any(segment.expandable for segment in segments):
-        notes.append("expandable segments give back pages: no block pins one")
+        notes.append("expandable segments give back single pages: no memory block pins a whole segment")
     if live and not any(lifetimes.stack[number] for number in live):
-        notes.append("recorded without call stacks: torch.cuda.memory._record_memory_history(context='all') has them")
+        notes.append(
+            "recorded without call stacks: torch.cuda.memory._record_memory_history(context='all') records them"
+        )
     return notes
 
 

@@ -62,6 +62,6 @@ def _of_device(trace: DeviceTrace) -> tuple[DeviceTrace, list[str]]:
     if failed:
         notes.append(
             f"device {trace.index}: memory ran out, first at event {failed[0]:,} ({len(failed):,} in all), and the "
-            "program went on: what was asked for there is not replayed"
+            "program went on: the failed requests are not replayed"
         )
     return replace(trace, events=events), notes

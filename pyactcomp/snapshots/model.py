@@ -200,5 +200,5 @@ class Snapshot:
         if device is None and len(indices) == 1:
             return self.devices[0]
         if device not in indices:
-            raise ValueError(f"device is one of those recorded, {indices}, got {device}")
+            raise ValueError(f"device must be one of the recorded devices {indices}, got {device}")
         return self.devices[indices.index(device)]

@@ -166,11 +166,11 @@ def _events(columns: dict[str, Any], device: int) -> tuple[Events, list[str]]:
         names = ", ".join(map(_shown, sorted(unknown)[:5]))
         notes.append(f"device {device}: {sum(unknown.values())} events of unknown kind are left out: {names}")
     if metadata:
-        notes.append(f"device {device}: {metadata} events carry user_metadata, which decides nothing here")
+        notes.append(f"device {device}: {metadata} events carry user_metadata, which is not used here")
     if backwards:
         notes.append(
             f"device {device}: the clock goes backwards, first at event {first} ({backwards} in all); "
-            "the order in the file is taken"
+            "the order in the file counts"
         )
     return Events(**columns), notes
 

@@ -111,7 +111,7 @@ def tune(
         search.limit = BOUNDLESS
         search.run()
         if not search.interrupted:
-            notes = (*notes, "no setting tried fits in the capacity: they are compared without one")
+            notes = (*notes, "no tried setting fits in the capacity: the settings are compared in unlimited memory")
     return search.result(notes)
 
 
