@@ -85,7 +85,7 @@ class Reader {
   Recording read();
 
  private:
-  std::string told(Value value) const;
+  std::string described(Value value) const;
   const std::vector<Value>& list(Value value, const Place& place, const char* key = nullptr) const;
   Value dict(Value value, const Place& place) const;
   Value field(Value dict, const char* name, Value key, const Place& place) const;
@@ -126,7 +126,7 @@ class Reader {
 
 // ---- checked values ----
 
-std::string Reader::told(Value value) const {
+std::string Reader::described(Value value) const {
   std::ostringstream text;
   switch (value.kind()) {
     case Kind::kNone:
@@ -160,12 +160,12 @@ std::string Reader::told(Value value) const {
 
 const std::vector<Value>& Reader::list(Value value, const Place& place, const char* key) const {
   if (value.is(Kind::kList)) return data_.items(value);
-  if (key) refuse(place, ": '", key, "' is ", told(value), ", expected a list");
-  refuse(place, " is ", told(value), ", expected a list");
+  if (key) refuse(place, ": '", key, "' is ", described(value), ", expected a list");
+  refuse(place, " is ", described(value), ", expected a list");
 }
 
 Value Reader::dict(Value value, const Place& place) const {
-  if (!value.is(Kind::kDict)) refuse(place, " is ", told(value), ", expected a dict");
+  if (!value.is(Kind::kDict)) refuse(place, " is ", described(value), ", expected a dict");
   const std::size_t keys = data_.items(value).size() / 2;
   expect(keys <= kMostKeys, place, " has ", keys, " keys, expected at most ", kMostKeys);
   return value;
@@ -182,7 +182,7 @@ std::int64_t Reader::checked(Value value, const char* name, const Place& place, 
     const std::int64_t integer = data_.integer(value);
     if (integer >= least && integer < kLimit) return integer;
   }
-  refuse(place, ": '", name, "' is ", told(value), ", expected an integer from ", least, " to below 2**62");
+  refuse(place, ": '", name, "' is ", described(value), ", expected an integer from ", least, " to below 2**62");
 }
 
 std::int64_t Reader::integer(Value dict, const char* name, Value key, const Place& place, std::int64_t missing) const {
@@ -192,14 +192,14 @@ std::int64_t Reader::integer(Value dict, const char* name, Value key, const Plac
 
 Value Reader::string(Value dict, const char* name, Value key, const Place& place) const {
   const Value value = field(dict, name, key, place);
-  if (!value.is(Kind::kString)) refuse(place, ": '", name, "' is ", told(value), ", expected a string");
+  if (!value.is(Kind::kString)) refuse(place, ": '", name, "' is ", described(value), ", expected a string");
   return value;
 }
 
 bool Reader::boolean(Value dict, const char* name, const Place& place) const {
   const Value* found = data_.find(dict, data_.key(name));
   if (!found || found->is(Kind::kFalse)) return false;
-  if (!found->is(Kind::kTrue)) refuse(place, ": '", name, "' is ", told(*found), ", expected a bool");
+  if (!found->is(Kind::kTrue)) refuse(place, ": '", name, "' is ", described(*found), ", expected a bool");
   return true;
 }
 
@@ -214,7 +214,7 @@ void Reader::count(std::size_t entries) {
 std::int32_t Reader::pool(Value value, const Place& place) {
   const bool is_pair = (value.is(Kind::kList) || value.is(Kind::kTuple)) && data_.items(value).size() == 2 &&
                        data_.items(value)[0].is(Kind::kInteger) && data_.items(value)[1].is(Kind::kInteger);
-  if (!is_pair) refuse(place, ": the pool's id is ", told(value), ", expected two integers");
+  if (!is_pair) refuse(place, ": the pool's id is ", described(value), ", expected two integers");
   const std::pair<std::int64_t, std::int64_t> id{checked(data_.items(value)[0], "pool_id", place),
                                                  checked(data_.items(value)[1], "pool_id", place)};
   const auto [known, is_new] = pools_.emplace(id, static_cast<std::int32_t>(recording_.pools.size()));
@@ -318,7 +318,7 @@ RecordedSegment Reader::segment(Value value, std::size_t number) {
   const Value kind = string(entry, "segment_type", type_, place);
   segment.small = data_.text(kind) == "small";
   if (!segment.small && data_.text(kind) != "large") {
-    refuse(place, ": 'segment_type' is ", told(kind), ", expected small or large");
+    refuse(place, ": 'segment_type' is ", described(kind), ", expected small or large");
   }
   segment.expandable = boolean(entry, "is_expandable", place);
   segment.stream = checked(field(entry, "stream", stream_, place), "stream", place);
@@ -343,7 +343,7 @@ RecordedBlock Reader::block(Value value, const Place& place) {
   block.pending = name == "active_pending_free" || name == "active_awaiting_free";
   block.active = block.pending || name == "active_allocated";
   if (!block.active && name != "inactive") {
-    refuse(place, ": 'state' is ", told(state),
+    refuse(place, ": 'state' is ", described(state),
            ", expected inactive, active_allocated, active_pending_free or active_awaiting_free");
   }
   block.address = checked(field(entry, "address", address_, place), "address", place);

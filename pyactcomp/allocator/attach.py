@@ -171,13 +171,13 @@ def activate(config: AllocatorConfig) -> None:
         _core.runtime_configure(config)
         extension.install(_core.runtime_capsule())
     else:
-        _attach_plainly(config, missing)
+        _attach_pluggable(config, missing)
     # torch parses settings itself and does not forward them to the allocator.
     torch_private.replace_entry_points({"_accelerator_setAllocatorSettings": _set_allocator_settings})
     _active = config
 
 
-def _attach_plainly(config: AllocatorConfig, missing: str | None) -> None:
+def _attach_pluggable(config: AllocatorConfig, missing: str | None) -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise PyactcompError(
             "CUDA is initialised already (torch.cuda.is_initialized()), and torch takes a CUDAPluggableAllocator only "

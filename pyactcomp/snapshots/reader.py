@@ -119,10 +119,10 @@ def _snapshot(data: PlainData) -> Snapshot:
     settings = _settings(data.get("allocator_settings"))
     annotations = data.get("external_annotations") or []
     if type(annotations) is not list:
-        raise ValueError(f"external_annotations is {_told(annotations)}, expected a list")
+        raise ValueError(f"external_annotations is {_described(annotations)}, expected a list")
     for index, entry in enumerate(annotations):
         if type(entry) is not dict:
-            raise ValueError(f"external_annotations[{index}] is {_told(entry)}, expected a dict")
+            raise ValueError(f"external_annotations[{index}] is {_described(entry)}, expected a dict")
     notes = [
         f"{key}, of the CPU's pinned memory, are left out" for key in ("host_segments", "host_traces") if data.has(key)
     ]
@@ -198,7 +198,7 @@ def _settings(entry: Any) -> Settings:
     if entry is None:
         return Settings()
     if type(entry) is not dict:
-        raise ValueError(f"{where} is {_told(entry)}, expected a dict")
+        raise ValueError(f"{where} is {_described(entry)}, expected a dict")
     conf = next((entry[key] for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if entry.get(key)), "")
     split = entry.get("max_split_size", -1)
     threshold = entry.get("garbage_collection_threshold", 0.0)
@@ -215,12 +215,12 @@ def _settings(entry: Any) -> Settings:
     )
     for key, value, types in expected:
         if type(value) not in types:
-            raise ValueError(f"{where}: {key!r} is {_told(value)}, expected {types[0].__name__}")
+            raise ValueError(f"{where}: {key!r} is {_described(value)}, expected {types[0].__name__}")
     for key, value in divisions.items():
         if not (key.isascii() and key.isdigit() and len(key) < 19):
-            raise ValueError(f"{where}: roundup_power2_divisions of {_told(key)}, expected a number of MiB")
+            raise ValueError(f"{where}: roundup_power2_divisions of {_described(key)}, expected a number of MiB")
         if type(value) is not int or value < 0:
-            raise ValueError(f"{where}: roundup_power2_divisions of {key} is {_told(value)}, expected an integer")
+            raise ValueError(f"{where}: roundup_power2_divisions of {key} is {_described(value)}, expected an integer")
     return Settings(
         conf,
         split if 0 <= split < LIMIT else None,
@@ -236,7 +236,7 @@ def _shown(text: str) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     """Describe any value in few words."""
     if isinstance(value, str):
         return repr(value[:40])

@@ -208,7 +208,7 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     bottom = [0.0] * (len(edges))
     for row, label, colour in zip(data.live, data.labels, colours, strict=True):
         top = [low + value / scale for low, value in zip(bottom, (*row, row[-1]), strict=True)]
-        axes.fill_between(edges, bottom, top, step="post", color=colour, linewidth=0, label=_plain(label))
+        axes.fill_between(edges, bottom, top, step="post", color=colour, linewidth=0, label=_escaped(label))
         bottom = top
     if data.reserved is not None:
         held = [value / scale for value in (*data.reserved, data.reserved[-1])]
@@ -228,7 +228,7 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     axes.xaxis.label.set_color(_MUTED)
     axes.yaxis.label.set_color(_MUTED)
     span = f", {data.seconds[-1]:.3g} s" if data.seconds else ""
-    heading = _plain(f"{title}: live memory by {data.by}{span}")
+    heading = _escaped(f"{title}: live memory by {data.by}{span}")
     axes.set_title(heading, loc="left", color=_INK, fontsize=11, weight="bold")
     # From top to bottom, like the areas.
     handles, labels = axes.get_legend_handles_labels()
@@ -244,7 +244,7 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     figure.savefig(path, format="png")
 
 
-def _plain(text: str) -> str:
+def _escaped(text: str) -> str:
     """Return a recorded text for matplotlib: not hidden in the legend, and no mathematics."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
