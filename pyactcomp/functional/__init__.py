@@ -1,15 +1,15 @@
-"""Autograd functions that store what they need for backward in codes, by themselves.
+"""Autograd functions that save packed tensors: 8-bit codes of their inputs, or one bit or byte per element.
 
-They need no hooks: use them where a model is written, or in place of the functions of
-:mod:`torch.nn.functional` that they are named for. Where Triton serves the device, they write the codes in the pass
-that computes their output, and read them in the pass that computes the gradient. Under
-:func:`pyactcomp.compress` the operator that saves such an output keeps no copy of it: it is computed again from the
-codes, and a float that such a function saves stays as it is.
+Call them in a model's code in place of the :mod:`torch.nn.functional` functions of the same names. No hooks are
+needed. On devices where Triton runs, one kernel computes the output and writes the codes, and one kernel reads the
+codes and computes the gradient. Under :func:`pyactcomp.compress`, an operator saving the output of such a function
+stores no second copy: backward recomputes the output from the codes. Floating-point tensors saved by these functions
+are not packed again.
 
-:class:`Codes` says how a function stores tensors: ``functional.gelu(x, codes=Codes(bits=4))``; ``Codes(bits=None)``
-stores them as they are. A function is differentiable once unless it says otherwise: backward with
-``create_graph=True`` raises PyactcompError. Arguments that are no floating-point tensors raise TypeError, and shapes
-that do not match ValueError.
+:class:`Codes` sets the storage: ``functional.gelu(x, codes=Codes(bits=4))``; ``Codes(bits=None)`` keeps tensors
+unpacked. Unless a function's page says otherwise, the function is differentiable once (backward with
+``create_graph=True`` raises PyactcompError), raises TypeError for arguments other than floating-point tensors and
+ValueError for shapes without a match.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
 
 
 def _has(room: str) -> bool:
-    """Return whether a folder is there, with more in it than what Python has cached."""
+    """Return whether a folder has an ``__init__.py``: a removed folder may still hold Python's cache."""
     spec = find_spec(f"{__name__}.{room}")
     return spec is not None and spec.origin is not None
 
 
-# Each serves one family of models alone, and can be removed from the tree.
+# Each folder serves one family of models and can be removed from the tree.
 if _has("convolutional"):
     from .convolutional.batch_norm import batch_norm
     from .convolutional.max_pool import max_pool2d

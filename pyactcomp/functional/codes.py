@@ -1,4 +1,4 @@
-"""``Codes``, the one option of functions that store tensors in codes."""
+"""``Codes``: how a function stores its saved tensors."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Codes:
-    """How a function stores the tensors that its backward reads.
+    """How a function stores the tensors it saves for backward.
 
     Parameters
     ----------
     bits : {8, 4, 2, 16} or None
-        Width of a code. None stores tensors as they are. 16 is for :func:`window_attention` alone: float16 times a
-        power of two, or the tensor itself where its dtype has no more bits.
+        Width of a code. None keeps tensors unpacked. 16 is accepted by :func:`window_attention` only: 16-bit tensors
+        stay unpacked, wider ones become float16 times a power of two.
     group_size : {64, 128, 256}
-        Elements that share a minimum and a step.
+        Number of consecutive elements with a common minimum and step.
     rounding : {"nearest", "stochastic"}, optional
-        By default nearest for 8 bits and stochastic for fewer.
+        Default: "nearest" for 8 bits, "stochastic" for 4 and 2.
     seed : int, optional
-        64-bit seed of stochastic rounding. By default each call draws the next of a sequence that is the same from run
-        to run.
+        64-bit seed of stochastic rounding. By default each call takes the next seed of a sequence fixed across runs.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All write the same codes. A function whose ``impl`` is named and cannot serve the device raises
-        ImplementationUnavailableError; it never falls back.
+        Implementation; all write the same bytes. A function raises ImplementationUnavailableError if a named
+        implementation cannot serve the device, and never falls back to another one.
 
     Raises
     ------
     TypeError
-        If ``seed`` is no integer.
+        If ``seed`` is not an integer.
     ValueError
-        If another option has no such value.
+        If another option has a value not listed above.
 
     Examples
     --------
@@ -71,20 +70,20 @@ class Codes:
 
     @property
     def stochastic(self) -> bool:
-        """Whether codes are rounded stochastically."""
+        """Whether rounding is stochastic."""
         if self.bits is None or self.bits == 16:
             return False
         return self.rounding == "stochastic" or (self.rounding is None and self.bits < 8)
 
 
 INT8 = Codes()
-"""Codes of 8 bits, rounded to the nearest."""
+"""The default: 8 bits, groups of 64, rounded to nearest."""
 
 _FIELDS = frozenset(field.name for field in fields(Codes))
 
 
 def one_option(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: keywords that :class:`Codes` has raise a TypeError that says where they went."""
+    """Decorate a public function: a field of :class:`Codes` given as a keyword raises TypeError with the right call."""
     parameters = inspect.signature(function).parameters
     removed = _FIELDS.difference(parameters)
 

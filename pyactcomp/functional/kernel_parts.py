@@ -1,4 +1,4 @@
-"""Parts that fused kernels share, as Triton functions on tiles of shape [groups, group_size].
+"""Triton functions used by several fused kernels, on tiles of shape [groups, group_size].
 
 The functions are Triton's language, not Python.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..codec.kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, tile_offsets, to_raw
 
-# Tiles of kernels that know no groups.
+# Tiles of kernels without codes.
 FLAT_TILE = tl.constexpr(1024)
 FLAT_GROUP = tl.constexpr(64)
 FLAT_GROUPS = tl.constexpr(1024 // 64)
@@ -19,9 +19,9 @@ FLAT_GROUPS = tl.constexpr(1024 // 64)
 
 @triton.jit
 def place(numel, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """Return where the program's tile begins, the last one first, and how many of its elements exist.
+    """Return the first element of the program's tile (program 0 takes the last tile) and the tile's element count.
 
-    UNIT, which divides ``numel``, is TILE where all tiles are whole. Elsewhere masks are constant over UNIT elements.
+    UNIT divides ``numel``. UNIT = TILE: all tiles are full. Otherwise masks are constant over UNIT elements.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
     return start, tl.multiple_of(tl.minimum(numel - start, TILE).to(tl.int32), UNIT)
@@ -39,7 +39,7 @@ def restore(
     RUN: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Return the float32 values of the packed tile that begins at element ``start``; the rest as ``load_codes``."""
+    """Return the float32 values of the packed tile beginning at element ``start``; arguments as for ``load_codes``."""
     codes, parameters = load_codes(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     x = decode_tile(codes, parameters)
     if any_flagged(parameters):
@@ -61,9 +61,9 @@ def dropout_factors(
 ):
     """Return, for the tile at element ``start``, ``gain`` where a :class:`.masks.noise.Noise` keeps an element, else 0.
 
-    ``start`` is a whole number of runs, and in a tile there are no more of them than threads.
+    ``start`` is a multiple of a run, 4 * QUADS elements; a tile has at most ``threads`` runs.
     """
-    # The interpreter takes no types from annotations.
+    # The interpreter ignores the types of annotations.
     threads, below = threads.to(tl.uint32), below.to(tl.uint32)
     quad = tile_offsets(GROUP // 4, GROUPS)
     first = (start // (4 * QUADS)).to(tl.uint32)

@@ -1,4 +1,4 @@
-"""What launches of fused kernels share: a kernel with its constants, the keys of rounding and the buffer of codes."""
+"""Helpers for launching fused kernels: compiled launchers, rounding keys, buffers for codes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def launcher(
     device: torch.device,
     registers: int | None = None,
 ) -> codec_kernels.Launcher:
-    """Return the launcher of the kernel ``name`` of the module ``kernels``.
+    """Return the launcher of the kernel ``name`` in the module ``kernels``.
 
-    ``constants`` are those of the kernel but the last one, which is whether it is compiled.
+    ``constants`` are the kernel's constexpr arguments, except for the last one, COMPILED.
     """
     constants = (*constants, not codec_kernels.interpreted())
     return codec_kernels.Launcher(getattr(kernels, name), constants, warps, device, registers)
@@ -35,19 +35,19 @@ def launcher(
 
 @functools.lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; 1 where kernels are interpreted."""
+    """Return the number of multiprocessors of a GPU; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def keys(how: Saving) -> tuple[int, int]:
-    """Return the two keys of stochastic rounding, or zeros where rounding is to nearest."""
+    """Return the two keys of stochastic rounding; zeros for rounding to nearest."""
     return fmt.random_keys(how.seed) if how.stochastic else (0, 0)
 
 
 def written_bits(bits: int | None) -> int | None:
-    """Return the bits of the codes that a kernel has to write: 0 where they are thrown away, in a buffer that is."""
+    """Return the width of the codes to write: 0 (write none) where saved tensors are dropped."""
     return 0 if bits is not None and saves_are_dropped() else bits
 
 
@@ -59,10 +59,10 @@ def buffer(x: Tensor, how: Saving) -> Tensor:
 
 
 def copy_buffer(x: Tensor) -> Tensor:
-    """Return a buffer of bytes for a copy of ``x``, which hooks keep as they keep codes."""
+    """Return a byte buffer for a copy of ``x``. Hooks keep the bytes unpacked, like codes."""
     return mark_as_packed(torch.empty(x.nbytes, dtype=torch.uint8, device=x.device), x)
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """Return the bytes of a contiguous ``x``, which hooks keep as they keep codes, as they are."""
+    """Return a contiguous ``x`` viewed as bytes. Hooks keep the bytes unpacked, like codes."""
     return mark_as_packed(x.detach().view(-1).view(torch.uint8), x)

@@ -1,4 +1,4 @@
-"""``linear``, which stores its input in codes."""
+"""``linear``: saves the input in codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Linear(torch.autograd.Function):
         source = cast(Tensor, cast_to(x))
         begin(ctx, x if needs_weight and source is x and how.bits is not None else None)
         kept, ctx.restore = how.keep(source) if needs_weight else (None, None)
-        # The weight itself, not autocast's copy of it: casting again is cheaper than keeping two.
+        # Save the weight, not autocast's cast: a second cast is cheaper than a second copy.
         ctx.save_for_backward(kept, weight if needs_x else None)
         ctx.by_column = x.dim() == 2 and x.stride() == (1, x.shape[0])
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -42,7 +42,7 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if weight is not None:
                 matrix = weight.to(grad.dtype)
-                # As torch: the gradient of a matrix by columns is one, too.
+                # As in torch, the gradient of a column-major matrix is column-major.
                 grad_x = (matrix.t() @ rows.t()).t() if ctx.by_column else (rows @ matrix).view(ctx.shape)
                 grad_x = grad_x.to(x_dtype)
             if kept is not None:
@@ -60,17 +60,17 @@ def linear(
     *,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Apply ``x @ weight.T + bias`` and keep ``x`` for backward in codes.
+    """Apply ``x @ weight.T + bias`` and save ``x`` for backward in codes.
 
-    The output and the gradients of ``x`` and ``bias`` are those of :func:`torch.nn.functional.linear`; only the
-    gradient of ``weight`` sees the restored ``x``. Without a gradient to compute for ``weight``, ``x`` is not kept
-    at all. Under autocast the arguments are cast as there, and it is the cast ``x`` that is kept.
+    The output and the gradients of ``x`` and ``bias`` equal those of :func:`torch.nn.functional.linear`. Only the
+    gradient of ``weight`` reads the restored ``x``; if ``weight`` needs no gradient, ``x`` is not saved. Under
+    autocast, the arguments are cast as torch casts them and the cast ``x`` is saved.
 
     Parameters
     ----------
     x : Tensor, [..., in], floating point
     weight : Tensor, [out, in]
-        Never quantised, nor kept twice.
+        Never quantised. Saved once: under autocast, backward repeats the cast.
     bias : Tensor, [out], optional
     codes : Codes
         How to store ``x``.
@@ -81,9 +81,8 @@ def linear(
 
     Notes
     -----
-    With an error of at most ``e`` in each element of ``x`` (:func:`pyactcomp.reference.error_bound`), an element of
-    the gradient of ``weight`` is off by at most ``e`` times the sum of the magnitudes of ``grad`` in its row. After
-    the scheme of GACT (Liu et al., 2022).
+    If each element of ``x`` is off by at most ``e`` (:func:`pyactcomp.reference.error_bound`), element [o, i] of the
+    gradient of ``weight`` is off by at most ``e * sum(|grad[:, o]|)``. The scheme is that of GACT (Liu et al., 2022).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How an autograd function keeps a tensor for backward: exactly, or in codes."""
+"""How an autograd function saves a tensor for backward: unpacked, or in codes."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ _SCALED = half_kernel(SCALED, by_triton=False)
 
 
 class Recomputed:
-    """A tensor that backward recomputes once, for the next layer's product and for the gradients."""
+    """A tensor recomputed once per backward: first for the next layer's matrix product, then for the gradients."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
         self._tensor: Tensor | None = None
 
     def peek(self) -> Tensor:
-        """Return the tensor, and hold it for the gradients, which are computed next."""
+        """Return the tensor and hold on to it for the gradients, which are computed next."""
         if self._tensor is None:
             self._tensor = self._compute().detach()
         return self._tensor
 
     def take(self) -> Tensor:
-        """Return the tensor for the last time."""
+        """Return the tensor and drop the reference."""
         tensor, self._tensor = self.peek(), None
         return tensor
 
 
 @dataclass(frozen=True)
 class Saving(Codes):
-    """The codes of one call: they have a seed, and ``bits`` are not 16."""
+    """The :class:`Codes` of one call: the seed is set, and ``bits`` is not 16."""
 
     seed: int = 0
 
@@ -69,11 +69,11 @@ class Saving(Codes):
             raise ValueError("bits must be one of 8, 4, 2 and None, got 16, which only window_attention takes")
 
     def second(self) -> Saving:
-        """Return the options for the second tensor that a call keeps, which has a seed of its own."""
+        """Return the options for the second tensor of a call, with another seed."""
         return replace(self, seed=second_of(self.seed)) if self.stochastic else self
 
     def keep(self, x: Tensor) -> tuple[Tensor, Restore]:
-        """Return the tensor to save for backward, and what restores ``x`` from it."""
+        """Return the tensor to save for backward, and a function from that tensor to ``x``."""
         if self.bits is None:
             return x, _same
         packed = codec.quantize(
@@ -82,10 +82,10 @@ class Saving(Codes):
         return mark_as_packed(packed.buffer, x), _restore(packed, self.impl)
 
     def keep_rows(self, x: Tensor) -> tuple[Tensor, Restore]:
-        """Return what :meth:`keep` does, with groups that span no rows of ``x`` unless these are shorter.
+        """Return the same as :meth:`keep`, with groups within rows of ``x`` (rows shorter than a group share groups).
 
-        Groups lie in memory. Where a norm divides each row by its own deviation, a group across rows is as wide as its
-        largest row, and codes are off by as much in its smallest.
+        Groups are consecutive elements in memory. A norm divides each row by the row's own deviation: in a group across
+        rows the largest row sets the step, and the codes of the smallest row are off by as much.
         """
         layout = layout_of(x)
         if self.bits is None or x.is_contiguous() or not layout.dense:
@@ -94,15 +94,16 @@ class Saving(Codes):
         return mark_as_packed(kept, x), lambda buffer: arranged(restore(buffer), layout)
 
     def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
-        """Return the bytes of a copy, which hooks keep as they keep codes, and what makes ``x`` of them."""
+        """Return a copy of ``x`` as bytes, and a function from the bytes to ``x``. Hooks keep bytes unpacked."""
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         dtype, shape = x.dtype, x.shape
         return mark_as_packed(copy.view(-1).view(torch.uint8), x), lambda buffer: buffer.view(dtype).view(shape)
 
     def keep_half(self, x: Tensor) -> tuple[Tensor, Restore]:
-        """Return ``x`` in 16 bits, itself or as float16 times a power of two, and what makes a contiguous ``x`` of it.
+        """Return ``x`` in 16 bits, and a function from them to a contiguous ``x``.
 
-        That is how saved-tensor hooks store queries and keys of attention.
+        A 16-bit ``x`` stays unpacked, a wider one becomes float16 times a power of two, as saved-tensor hooks store
+        queries and keys of attention.
         """
         if x.itemsize <= 2:
             return x, _same
@@ -119,11 +120,11 @@ class Saving(Codes):
         return mark_as_packed(buffer, x), restore
 
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
-        """Return a boolean tensor in one bit an element, and what restores it."""
+        """Return a boolean tensor packed to one bit per element, and a function from the bits to the tensor."""
         if _traced() or type(mask) is not Tensor or not mask.is_contiguous():
             packed = codec.quantize(mask, impl=self.impl)
         else:
-            # Without the operator around the kernel, which graphs want, in half the host's time.
+            # Call the kernel directly: half the host time. Only graphs need the operator around it.
             kernel = codec.bind(self.impl, torch.bool, 1, self.group_size, False, False, mask.device)
             buffer = torch.empty(fmt.packed_bool_nbytes(mask.numel()), dtype=torch.uint8, device=mask.device)
             if not saves_are_dropped():
@@ -132,13 +133,14 @@ class Saving(Codes):
         return mark_as_packed(packed.buffer, mask), _restore(packed, self.impl)
 
     def fuses(self, x: Tensor) -> bool:
-        """Return whether a fused Triton kernel that keeps codes serves ``x``."""
+        """Return whether a fused Triton kernel can pack ``x``."""
         return self.bits is not None and self.runs_kernels(x)
 
     def runs_kernels(self, x: Tensor) -> bool:
-        """Return whether Triton kernels serve ``x``; a named implementation is taken as it is.
+        """Return whether to run Triton kernels on ``x``; raise if ``impl="triton"`` cannot serve the device.
 
-        They take no subclasses: what a tensor-parallel Linear returns has no memory until an operator waits for it.
+        Tensor subclasses are refused: the output of a tensor-parallel Linear has no memory until an operator waits for
+        the communication.
         """
         return (
             type(x) in PLAIN
@@ -151,23 +153,23 @@ class Saving(Codes):
         )
 
 
-# Options are the same on every call of a layer: they are checked once.
+# A layer passes the same options on every call: check them once.
 _saving = functools.lru_cache(maxsize=256)(Saving)
 
 
 def saving(codes: Codes) -> Saving:
-    """Return the codes of one call; without a seed it gets the next one if it is to round stochastically."""
+    """Return the options of one call. Stochastic rounding without a seed takes the next seed of the sequence."""
     if not isinstance(codes, Codes):
         raise TypeError(f"codes must be a pyactcomp.functional.Codes, got {codes!r}")
     seed = codes.seed
     if seed is None:
-        # A graph would take the number for a constant.
+        # A traced graph would hold the drawn seed as a constant.
         seed = calls.next() if codes.stochastic and not _traced() else 0
     return _saving(codes.bits, codes.group_size, codes.rounding, seed, codes.impl)
 
 
 def kernels_of(impl: Impl) -> Saving:
-    """Return what tells whether kernels serve a function that stores no codes."""
+    """Return the options of a call without codes; its ``runs_kernels`` chooses between Triton and torch."""
     return _saving(None, 64, None, 0, impl)
 
 
@@ -179,14 +181,14 @@ def _triton_serves(impl: Impl, device: torch.device) -> bool:
 
 
 def _traced() -> bool:
-    """Return whether a graph is being recorded, which may have symbols for sizes and sees no kernel called directly."""
+    """Return whether a graph is being recorded: sizes may be symbols, and a direct kernel call leaves no node."""
     if torch.compiler.is_compiling():
         return True
     return observer().may_be_transformed() and (dispatch_mode_active() or being_traced() or inside_functorch())
 
 
 def _replaced() -> bool:
-    """Return whether a kernel called directly would not be recorded, or be given tensors without memory."""
+    """Return whether a direct kernel call would be missing from a trace, or get tensors without memory."""
     if torch.compiler.is_compiling():
         return inside_functorch()
     return observer().may_be_transformed() and (inside_functorch() or being_traced())
@@ -203,7 +205,7 @@ def _new_restorer(
     return lambda buffer: codec.dequantize(Packed(buffer, shape, stride, dtype, bits, group_size), impl=impl)
 
 
-# Forms repeat from step to step, and one object for each of them is enough.
+# Shapes and dtypes repeat from step to step: share one closure for each.
 _restorer = functools.lru_cache(maxsize=1024)(_new_restorer)
 
 
@@ -212,11 +214,11 @@ def _same(x: Tensor) -> Tensor:
 
 
 def begin(ctx: Any, *read: Tensor | None) -> None:
-    """Begin a ``forward`` whose ``backward`` is to be decorated with :func:`differentiable_once`.
+    """Begin a ``forward``, for a ``backward`` decorated with :func:`differentiable_once`.
 
-    Backward then gives None where no gradient comes in, and raises autograd's error where one of ``read`` was written
-    to: what torch's own function saves, and this one does not. torch.utils.checkpoint does not look whether what it
-    makes again was written to.
+    Backward then returns None where no gradient comes in. ``read`` are the tensors saved by torch's own function but
+    not by this one: backward raises autograd's error if one of them was written to. Under torch.utils.checkpoint the
+    check is left out, as checkpoint does not check recomputed tensors.
     """
     if torch.compiler.is_compiling():
         return
@@ -227,10 +229,10 @@ def begin(ctx: Any, *read: Tensor | None) -> None:
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Decorate a ``backward`` that has no derivative of its own, of a function that calls :func:`begin`.
+    """Decorate a ``backward`` without a derivative, whose ``forward`` calls :func:`begin`.
 
-    ``torch.autograd.function.once_differentiable`` returns gradients without a graph where the incoming one has
-    none, and a second derivative then silently lacks a term.
+    With ``torch.autograd.function.once_differentiable``, gradients have no graph where the incoming gradient has
+    none, and a second derivative silently lacks a term; this decorator raises.
     """
 
     @functools.wraps(backward)
@@ -251,7 +253,7 @@ def differentiable_once(backward: Backward) -> Backward:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Return whether autograd will want a gradient for one of the tensors, going back alone: forward it asks torch."""
+    """Return whether backward will want a gradient of one of the tensors; forward-mode AD is left to torch."""
     if not torch.is_grad_enabled() or forward_ad_active():
         return False
     for tensor in tensors:
@@ -261,7 +263,7 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums over a tensor of ``dtype`` are carried in."""
+    """Return the dtype to accumulate sums over ``dtype`` in: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

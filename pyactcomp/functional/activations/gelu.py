@@ -1,4 +1,4 @@
-"""``gelu``, which stores its input in codes."""
+"""``gelu``: saves the input in codes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def gelu(
     *,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Apply the Gaussian error linear unit and keep ``x`` for backward in codes.
+    """Apply the Gaussian error linear unit and save ``x`` for backward in codes.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ def gelu(
 
     Notes
     -----
-    The derivative changes by at most 2 / sqrt(2 pi) (0.8) times a change of its argument, so that an error of at
-    most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) makes one of at most 0.8 ``e |grad|``.
+    The second derivative of GELU is at most 2 / sqrt(2 pi) (0.8) in magnitude: an error of at most ``e`` in ``x``
+    (:func:`pyactcomp.reference.error_bound`) changes the gradient by at most 0.8 ``e |grad|``.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Triton kernels of GELU and of HF's chain of operators for it.
+"""Triton kernels of GELU and of HF's chain of operators for GELU.
 
-The kernels of GELU write the codes of the input in the pass that computes the output, and read them in backward.
+The GELU kernels write the codes of the input in the pass computing the output, and read them in backward.
 The functions are Triton's language, not Python.
 """
 # mypy: ignore-errors
@@ -23,13 +23,13 @@ from ...codec.kernels.triton_ops import (
 )
 from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
-# gelu(x) by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): nothing cancels.
+# The tanh form of gelu(x) is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): without cancellation.
 _TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
 # erfc(z) = (a1 t + ... + a5 t**5) exp(-z**2), t = 1 / (1 + p z), z >= 0, within 1.5e-7: Abramowitz and Stegun,
-# 7.1.26. With z = |x| / sqrt(2) the exponential is the one of the derivative too. The a are halved here.
+# 7.1.26. With z = |x| / sqrt(2) the derivative has the same exponential. The coefficients a are halved here.
 _P = tl.constexpr(0.3275911 * 0.7071067811865476)
 _A1 = tl.constexpr(0.254829592 / 2)
 _A2 = tl.constexpr(-0.284496736 / 2)
@@ -37,13 +37,13 @@ _A3 = tl.constexpr(1.421413741 / 2)
 _A4 = tl.constexpr(-1.453152027 / 2)
 _A5 = tl.constexpr(1.061405429 / 2)
 _INV_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
-# libdevice flushes subnormal numbers when Triton compiles it. tanh(x) rounds to x from far above them.
+# Compiled by Triton, libdevice's tanh flushes subnormals. Below this bound tanh(x) rounds to x.
 _TANH_IS_IDENTITY = tl.constexpr(2.0**-40)
 
 
 @triton.jit
 def _normal(x, COMPILED: tl.constexpr):
-    """Return the normal distribution's Phi(x) and exp(-x**2 / 2)."""
+    """Return the normal distribution function Phi(x), and exp(-x**2 / 2)."""
     t = reciprocal(tl.fma(tl.abs(x), _P, 1.0), COMPILED)
     exponential = power_of_two(x * x * (-0.5 * _LOG2_E), COMPILED)
     polynomial = tl.fma(tl.fma(tl.fma(tl.fma(t, _A5, _A4), t, _A3), t, _A2), t, _A1)
@@ -95,7 +95,7 @@ def gelu_forward_kernel(
     UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute gelu of [numel] elements and pack them, unless BITS are 0."""
+    """Compute gelu of [numel] elements and, unless BITS is 0, pack the elements."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     DTYPE: tl.constexpr = out.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -152,7 +152,7 @@ def gelu_redo_kernel(
 
 @triton.jit
 def _chain(x, X: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the factors of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), and the tanh."""
+    """Return the two factors of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), and the tanh."""
     cube = rounded(rounded(x * x, C, COMPILED) * x, C, COMPILED)
     inner = rounded(x + rounded(cube * _CUBIC, C, COMPILED), C, COMPILED)
     inner = rounded(inner * _SQRT_TWO_OVER_PI, C, COMPILED)
@@ -166,7 +166,7 @@ def _chain(x, X: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr, COMPILED: tl.constexpr):
-    """Compute HF's chain of operators with their roundings; WIDE as autocast, which makes them float32 after pow."""
+    """Compute HF's chain of operators with all their roundings; WIDE: float32 from pow on, as under autocast."""
     PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     C: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     start, left = place(numel, FLAT_TILE, UNIT)
@@ -199,7 +199,7 @@ def new_gelu_backward_kernel(
     of_cube = rounded(of_inner * _CUBIC, C, COMPILED)
     cube_slope = rounded(3.0 * rounded(values * values, C, COMPILED), C, COMPILED)
     through_cube = rounded(rounded(of_cube * cube_slope, C, COMPILED), X, COMPILED)
-    # In the order in which autograd's nodes run: the sum, the cube, the half.
+    # Add in the order of autograd's nodes: the sum, the cube, the half.
     total = rounded(rounded(of_inner, X, COMPILED) + through_cube, X, COMPILED)
     total += rounded(0.5 * of_half, X, COMPILED)
     store_raw(out + start, to_raw(total, X, COMPILED), left, PARTIAL)

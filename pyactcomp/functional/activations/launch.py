@@ -1,4 +1,4 @@
-"""Launches of the activation kernels: what a function computes, what it keeps, how it goes back and is redone."""
+"""Launches of the activation kernels: forward, backward and recompute of each function."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..launch import buffer, keys, written_bits
 from ..saving import Recomputed, Saving
 from . import gelu_kernels, silu_mul_kernels
 
-# Without codes, 25 instructions an element with 16 a thread instead of 29 with 8: among matrix products, where clocks
-# are lower, 0.94 of the copy's rate instead of 0.89. Without a limit a thread takes 91 registers: 0.87.
+# Without codes, 16 elements a thread take 25 instructions an element, 8 take 29. Between matrix products, where clocks
+# are lower, the kernel reaches 0.94 of a copy's rate instead of 0.89; without the limit (91 registers a thread) 0.87.
 _EXACT_WARPS = 2
 _EXACT_REGISTERS = 80
 
@@ -33,10 +33,10 @@ def _owns_memory(x: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Unary:
-    """A function of dense operands of one layout; a bfloat16 element moves 5.06 bytes each way, 3.06 when it is redone.
+    """A function of dense operands of one layout. Per bfloat16 element: 5.06 bytes each way, 3.06 to recompute.
 
-    ``kernels`` has ``{name}_forward_kernel``, ``{name}_backward_kernel`` and ``{name}_redo_kernel``, whose first
-    constants are ``constants``.
+    ``kernels`` has ``{name}_forward_kernel``, ``{name}_backward_kernel`` and ``{name}_redo_kernel``, each with
+    ``constants`` as the first constexpr arguments.
     """
 
     on: Elementwise
@@ -94,11 +94,11 @@ _unary_of = functools.lru_cache(maxsize=256)(_Unary)
 def unary(
     x: Tensor, kernels: ModuleType, name: str, constants: tuple[object, ...], how: Saving
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return the function ``name`` of x by the Triton kernels of the module ``kernels``, which keep x in codes.
+    """Run the Triton kernels of the function ``name`` in the module ``kernels``, packing x.
 
     Returns
     -------
-    Its output, the packed x, its backward (packed x, output's gradient -> gradient) and its recompute.
+    The output, the packed x, the backward (packed x, output's gradient -> gradient) and the recompute.
     """
     x = dense(x)
     fused = _unary_of(elementwise(x), kernels, name, constants, how)
@@ -117,13 +117,13 @@ PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def silu_mul(
     gate: Tensor, up: Tensor, up_again: Recomputed | None, inplace: bool, how: Saving
 ) -> tuple[Tensor, tuple[Tensor, ...], PairBackward, Compute]:
-    """Return silu(gate) * up, what is kept of both, the function that goes back from that, and the recomputing.
+    """Return silu(gate) * up, the tensors to save, the backward (saved gate, up, output's gradient) and the recompute.
 
-    In place, an element is written where the only thread that reads it has read it, and its value depends on that. A
-    dispatch mode may hold what it has seen, as selective checkpointing does.
+    Writing in place is safe: one thread alone reads an element, and writes it afterwards. Under a dispatch mode nothing
+    is written in place, since the mode may hold tensors, as selective checkpointing does.
 
-    A bfloat16 element moves 8.125 bytes forward and backward and 4.125 when it is redone with codes of 8 bits, a
-    byte less, more and more where ``up_again`` makes ``up`` again; without codes 6, 10 and 6.
+    Bytes moved per bfloat16 element with 8-bit codes: 8.125 forward, 8.125 backward, 4.125 to recompute. If
+    ``up_again`` recomputes ``up``: about 1 less, 1 more and 1 more. Without codes: 6, 10 and 6.
     """
     gate = dense(gate)
     on = elementwise(gate)
@@ -138,7 +138,7 @@ def silu_mul(
         out = on.empty(dtype)
     exact = how.bits is None
     keeps_up = up_again is None
-    # Triton's kernels with codes take whole groups, and those without them tiles of no groups.
+    # The kernels with codes take whole groups; the exact kernels take tiles without groups.
     groups = (how.bits, how.group_size, FLAT_TILE // how.group_size)
     form = () if exact else (*groups, keeps_up)
     operands = (gate, up) if keeps_up else (gate,)
@@ -148,7 +148,7 @@ def silu_mul(
     if written_bits(how.bits):
         constants = (*groups, how.stochastic, keeps_up)
         tensors = (gate, up, out, kept[0], kept[-1])
-        # Without a limit the rare paths take 80. In float32, where the ordinary path takes more, it would spill.
+        # The rare paths would take 80 registers. No limit for float32: the ordinary path takes more and would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
         scalars = *keys(how), *keys(how.second())
         on.launch(silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
@@ -159,13 +159,13 @@ def silu_mul(
         kernel = "silu_mul_exact_backward_kernel" if exact else "silu_mul_backward_kernel"
         given = on.arrange(grad)
         up = up if up_again is None else on.arrange(up)
-        # Each over what it is computed from: that of gate from up.
+        # In place, the gradient of gate overwrites up and the gradient of up overwrites the incoming gradient.
         over = inplace and not dispatch_mode_active()
         grad_gate = up if over and up_again is not None else on.empty(dtype)
         grad_up = given if over else on.empty(dtype)
         tensors = (kept_gate, up, given, grad_gate, grad_up)
         on.launch(silu_mul_kernels, kernel, form, tensors)
-        # Torch goes back to gate from grad * up.
+        # Torch computes the gradient of gate from grad * up: the layout is that of the product.
         of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
         return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
 
@@ -184,10 +184,10 @@ def silu_mul(
 
 
 def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return what :func:`unary` does, for the exact chain, of which x itself is kept.
+    """Return the same as :func:`unary` for the exact chain of operators, with x saved unpacked.
 
-    A bfloat16 element moves 6 bytes forward and 8 backward with float32 results (``wide``), 4 and 6 otherwise; redone
-    in bfloat16, 4.
+    Bytes moved per bfloat16 element: 6 forward and 8 backward with float32 results (``wide``), else 4 and 6; 4 to
+    recompute in bfloat16.
     """
     x = dense(x)
     on = elementwise(x)

@@ -1,4 +1,4 @@
-"""``new_gelu``, gelu by tanh as the models of Hugging Face that derive from GPT-2 compute it."""
+"""``new_gelu``: the tanh form of GELU, as Hugging Face's GPT-2 and its relatives compute it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..saving import Saving, begin, check_float_tensor, differentiable_once, rec
 from .gelu import gelu
 
 EXACT_ON_CUDA = True
-"""Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
+"""Whether the kernels without codes give torch's results to the bit; if False, torch's operators run instead."""
 
 
 def _chain(x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def _chain(x: Tensor) -> Tensor:
 
 
 class _Autocast:
-    """The state of autocast on a device, to be entered again."""
+    """The state of autocast on a device, for backward to enter again."""
 
     def __init__(self, device: str) -> None:
         self._device, self.enabled = device, torch.is_autocast_enabled(device)
@@ -33,7 +33,7 @@ class _Autocast:
 
 
 class _NewGelu(torch.autograd.Function):
-    """The chain of operators, of which only ``x`` is kept."""
+    """The chain of operators, with only ``x`` saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Saving) -> Tensor:
@@ -42,7 +42,7 @@ class _NewGelu(torch.autograd.Function):
         if how.runs_kernels(x) and EXACT_ON_CUDA:
             from . import launch
 
-            # Autocast on CUDA computes pow in float32, and what follows then is float32 by promotion.
+            # Autocast on CUDA computes pow in float32; promotion makes all later operators float32.
             out, kept, ctx.fused_backward, compute = launch.new_gelu(x, x.is_cuda and state.enabled)
             ctx.save_for_backward(kept)
             recompute.offer(ctx, out, compute, kept.detach())
@@ -77,27 +77,27 @@ def new_gelu(
     *,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Return ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3)))`` and keep ``x`` for backward in codes.
+    """Return ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3)))`` and save ``x`` for backward in codes.
 
-    The chain of seven operators, as ``transformers`` has it, keeps six tensors; under autocast on CUDA, where pow is
-    computed in float32, most of them and the result are float32.
+    The same chain of seven operators in ``transformers`` saves six tensors. Autocast on CUDA computes pow in float32
+    and so makes most of the six, and the result, float32.
 
     Parameters
     ----------
     x : Tensor, any shape, floating point
     codes : Codes
-        How to store ``x``. With ``bits=None`` outputs and gradients are those of the chain of torch's operators to the
-        bit, under autocast too.
+        How to store ``x``. With ``bits=None``, outputs and gradients equal those of torch's chain of operators to the
+        bit, also under autocast.
 
     Returns
     -------
     Tensor, the shape of ``x``
-        In the dtype of ``x``; with ``bits=None``, or where no gradient is recorded, in that of the chain.
+        In the dtype of ``x``; with ``bits=None``, or where no gradient is recorded, in the dtype of torch's chain.
 
     Notes
     -----
-    The formula is the approximation of Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), and the
-    bound that of :func:`gelu`.
+    The formula is from Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415). The error bound is
+    the one of :func:`gelu`.
 
     Examples
     --------

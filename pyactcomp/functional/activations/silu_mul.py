@@ -1,4 +1,4 @@
-"""``silu_mul``, the product of a gated unit, which stores both operands in codes."""
+"""``silu_mul``: the product of a gated unit; saves both operands in codes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..codes import INT8, Codes, one_option
 from ..saving import Recomputed, Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
-"""Whether the kernels without codes give torch's own results to the bit; if not, torch's operators are called."""
+"""Whether the kernels without codes give torch's results to the bit; if False, torch's operators run instead."""
 
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, up_again: Recomputed | None, inplace: bool, how: Saving) -> Tensor:
         exact = how.bits is None
-        # What may be written over is read by nobody else.
+        # No check of an up given with inplace=True: nobody else reads it, and the kernel overwrites it.
         begin(ctx, None if exact else gate, None if inplace or (exact and up_again is None) else up)
         ctx.up_again = up_again
         fused = gate.dtype is up.dtype and how.runs_kernels(gate) and (how.bits is not None or EXACT_ON_CUDA)
@@ -77,21 +77,21 @@ def silu_mul(
     inplace: bool = False,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Return ``silu(gate) * up``, the inside of SwiGLU, and keep both for backward in codes.
+    """Return ``silu(gate) * up``, the inner product of SwiGLU, and save both for backward in codes.
 
     Parameters
     ----------
     gate, up : Tensor, of one shape, floating point
     up_again : callable, optional
-        Computes ``up`` again, which then is not kept: where it is one matrix product of something that is stored.
-        Called once a backward. With ``bits=None`` it must give the same bits.
+        Recomputes ``up`` in backward, so ``up`` is not saved. Worthwhile if ``up`` is one matrix product of a stored
+        tensor. Called once per backward. With ``bits=None`` the result must equal ``up`` to the bit.
     inplace : bool
-        Whether the fused kernels may write the product over ``up`` and gradients over that of the product and over what
-        ``up_again`` returned, which takes two tensors less at once. For an ``up`` that a matrix product made and a
-        product that goes to one matrix product: what else reads ``up``, or shares the product's gradient as the other
-        side of a sum does, would read what was written over it.
+        Let the fused kernels write the output over ``up``, and the gradients over the incoming gradient and over the
+        result of ``up_again``: two tensors less at the peak. Correct only if nothing else reads these tensors, as when
+        one matrix product made ``up`` and one reads the output. Another reader of ``up``, or a sum sharing the
+        output's gradient between its operands, would read overwritten memory.
     codes : Codes
-        How to store both. With ``bits=None`` outputs and gradients are those of torch's operators to the bit.
+        How to store both. With ``bits=None``, outputs and gradients equal those of torch's operators to the bit.
 
     Returns
     -------
@@ -100,13 +100,14 @@ def silu_mul(
     Raises
     ------
     ValueError
-        If ``inplace`` is asked for with ``bits=None``, which keeps ``up`` itself.
+        If ``inplace=True`` is given with ``bits=None``, where ``up`` is saved unpacked.
 
     Notes
     -----
-    silu(x) = x / (1 + exp(-x)) is at most ``|x|``; its derivative is at most 1.1 and its second derivative at most
-    1/2. With errors of at most ``e`` in ``gate`` and ``f`` in ``up`` (:func:`pyactcomp.reference.error_bound`) the
-    gradient of ``gate`` is off by at most ``|grad| (1.1 f + e (|up| + f) / 2)``, that of ``up`` by ``1.1 e |grad|``.
+    In magnitude, silu(x) = x / (1 + exp(-x)) is at most ``|x|``, the first derivative at most 1.1 and the second at
+    most 1/2. With errors of at most ``e`` in ``gate`` and ``f`` in ``up`` (:func:`pyactcomp.reference.error_bound`),
+    the gradient of ``gate`` is off by at most ``|grad| (1.1 f + e (|up| + f) / 2)``, the gradient of ``up`` by at most
+    ``1.1 e |grad|``.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Triton kernels of silu(gate) * up: with codes of both operands, and exactly as torch computes it.
+"""Triton kernels of silu(gate) * up: with codes of both operands, and with exactly torch's results.
 
-torch's CUDA kernels are compiled with contraction: where their formulas add to a product there is a ``tl.fma``.
+torch's CUDA kernels are compiled with contraction: a product followed by a sum is a ``tl.fma`` here.
 The functions are Triton's language, not Python.
 """
 # mypy: ignore-errors
@@ -30,9 +30,9 @@ from ...codec.kernels.triton_ops import (
 )
 from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
-# Further from zero, 1 + exp(-x) or x over it may leave the range in which the short ways are exact.
+# For larger |x|, 1 + exp(-x) or the quotient x / (1 + exp(-x)) may leave the range where the short ways are exact.
 _FAR = tl.constexpr(64.0)
-# log2(e) in two float32 parts, as libdevice has it.
+# log2(e) in two float32 parts, as in libdevice.
 _MINUS_LOG2_E = tl.constexpr(-1.4426950216293335)
 _MINUS_LOG2_E_REST = tl.constexpr(-1.925963033500011e-08)
 _BIAS = tl.constexpr(127.0)
@@ -50,9 +50,9 @@ def _divisor(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _ordinary_divisor(x, COMPILED: tl.constexpr):
-    """Return ``_divisor(x)`` for |x| up to _FAR, in 7 instructions instead of 10: nothing saturates."""
+    """Return ``_divisor(x)`` for |x| up to _FAR, in 7 instructions instead of 10: no step saturates."""
     if COMPILED:
-        # libdevice's exp: 2**f * 2**j, j = floor(-x log2(e)). With the bias of an exponent, j is in the low bits.
+        # libdevice's exp: 2**f * 2**j, j = floor(-x log2(e)). The low bits of ``shifted`` are j plus the exponent bias.
         shifted = libdevice.fma_rd(x, _MINUS_LOG2_E, ROUNDER + _BIAS)
         j = shifted - (ROUNDER + _BIAS)
         f = tl.fma(x, _MINUS_LOG2_E, negative(j))
@@ -66,7 +66,7 @@ def _ordinary_divisor(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _silu(x, DTYPE: tl.constexpr, EXACT: tl.constexpr, COMPILED: tl.constexpr):
-    """Return sigmoid(x), and silu(x) rounded to DTYPE; EXACT as torch's CUDA kernels compute them."""
+    """Return sigmoid(x), and silu(x) rounded to DTYPE; EXACT: to the bit as torch's CUDA kernels."""
     if EXACT:
         divisor = _divisor(x, COMPILED)
         sigmoid = tl.div_rn(1.0, divisor)
@@ -79,11 +79,11 @@ def _silu(x, DTYPE: tl.constexpr, EXACT: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def _ordinary_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the EXACT silu(x) of |x| up to _FAR; of types of 16 bits without the branches of a division.
+    """Return the EXACT silu(x) for |x| up to _FAR; for 16-bit types without the branches of a division.
 
-    With a reciprocal within an ulp the quotient, before it is rounded to float32, is within 2**-45 of x / divisor.
-    Whether that, or an exponential near 1, ever turns a rounding to 16 bits depends on the device, and is a finite
-    question: on a GPU the tests compare all x.
+    With a reciprocal within an ulp, the quotient before rounding to float32 is within 2**-45 of x / divisor. Whether
+    this error, or an exponential near 1, ever changes a rounding to 16 bits depends on the device. There are finitely
+    many x: the GPU tests compare them all.
     """
     if DTYPE == tl.float32:
         _, silu = _silu(x, DTYPE, True, COMPILED)
@@ -95,9 +95,9 @@ def _ordinary_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def _exact_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the EXACT silu(x) of any x."""
+    """Return the EXACT silu(x) for any x."""
     silu = _ordinary_silu(x, DTYPE, COMPILED)
-    # An infinity too. A NaN is no maximum, but here it stays one.
+    # True for an infinity too. The maximum ignores NaN, but the short way returns NaN for NaN.
     if tl.max(tl.abs(x)) > _FAR:
         _, silu = _silu(x, DTYPE, True, COMPILED)
     return silu
@@ -105,7 +105,7 @@ def _exact_silu(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def _silu_mul_gradients(gate, up, grad, DTYPE: tl.constexpr, EXACT: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the gradients of gate and up, not yet rounded."""
+    """Return the unrounded gradients of gate and up."""
     sigmoid, silu = _silu(gate, DTYPE, EXACT, COMPILED)
     of_silu = rounded(grad * up, DTYPE, COMPILED)
     return of_silu * sigmoid * tl.fma(gate, 1.0 - sigmoid, 1.0), grad * silu
@@ -131,7 +131,7 @@ def silu_mul_forward_kernel(
     UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute silu(gate) * up of [numel] elements and pack both, or gate alone."""
+    """Compute silu(gate) * up of [numel] elements and pack both operands, or only gate."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     DTYPE: tl.constexpr = out.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -142,7 +142,7 @@ def silu_mul_forward_kernel(
     key = key0.to(tl.uint32)
     up_index, up_high = element_index(start, up_key1, GROUP, GROUPS)
     up_key = up_key0.to(tl.uint32)
-    # To the bit as torch: a deep model amplifies roundings to bfloat16 that turn, to 2.7 % of the gradient of a Llama.
+    # Equal to torch to the bit: a deep model amplifies changed roundings to bfloat16, to 2.7 % of a Llama's gradient.
     silu = _ordinary_silu(g, DTYPE, COMPILED)
     g_bits, g_parameters = encode_ordinary_tile(g, index, high, key, BITS, STOCHASTIC, False, COMPILED)
     u_bits, u_parameters = g_bits, g_parameters
@@ -150,7 +150,7 @@ def silu_mul_forward_kernel(
         u_bits, u_parameters = encode_ordinary_tile(u, up_index, up_high, up_key, BITS, STOCHASTIC, False, COMPILED)
     g_codes = g_bits.to(tl.uint8)
     u_codes = u_bits.to(tl.uint8)
-    # One test for all that may be out of the ordinary: each is an exchange between the warps.
+    # One test for all rare cases: each test is an exchange between the warps.
     lowest, highest = bounds_of(g_parameters, BITS)
     far = tl.where(tl.maximum(highest, negative(lowest)) > _FAR, NO_CODE_BITS, 0).to(tl.uint32)
     if without_code(tl.maximum(tl.maximum(g_bits, u_bits), far)):
@@ -200,7 +200,7 @@ def silu_mul_backward_kernel(
     UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the gradients of silu(gate) * up from codes, those of up or up itself."""
+    """Compute the gradients of silu(gate) * up from the codes of gate, and the codes of up or up itself."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     DTYPE: tl.constexpr = grad_gate.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -226,7 +226,7 @@ def silu_mul_redo_kernel(
     UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute silu(gate) * up from codes, those of up or up itself."""
+    """Recompute silu(gate) * up from the codes of gate, and the codes of up or up itself."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     DTYPE: tl.constexpr = out.dtype.element_ty
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth

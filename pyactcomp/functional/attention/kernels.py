@@ -44,13 +44,13 @@ def rope_kernel(
     BACKWARD: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Rotate x [batch, tokens, heads, 2 HALF], or its gradient back, with the roundings of torch's operators.
+    """Rotate x [batch, tokens, heads, 2 HALF], or a gradient backwards, with the roundings of torch's operators.
 
-    Strides are in units of eight elements, so that a thread's access is known to be aligned; ``table`` are those of
-    cos and sin [batch, tokens, 2 HALF].
+    All strides are in units of eight elements, so the compiler knows accesses to be aligned. ``table0`` and ``table1``
+    are the strides of cos and sin [batch, tokens, 2 HALF].
     """
     X: tl.constexpr = out.dtype.element_ty if BACKWARD else x.dtype.element_ty
-    # What a product of x and cos is in, by promotion.
+    # The promoted dtype of a product of x and cos.
     C: tl.constexpr = X if X == cos.dtype.element_ty else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
@@ -72,7 +72,7 @@ def rope_kernel(
     sin_low = load_float(sin, table, mask)
     sin_high = load_float(sin, table + HALF, mask)
     if BACKWARD:
-        # Adding zero is what autograd does with the gradient of a slice: it makes -0 to 0.
+        # Add zero, as autograd does to the gradient of a slice: -0 becomes 0.
         turned_low = rounded(rounded(high * sin_high, C, COMPILED), X, COMPILED) + 0.0
         turned_high = 0.0 - rounded(rounded(low * sin_low, C, COMPILED), X, COMPILED)
         _store(target, rounded(cos_low, X, COMPILED) + turned_low, mask, COMPILED)

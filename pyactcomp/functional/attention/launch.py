@@ -1,4 +1,4 @@
-"""Launches of the kernel of rotary position embeddings."""
+"""Launches of the rotary position embedding kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..launch import launcher
 from . import kernels
 
-# Strides are counted in this, so that the compiler knows that accesses are aligned.
+# Strides are counted in units of eight elements, so the compiler knows accesses to be aligned.
 _UNIT = 8
 # Elements of each half a program, eight a thread: six 16-byte loads of bfloat16. On an H200 0.85 of the
 # copy's rate over the queries of a Llama (67 MB); nothing better from 512 to 2048 with 1 to 8 warps.
@@ -18,7 +18,7 @@ _LARGEST_HALF = 256
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return the strides of all dimensions but the last; 0 where there is one index only."""
+    """Return the strides of all dimensions but the last; 0 for a dimension of size 1."""
     return [0 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
 
 
@@ -36,14 +36,14 @@ def serves(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, backward: bool) -> None:
-    """Rotate x [batch, tokens, heads, dim] into ``out``, or a gradient back.
+    """Rotate x [batch, tokens, heads, dim] into ``out``, or a gradient backwards.
 
-    A bfloat16 element moves 4 bytes, and those of cos and sin once for all heads.
+    Bytes moved per bfloat16 element: 4, and those of cos and sin once for all heads.
     """
     half = x.shape[-1] // 2
     lanes = 1 << (half - 1).bit_length()
     rows = max(_TILE // lanes, 1)
-    # Of batch, token and head; of the tables' batch and token.
+    # Strides of batch, token and head; of batch and token for the tables.
     strides = [s // _UNIT for t in (x, out, cos) for s in _strides(t)]
     launch = launcher(kernels, "rope_kernel", (half, lanes, rows, backward), _WARPS, x.device)
     numel = x.numel()

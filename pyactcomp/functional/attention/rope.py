@@ -1,4 +1,4 @@
-"""``rope``, rotary position embeddings of queries and keys, which stores neither."""
+"""``rope``: rotary position embeddings of queries and keys; saves neither."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _turned(x: Tensor) -> Tensor:
 
 def _turned_back(x: Tensor) -> Tensor:
     low, high = x.chunk(2, -1)
-    # Zero as autograd adds it to the gradient of a slice, which makes -0 to 0.
+    # Add zero, as autograd does to the gradient of a slice: -0 becomes 0.
     return torch.cat((high, -low), -1).add_(0.0)
 
 
@@ -51,8 +51,8 @@ class _Rope(torch.autograd.Function):
         out = _fused(x, cos, sin, heads, torch.empty_like(x, dtype=dtype), how, backward=False)
         if out is None:
             out = _rotated(x, cos, sin, heads).to(dtype)
-        # Torch's gradients are contiguous, and the sums behind them are rounded in that order. Laid out as x is, often
-        # a view of a linear layer's output, that takes them as they are.
+        # Torch's gradients are contiguous, and later sums round in that order. In the layout of x, often a view of a
+        # linear layer's output, the gradient enters the layer's backward without a copy.
         ctx.layout = contiguous_layout(x.shape) if contiguous_grad else layout_of(out)
         return out
 
@@ -78,7 +78,7 @@ def _product(dtype: torch.dtype, cos: Tensor, sin: Tensor) -> torch.dtype:
 def _fused(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, out: Tensor, how: Saving, *, backward: bool
 ) -> Tensor | None:
-    """Write x rotated, or rotated back, to ``out`` and return it if the kernel serves them."""
+    """Write x, rotated forward or backward, to ``out`` and return ``out``; None if the kernel does not serve them."""
     if not how.runs_kernels(x):
         return None
     from . import launch
@@ -102,41 +102,41 @@ def rope(
     contiguous_grad: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions and keep nothing of them for backward.
+    """Rotate queries and keys by their positions; of both, nothing is saved for backward.
 
     Parameters
     ----------
     q, k : Tensor, [batch, heads, tokens, dim], floating point
         In any layout; with ``unsqueeze_dim=2`` [batch, tokens, heads, dim].
     cos, sin : Tensor, [batch or 1, tokens, dim], floating point
-        Element ``i`` of a head is multiplied by ``cos[..., i]`` and takes, times ``sin[..., i]``, the element half a
-        head away, negated in the first half.
+        Tables of the angles. With ``h = dim / 2``, the result is ``x[i] * cos[i] - x[i + h] * sin[i]`` for ``i < h``
+        and ``x[i] * cos[i] + x[i - h] * sin[i]`` for the second half.
     unsqueeze_dim : {1, 2}
         The dimension of the heads.
     dtype : torch.dtype, optional
-        Of the results; by default that of the products. In float32, as where ``cos`` is float32, and cast to bfloat16
-        by autocast, they are the same as with ``dtype=torch.bfloat16``.
+        The dtype of the results; by default the promoted dtype of ``x * cos``. ``dtype=torch.bfloat16`` gives the
+        same results as a float32 output (float32 ``cos``) cast to bfloat16 by autocast.
     contiguous_grad : bool
-        Whether gradients are contiguous, as those of torch's operators; by default they lie in memory as ``q`` and
-        ``k`` do.
+        Whether gradients are contiguous, like those of torch's operators. By default gradients have the memory layout
+        of ``q`` and ``k``.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same. A named one never falls back.
+        Implementation; all give the same results. A named one never falls back to another.
 
     Returns
     -------
     tuple of two Tensor, the shapes and order of dimensions of ``q`` and ``k``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError. They and the gradients are those
-        of torch's separate operators to the bit.
+        Equal to the results of torch's separate operators to the bit, as are the gradients. Differentiable once:
+        backward with ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------
     ImplementationUnavailableError
-        If ``impl`` cannot serve their device.
+        If ``impl`` cannot serve the device of ``q`` and ``k``.
 
     Notes
     -----
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv:2104.09864), in the layout of
-    halves that ``transformers`` uses.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv:2104.09864). The layout is the
+    half-split one of ``transformers``.
 
     Examples
     --------

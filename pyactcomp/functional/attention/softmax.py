@@ -1,4 +1,4 @@
-"""``softmax`` of scores with a bias and a mask, which stores its output in codes."""
+"""``softmax`` of scores with a bias and a mask: saves the output in codes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class _Softmax(torch.autograd.Function):
         ctx.dim, ctx.dtype = dim, x.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         out = probabilities(x, dim, bias, mask, dtype)
-        # Where the sum is wider than the result, that is a cast of what softmax saves.
+        # Check the output for writes only where torch saves it too; else torch saves the softmax before its cast.
         saved = how.bits is not None and (dtype is wide(x.dtype) or (bias is None and mask is None))
         begin(ctx, out if saved else None)
         kept, restore = how.keep(out)
         ctx.restore = restore
         ctx.save_for_backward(kept)
         if how.bits is not None:
-            # So that the product with the values, which saves it too, shares these codes.
+            # The product with the values saves the output too: let it share these codes.
             offer(ctx, out, lambda dtype: restore(kept).to(dtype))
         return out
 
@@ -66,10 +66,10 @@ def softmax(
     dtype: torch.dtype | None = None,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Apply softmax to ``x + bias + mask`` and keep the result for backward in codes.
+    """Apply softmax to ``x + bias + mask`` and save the result for backward in codes.
 
-    Sum and softmax are computed in float32 (float64 for float64). The product with the values of an attention, which
-    saves the result too, shares the codes where the model is compressed.
+    Sum and softmax are computed in float32 (float64 for float64). In a compressed model, the attention's product with
+    the values also saves the result, and shares the codes.
 
     Parameters
     ----------
@@ -77,12 +77,12 @@ def softmax(
     dim : int
         The dimension along which the result sums to 1.
     bias : Tensor, optional
-        Broadcast to ``x``, such as [heads, tokens, tokens] for scores of [windows, heads, tokens, tokens].
+        Broadcast to ``x``; for example [heads, tokens, tokens] for scores [windows, heads, tokens, tokens].
     mask : Tensor, [n, tokens, tokens], optional
-        For scores [windows, heads, tokens, tokens]: its i-th part is added to the windows i, n + i, 2 n + i, ... It
-        gets no gradient.
+        For scores [windows, heads, tokens, tokens]: ``mask[i]`` is added to the windows i, n + i, 2 n + i, ... The
+        mask gets no gradient.
     dtype : torch.dtype, optional
-        That of the output, by default float32 (float64 for float64) under autocast and that of ``x`` elsewhere.
+        The dtype of the output. By default float32 (float64 for float64) under autocast, else the dtype of ``x``.
     codes : Codes
         How to store the result.
 
@@ -93,14 +93,15 @@ def softmax(
     Raises
     ------
     TypeError
-        If ``dtype`` is no floating-point dtype.
+        If ``dtype`` is not a floating-point dtype.
 
     Notes
     -----
     The gradient is p * (g - sum(g * p)). An error of at most ``e`` in the probabilities p
-    (:func:`pyactcomp.reference.error_bound`) makes one of at most ``e * |g - sum(g p)| + (p + e) * sum(|g| e)``. That
-    is small in an attention, where ``g`` is a product with the values. Where the logarithm of a probability is taken
-    or something is divided by it, ``g`` is as large as the probability is small: use ``bits=None`` there.
+    (:func:`pyactcomp.reference.error_bound`) changes the gradient by at most
+    ``e * |g - sum(g p)| + (p + e) * sum(|g| e)``. In attention, ``g`` is a product with the values and the error is
+    small. If the loss takes the logarithm of a probability or divides by one, ``g`` grows as the probability shrinks:
+    use ``bits=None`` there.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The Triton kernel of ``linear_cross_entropy``: a row of logits becomes its loss and, in place, its gradient.
+"""The Triton kernel of ``linear_cross_entropy``: computes the loss of a row of logits and, in place, the gradient.
 
 The functions are Triton's language, not Python.
 """
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from ...codec.kernels.triton_ops import load_float, tile_offsets, to_raw
 
-# Below every finite logit, and finite: -inf - (-inf) would be NaN where a part of a row holds nothing.
+# The lowest finite float32, not -inf: -inf - (-inf) would be NaN in a part of a row beyond the vocabulary.
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def _load(row, columns, VOCABULARY: tl.constexpr, STRIDE: tl.constexpr):
-    # By the stride, a multiple of the 16 bytes of an access: a mask by the vocabulary would load element by element.
+    # Mask by the stride, a multiple of a 16-byte access: a mask by the vocabulary would load element by element.
     return tl.where(columns < VOCABULARY, load_float(row, columns, columns < STRIDE), float("-inf"))
 
 
@@ -35,14 +35,14 @@ def cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the cross-entropy of a row of [rows, STRIDE] logits a program, the last one first.
+    """Compute the cross-entropy of one row of [rows, STRIDE] logits per program; program 0 takes the last row.
 
-    With GRADIENT, (softmax - one-hot) * scale takes the place of the row, and zeros that of its padding. The row is
-    read twice, the second time from the cache and backwards, and written once.
+    With GRADIENT, (softmax - one-hot) * scale overwrites the row and zeros overwrite the padding. The row is read
+    twice, the second time backwards and from the cache, and written once.
     """
     DTYPE: tl.constexpr = logits.dtype.element_ty
     BLOCKS: tl.constexpr = (STRIDE + BLOCK - 1) // BLOCK
-    # VECTOR consecutive elements are one thread's, so that the sums of the loop stay within threads.
+    # VECTOR consecutive elements belong to one thread: the sums in the loop stay within threads.
     offsets = tile_offsets(VECTOR, BLOCK // VECTOR)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = logits + program.to(tl.int64) * STRIDE
@@ -50,7 +50,7 @@ def cross_entropy_kernel(
     counted = label != ignore_index
     known = (label >= 0) & (label < VOCABULARY)
     column = tl.where(known, label, 0).to(tl.int32)
-    # Before the first exchange among warps, after which another one may write here.
+    # Load before the first exchange among warps: after the last one, another warp may overwrite the label's logit.
     at_label = load_float(row, column)
 
     largest = tl.full([BLOCK // VECTOR, 1], _LOWEST, tl.float32)

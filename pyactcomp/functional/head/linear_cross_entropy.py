@@ -1,4 +1,4 @@
-"""``linear_cross_entropy``, a loss head that never holds the logits of all rows."""
+"""``linear_cross_entropy``: a loss head that never holds the logits of all rows."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from ..saving import begin, check_float_tensor, differentiable_once, recorded, w
 
 Reduction = Literal["mean", "sum"]
 
-# Logits of one chunk: 4096 rows of 32000 bfloat16. Fewer bytes make more, smaller products, each of which reads and
-# writes the whole sum for the weight; more bytes come on top of all that forward has stored. By estimate: at 256 MiB
-# that sum costs 0.5 ms where the head of a Llama of 1 B parameters takes 10 ms.
+# Logits of one chunk: 4096 rows of 32000 bfloat16. Smaller chunks mean more products, and each reads and writes the
+# whole sum for the weight; larger chunks raise the peak, on top of all stored activations. By estimate, at 256 MiB the
+# sum costs 0.5 ms of the 10 ms that the head of a Llama of 1 B parameters takes.
 CHUNK_BYTES = 2**28
-# Rows of a chunk are a multiple of a matrix product's tile.
+# The rows of a chunk are a multiple of a matrix product's tile.
 ROWS = 128
-# Products whose leading dimension is no multiple of 16 bytes run at a quarter of the rate on an H200; with this one
-# all three are aligned in every dtype, and a row of the tiles of a product is whole.
+# A product with a leading dimension that is not a multiple of 16 bytes runs at a quarter of the rate on an H200. Padded
+# to 64 columns, all three products are aligned in every dtype, and their tiles cover whole rows.
 COLUMNS = 64
-# Elements of a row that a program holds at a time, and its warps: two 16-byte accesses a thread of bfloat16. Two or
+# Elements of a row in a program at a time, and the program's warps: two 16-byte accesses of bfloat16 a thread. Two or
 # three programs fill a multiprocessor: the rows under way, 27 MB with 50257 columns, are still in the cache of an
-# H200 (50 MB) when they are read again; more and smaller programs would read them from memory. By estimate.
+# H200 (50 MB) at the second read; more and smaller programs would read from memory. By estimate.
 BLOCK, WARPS = 8192, 16
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """What is computed of each row."""
+    """The loss of each row, as a callable on chunks of logits."""
 
     ignore_index: int
     chunk: int | None
     impl: Impl
 
     def rows(self, count: int, row_bytes: int) -> int:
-        """Return the rows of a chunk: as few chunks as fit the bound, of about the same size."""
+        """Return the rows of a chunk: the fewest chunks within CHUNK_BYTES, all of about the same size."""
         if self.chunk is not None:
             return self.chunk
         chunks = max(-(-count * row_bytes // CHUNK_BYTES), 1)
         return max(-(-count // (chunks * ROWS)) * ROWS, 1)
 
     def fuses(self, logits: Tensor) -> bool:
-        """Return whether the Triton kernel serves ``logits``; a named implementation never falls back."""
+        """Return whether to run the Triton kernel; raise if ``impl="triton"`` cannot serve the device."""
         if self.impl == "triton":
             codec.resolve(self.impl, logits.device)
         elif self.impl != "auto" or not logits.is_cuda:
@@ -57,7 +57,7 @@ class _Loss:
         return logits.dtype is not torch.float64 and codec.unavailable_reason("triton", logits.device) is None
 
     def __call__(self, logits: Tensor, vocabulary: int, labels: Tensor, losses: Tensor, scale: Tensor | None) -> None:
-        """Write the losses of rows and, given a scale, the gradient times it in place of the padded logits."""
+        """Write the losses of the rows; with a scale, overwrite the padded logits with their gradient times scale."""
         if self.fuses(logits):
             self._launch(logits, vocabulary, labels, losses, scale)
             return
@@ -84,7 +84,7 @@ class _Loss:
 
 
 def _padded(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a weight or a bias in ``dtype`` with zeros up to a multiple of COLUMNS rows."""
+    """Return a weight or a bias in ``dtype``, padded with zeros to a multiple of COLUMNS rows."""
     if parameter is None:
         return None
     count = parameter.shape[0]
@@ -98,7 +98,7 @@ def _padded(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a.T @ b`` to ``total`` without rounding the product to the dtype of its factors."""
+    """Add ``a.T @ b`` to ``total`` without rounding the product to the dtype of the factors."""
     if a.dtype is total.dtype:
         total.addmm_(a.t(), b)
     elif a.is_cuda:
@@ -117,7 +117,7 @@ def _walk(
     loss_of: _Loss,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the losses of rows and the gradients of x, weight and bias, times scale, that are needed."""
+    """Return the losses of all rows, and the needed gradients of x, weight and bias, times scale."""
     count, vocabulary = x.shape[0], weight.shape[0]
     exact = wide(dtype)
     matrix, offset = cast(Tensor, _padded(weight, dtype)), _padded(bias, dtype)
@@ -126,7 +126,7 @@ def _walk(
     losses = x.new_empty(count, dtype=exact)
     logits = x.new_empty((min(rows, count), padded), dtype=dtype)
     needs_x, needs_weight, needs_bias = needs
-    # As torch's: that of a matrix by columns is one, too.
+    # As in torch, the gradient of a column-major matrix is column-major.
     form = torch.preserve_format if layout_of(x).dense else torch.contiguous_format
     grad_x = torch.empty_like(x, dtype=dtype, memory_format=form) if needs_x else None
     grad_weight = x.new_zeros((padded, x.shape[1]), dtype=exact) if needs_weight else None
@@ -168,12 +168,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
         read = x if needs_weight else None, weight if needs_x else None
         begin(ctx, labels, *(t for t in read if t is not None and t.dtype is dtype))
-        # Gradients are kept times a mantissa from 1/2 to 1 that backward completes by a power of two, so that they
-        # are rounded once, and neither underflow in float16 nor overflow.
+        # Save the gradients times the mantissa of scale, in [1/2, 1); backward multiplies by the power of two. So they
+        # are rounded once, and neither underflow nor overflow in float16.
         mantissa = torch.frexp(scale).mantissa
         losses, *gradients = _walk(x, weight, bias, labels, mantissa, dtype, loss_of, ctx.needs_input_grad[:3])
         if gradients[1] is not None and weight.dtype is torch.bfloat16:
-            # Other 16-bit weights have fewer exponents than a sum over all rows may need.
+            # Only bfloat16: float16 has too few exponents for a sum over all rows.
             gradients[1] = gradients[1].to(torch.bfloat16)
         ctx.save_for_backward(scale / mantissa, *gradients)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -183,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         power, *gradients = ctx.saved_tensors
-        # One element, not none: only dimensions make the product float32, rounded to the gradient's dtype at the end.
+        # One dimension: a 0-dim factor would not promote the product to float32, rounded to the gradient's dtype last.
         factor = (grad * power).view(1)
         once = not graph_is_retained()
         scaled = (
@@ -214,54 +214,55 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight, bias).float(), labels)`` a chunk of rows at a time.
 
-    The forward already computes the gradients and keeps them instead of logits; backward only scales them. They are
-    the gradients of the unchunked functions with the sum for ``weight`` carried in float32.
+    Forward computes the gradients too and saves them instead of the logits; backward only scales them. The gradients
+    are those of the unchunked functions, with the sum for ``weight`` accumulated in float32.
 
     Parameters
     ----------
     x : Tensor, [..., in], floating point
     weight : Tensor, [vocabulary, in]
     labels : Tensor, [...], int64
-        A class a row, or ``ignore_index`` for rows that do not count.
+        The class of each row, or ``ignore_index`` for rows to leave out.
     bias : Tensor, [vocabulary], optional
     ignore_index : int
     reduction : {"mean", "sum"}
-        Whether the sum over rows is divided by the number of those that count.
+        "mean" divides the sum over rows by the number of rows with a label other than ``ignore_index``.
     divisor : float or Tensor of one element, optional
-        What to divide a sum by.
+        Divides the sum; for ``reduction="sum"`` only.
     chunk : int, optional
-        Rows at a time; by default as many as make logits of 256 MiB.
+        Rows per chunk; by default enough for 256 MiB of logits.
     impl : {"auto", "triton", "cuda", "cpu", "reference"}
-        By default a Triton kernel on CUDA, which "triton" asks for by name; all others use torch's operators.
+        "triton" names the Triton kernel, the default on CUDA; all other values run torch's operators.
 
     Returns
     -------
     Tensor, no dimensions
-        Of float32, or float64 where ``x`` is. Differentiable once: backward with ``create_graph=True`` raises
+        float32, or float64 if ``x`` is float64. Differentiable once: backward with ``create_graph=True`` raises
         PyactcompError.
 
     Raises
     ------
     TypeError
-        If ``labels`` is no tensor of int64.
+        If ``labels`` is not an int64 tensor.
     ValueError
-        If dtypes or devices do not match, or an option has no such value.
+        If dtypes or devices do not match, or an option has a value not listed above.
     IndexError
-        If a label is no class, on the CPU. On other devices, where looking would make the host wait, the loss is NaN
-        then, and so is the gradient of its row.
+        If a label is out of range, on the CPU. On other devices the check would make the host wait: there the loss
+        and the gradient of the row are NaN.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 
     Notes
     -----
-    With n rows, a vocabulary of v and c bytes an element, forward needs beside its arguments the chunk, the
-    gradient of ``x`` (``n * in * c``) and the sum for ``weight`` (``v * in * 4``), and a copy of ``weight``
-    (``v * in * c``) where autocast casts it or v is no multiple of 64. The two gradients stay until backward, that of
-    a bfloat16 ``weight`` in bfloat16. Backward scales them in place, unless the graph is retained or autocast's
-    dtype is not that of ``x``, of which it makes another then.
+    Memory: with n rows, a vocabulary of v and c bytes an element, forward allocates one chunk of logits, the gradient
+    of ``x`` (``n * in * c``), the sum for ``weight`` (``v * in * 4``) and, if autocast casts ``weight`` or v is not a
+    multiple of 64, a copy of ``weight`` (``v * in * c``). The two gradients live until backward; the gradient of a
+    bfloat16 ``weight`` is saved in bfloat16. Backward scales the gradients in place. If the graph is retained, or the
+    dtype of autocast differs from the dtype of ``x``, backward writes the scaled gradient to new memory instead.
 
-    Logits and their gradients are rounded to the dtype of the products, as unchunked; the gradients are scaled before
-    they are, by what leaves a power of two. The order of a chunked loss is that of Liger-Kernel (Hsu et al., 2024).
+    Logits and their gradients are rounded to the dtype of the products, as in the unchunked functions. The gradients
+    are scaled before this rounding, up to a power of two. The chunked order of computation is that of Liger-Kernel
+    (Hsu et al., 2024).
 
     Examples
     --------
@@ -317,7 +318,7 @@ def linear_cross_entropy(
         by = divisor.detach().to(x.device, exact).reshape(())
     else:
         by = torch.full((), 1.0 if divisor is None else divisor, dtype=exact, device=x.device)
-    # Without a row that counts the mean is NaN and the gradients are zeros, as torch's.
+    # If all labels are ignore_index, the mean is NaN and the gradients are zeros, as in torch.
     scale = 1 / (by.clamp(min=1) if reduction == "mean" else by)
     with torch.autocast(x.device.type, enabled=False):
         if recorded(x, weight, bias):
