@@ -1,4 +1,4 @@
-"""``batch_norm`` with what follows it in a residual block: the addition and ReLU. It stores its input in codes."""
+"""``batch_norm``, fused with a residual block's addition and ReLU: saves the input in codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
 
-# The smallest normal value of float16: what was positive comes back positive in every dtype.
+# The smallest normal float16: recomputed positive outputs are at least this, so positive in every dtype.
 _SMALLEST = 2.0**-14
 
 
@@ -23,10 +23,9 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _as_torch_takes_it(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Return ``x`` with the strides that torch's kernel sees: cuDNN's takes a copy in a memory format of torch's.
+    """Return ``x`` with the strides that torch's kernel sees; output and gradient have the same strides.
 
-    The output and the gradient have these strides too. torch's own kernels, of the GPU and of the CPU, take ``x`` as
-    it is.
+    cuDNN gets a copy in one of torch's memory formats. Torch's own kernels, on the GPU and the CPU, take ``x`` itself.
     """
     if not x.is_cuda or type(x) not in PLAIN or torch.compiler.is_compiling() or weight is None or bias is None:
         return x
@@ -86,7 +85,7 @@ class _BatchNorm(torch.autograd.Function):
             if kept_mask is not None:
                 grad = torch.where(ctx.restore_mask(kept_mask), grad, 0.0)
             x = ctx.restore(kept).to(mean.dtype)
-            # Codes are restored without gaps, and the strides of the input decide on those of its gradient.
+            # The restored x is dense. Give it the input's strides, which decide the strides of the gradient.
             x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
             gamma = _to(weight, mean.dtype)
             grads = list(
@@ -116,7 +115,7 @@ def _forward(
     if how.fuses(x):
         from . import launch
 
-        # The kernels write the running statistics where they lie.
+        # The kernels update the running statistics in place.
         if launch.batch_norm_serves(x, residual, how) and all(t is None or t.is_contiguous() for t in running):
             return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
     normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
@@ -126,7 +125,7 @@ def _forward(
     kept_mask, restore_mask = None, None
     if relu:
         out = torch.relu(out)
-        # NaN has a gradient, as torch's ReLU gives it one.
+        # NaN has a gradient, as in torch's ReLU.
         mask = ~(out <= 0)
         kept_mask, restore_mask = (mask, _same) if how.bits is None else how.keep_mask(mask)
     kept, restore = how.keep(x)
@@ -197,22 +196,26 @@ def batch_norm(
     residual: Tensor | None = None,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Normalise channels by the statistics of the batch, add ``residual``, apply ReLU; keep ``x`` in codes.
+    """Normalise channels by the statistics of the batch, add ``residual``, apply ReLU; save ``x`` in codes.
 
-    Computes ``relu(batch_norm(x) + residual)`` in training mode and keeps, beside the codes of ``x``, the mean and the
-    reciprocal deviation of each channel and one bit an element for ReLU. Where backward asks for the output, it is
-    computed again from these; with a residual, from codes of its own.
+    Computes ``relu(batch_norm(x) + residual)`` in training mode. Saves the codes of ``x``, the mean and the reciprocal
+    deviation of each channel, one bit per element for ReLU and, with a residual, codes of the output. If another
+    operator saved the output, backward recomputes the output from these.
 
     Parameters
     ----------
     x : Tensor, [N, C, ...], floating point
     running_mean, running_var : Tensor, [C], or None
-        Updated in place: the new value is ``momentum`` times that of the batch (the unbiased variance) and
-        ``1 - momentum`` times the old one.
+        Updated in place to ``momentum * batch + (1 - momentum) * running``; the batch's variance is the unbiased one.
     weight, bias : Tensor, [C], optional
-    momentum, eps : float
+    momentum : float
+        Weight of the batch in the running statistics.
+    eps : float
+        Added to the variance.
     relu : bool
+        Whether to apply ReLU.
     residual : Tensor, the shape and dtype of ``x``, optional
+        Added before ReLU.
     codes : Codes
         How to store ``x`` and, with a residual, the output.
 
@@ -223,14 +226,14 @@ def batch_norm(
     Raises
     ------
     ValueError
-        If a channel has a single element.
+        If channels have one element only.
 
     Notes
     -----
-    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of ``e * rstd`` in the
-    normalised element, which is all that the gradients see of ``x``. The fused kernels serve channels-last [N, C, H, W]
-    with whole groups of channels and 8 bits; others take a few passes more. Partial means and variances are combined
-    after Chan, Golub and LeVeque (1983).
+    The gradients depend on ``x`` only through the normalised elements: an error of at most ``e`` in ``x``
+    (:func:`pyactcomp.reference.error_bound`) becomes one of at most ``e * rstd`` there. The fused kernels serve
+    channels-last [N, C, H, W] with 8-bit codes and C a multiple of the group size; other inputs take a few more passes.
+    Partial means and variances are combined after Chan, Golub and LeVeque (1983).
 
     Examples
     --------

@@ -1,17 +1,17 @@
 """Triton kernels of batch norm over channels-last tensors, seen as rows of channels.
 
-A tile is GROUPS groups of one element a channel: SPAN neighbouring groups of each of GROUPS // SPAN rows. A program
-walks down its SPAN groups of channels, taking every ``splits``-th tile, so that what belongs to a channel stays in its
-registers. One of SWEEPS sweeps over a tile is one 16-byte access of each thread; sums over the sweeps stay in a
-thread. Codes of 8 bits only, and groups that lie within a row.
+A tile has GROUPS groups of GROUP channels: SPAN neighbouring groups in each of GROUPS // SPAN rows. A program walks
+down its SPAN groups of channels, taking every ``splits``-th tile, so the values of a channel (statistics, weight, sums)
+stay in registers. A tile is read in SWEEPS sweeps, each one 16-byte access per thread; sums over the sweeps stay within
+a thread. Codes have 8 bits, and a group lies within a row.
 
-Bytes that move for an element of float32: forward 4 + 1.06 for the statistics, 4 + 4 + 1/8 for the output, with a
-residual 4 + 1.06 more; backward 4 + 1.06 + 1/8 for the sums, the same and 4 for the gradient, with a residual 4 more;
-the output again 1.06 + 1/8 + 4.
+Bytes moved per float32 element. Forward: 4 + 1.06 for the statistics, 4 + 4 + 1/8 for the output, with a residual
+4 + 1.06 more. Backward: 4 + 1.06 + 1/8 for the sums, the same plus 4 for the gradient, with a residual 4 more.
+Recompute: 1.06 + 1/8 + 4.
 
 The functions are Triton's language, not Python.
 
-Longer than 400 lines: six kernels of one operator, which share their tiles and the order of their codes.
+Longer than 400 lines: six kernels of one operator, with the same tiles and order of codes.
 """
 # mypy: ignore-errors
 
@@ -40,7 +40,7 @@ def _place(width, GROUP: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _tile(width, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr):
-    """Return the offsets of a tile's groups and of its elements, and its groups' rows: [GROUPS, 1 or GROUP]."""
+    """Return the offsets of a tile's groups and elements, and the rows of the groups: [GROUPS, 1 or GROUP]."""
     group = tl.arange(0, GROUPS)[:, None]
     row = group // SPAN
     groups = row * width + group % SPAN
@@ -60,7 +60,7 @@ def _sweeps(x, SWEEPS: tl.constexpr):
 
 @triton.jit
 def _for_tile(lanes, SWEEPS: tl.constexpr):
-    """Return what a sweep has of each channel for a whole tile."""
+    """Repeat the per-channel values of one sweep, [lanes, GROUP], for all sweeps of a tile."""
     LANES: tl.constexpr = lanes.shape[0]
     GROUP: tl.constexpr = lanes.shape[1]
     return tl.reshape(tl.broadcast_to(lanes[None, :, :], [SWEEPS, LANES, GROUP]), [SWEEPS * LANES, GROUP])
@@ -68,13 +68,13 @@ def _for_tile(lanes, SWEEPS: tl.constexpr):
 
 @triton.jit
 def _fold(lanes, SPAN: tl.constexpr):
-    """Return the sums of what belongs to the same channel, [SPAN, GROUP]."""
+    """Sum the lanes of each channel: [SPAN, GROUP]."""
     return tl.sum(tl.reshape(lanes, [lanes.shape[0] // SPAN, SPAN, lanes.shape[1]]), 0)
 
 
 @triton.jit
 def _parameters_at(packed, numel):
-    """Return where the parameters begin: the codes, one byte each, fill whole groups."""
+    """Return a pointer to the parameters, right after the codes: one byte per element, whole groups."""
     return (packed + numel).to(tl.pointer_type(tl.uint32), bitcast=True)
 
 
@@ -82,7 +82,7 @@ def _parameters_at(packed, numel):
 def _store_codes(
     packed, codes, parameters, start, groups, offsets, present, numel, GROUP: tl.constexpr, RUN: tl.constexpr
 ):
-    # A thread's codes are those of its 16 bytes of the other tensor: no exchange through shared memory.
+    # A thread stores the codes of the elements that it loads, 16 bytes at a time: no exchange through shared memory.
     tl.store(tl.max_contiguous(packed + start + offsets, [1, RUN]), codes, mask=present)
     tl.store(_parameters_at(packed, numel) + start // GROUP + groups, parameters, mask=present)
 
@@ -99,7 +99,7 @@ def _restore(packed, start, groups, offsets, present, numel, GROUP: tl.constexpr
 
 @triton.jit
 def store_rounded(out, x, start, offsets, present, COMPILED: tl.constexpr):
-    """Store float32 values, rounded to what ``out`` holds, where they are ``present``."""
+    """Store float32 values, rounded to the dtype of ``out``, where ``present``."""
     raw = to_raw(x, out.dtype.element_ty, COMPILED)
     tl.store(out.to(tl.pointer_type(raw.dtype), bitcast=True) + start + offsets, raw, mask=present)
 
@@ -142,10 +142,9 @@ def batch_norm_statistics_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Pack rows of ``width`` groups, and leave each program's mean and sum of squares about it, [splits, channels].
+    """Pack rows of ``width`` groups; write each program's means and sums of squared deviations, [splits, channels].
 
-    The sums are of what is left of an element after the first one of its channel that the program meets: nothing
-    cancels, whatever the mean.
+    Sums are over the differences from a channel's first element in the program: no cancellation, whatever the mean.
     """
     ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
@@ -201,7 +200,7 @@ def batch_norm_finish_kernel(
     CHANNELS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Combine what the programs of ``batch_norm_statistics_kernel`` left (Chan et al.), CHANNELS channels a program."""
+    """Combine the partial results of ``batch_norm_statistics_kernel`` (Chan et al.), CHANNELS channels a program."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     rows = numel // (width * GROUP)
     tiles = ((rows + ROWS - 1) // ROWS).to(tl.int32)
@@ -214,7 +213,7 @@ def batch_norm_finish_kernel(
     while begin < splits:
         split = begin + tl.arange(0, SPLITS)[:, None]
         present = split < splits
-        # The program that takes the last tile first takes what is there of it.
+        # Split 0 has the last tile, possibly a partial one.
         count = ((tiles - 1 - split) // splits + 1) * ROWS - tl.where(split == 0, absent, 0)
         count = count.to(tl.float32)
         at = split.to(tl.int64) * width * GROUP + channel[None, :]
@@ -271,9 +270,9 @@ def batch_norm_apply_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Normalise, add the residual, apply ReLU; keep the signs, and with a residual the codes of the output.
+    """Normalise, add the residual, apply ReLU; write the signs, and with a residual the codes of the output.
 
-    First tile first: ``batch_norm_statistics_kernel`` has just read it.
+    The first tile is first: ``batch_norm_statistics_kernel`` has read it last.
     """
     ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
@@ -295,7 +294,7 @@ def batch_norm_apply_kernel(
         if HAS_RESIDUAL:
             y = y + load_float(residual + start, offsets, present)
         if RELU:
-            # As eager, NaN stays and has a gradient.
+            # NaN stays and has a gradient, as in torch.
             y = tl.where(y <= 0.0, 0.0, y)
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             _store_signs(signs, y != 0.0, word, SWEEPS, RUN)
@@ -329,7 +328,7 @@ def batch_norm_redo_kernel(
     RUN: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Write the output again from the codes of the input, positive where it was."""
+    """Recompute the output from the codes of the input; positive exactly where forward's output was."""
     ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
     first, split, splits = _place(width, GROUP, SPAN)
@@ -350,7 +349,7 @@ def batch_norm_redo_kernel(
         if RELU:
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             positive = _load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN)
-            # The smallest value that is positive in every dtype.
+            # The smallest normal float16, positive in every dtype.
             y = tl.where(positive, tl.where(y < 6.103515625e-05, 6.103515625e-05, y), 0.0)
         store_rounded(out, y, start, offsets, present, COMPILED)
         tile -= splits
@@ -374,7 +373,7 @@ def batch_norm_sums_kernel(
     RUN: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Leave each program's sums of the gradient, and of it times the centred input, [splits, channels]."""
+    """Write each program's sums of the gradient, and of the gradient times the centred input, [splits, channels]."""
     ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
     first, split, splits = _place(width, GROUP, SPAN)
@@ -424,7 +423,7 @@ def batch_norm_backward_kernel(
     RUN: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Write the gradient of the input, given the sums over all rows, and that of the residual."""
+    """Write the gradients of the input and the residual, given the sums over all rows."""
     ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
     first, tile, splits = _place(width, GROUP, SPAN)

@@ -17,22 +17,22 @@ from ..launch import buffer, keys, launcher, processors
 from ..saving import Saving
 from . import batch_norm_kernels, max_pool_kernels
 
-# Elements and warps of a program, as the codec's kernels have them: four 16-byte accesses of each thread for float32.
+# Elements and warps of a program, as in the codec's kernels: four 16-byte accesses of each thread for float32.
 _TILE, _WARPS = codec_kernels.TILE, codec_kernels.WARPS
-# Programs of a multiprocessor, which is what fits with so many registers a thread: the rare paths of the two kernels
-# that pack spill 12 of them, the others none. Taken from ptxas, not yet from a measurement.
+# Registers of a thread, and the programs fitting on a multiprocessor then. By ptxas, the rare paths of the two packing
+# kernels spill 12 registers, the others none; not measured yet.
 _REGISTERS, _PROGRAMS = 80, 12
-# Neighbouring channels of a program: 1 KiB of float32. With fewer, accesses get short; with more, kernels get many.
+# Neighbouring channels of a program, 1 KiB of float32: fewer shorten the accesses, more need more kernel variants.
 _CHANNELS = 256
-# Channels and programs' results that one program of the finishing kernel combines at a time.
+# The finishing kernel: channels of a program, and partial results combined at a time.
 _FINISH_CHANNELS, _FINISH_SPLITS, _FINISH_WARPS = 16, 512, 8
 
-# Channels of a program of the max-pool: 256 bytes of float32 of each pixel.
+# Channels of a max-pool program: 256 bytes of float32 of each pixel.
 _POOL_CHANNELS = 64
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Return whether ``x`` is [N, C, H, W] in torch's channels-last format, and no other: a single pixel is in both."""
+    """Return whether ``x`` is [N, C, H, W] in channels-last format only: a single pixel is also contiguous."""
     if x.dim() != 4:
         return False
     _, channels, height, width = x.shape
@@ -40,12 +40,12 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def as_channels_last(x: Tensor) -> Tensor:
-    """Return ``x`` with neighbouring channels."""
+    """Return ``x`` in channels-last format."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def batch_norm_serves(x: Tensor, residual: Tensor | None, how: Saving) -> bool:
-    """Return whether the kernels serve a batch norm of ``x``; what they write is laid out as ``x``."""
+    """Return whether the kernels serve a batch norm of ``x``; their results have the layout of ``x``."""
     return (
         how.fuses(x)
         and how.bits == 8
@@ -68,7 +68,7 @@ def _given(t: Tensor | None, stand_in: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """A batch norm that :func:`batch_norm_serves` allows, of a tensor like one of ``shape`` and ``dtype``."""
+    """A batch norm of one shape, dtype and device accepted by :func:`batch_norm_serves`."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class BatchNorm:
 
     @functools.cached_property
     def _splits(self) -> int:
-        """How many programs share the rows of their channels."""
+        """Programs that share the rows of one block of channels."""
         blocks = self._width // self._span
         return min(-(-_PROGRAMS * processors(self.device) // blocks), self._tiles)
 
@@ -122,7 +122,7 @@ class BatchNorm:
         momentum: float,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes of ``x``, and the mean and the reciprocal deviation of its channels."""
+        """Return the codes of ``x``, and the mean and the reciprocal deviation of the channels."""
         packed, parts = buffer(x, self.how), self._sums()
         self._launch("batch_norm_statistics_kernel", (), (x, packed, *parts), keys(self.how))
         mean, rstd = torch.empty((2, self.shape[1]), dtype=torch.float32, device=self.device)
@@ -142,7 +142,7 @@ class BatchNorm:
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the output, the signs of a ReLU's and, where there is a residual, the codes of the output."""
+        """Return the output, with ReLU the signs, and with a residual the codes of the output."""
         out = self._like(self.dtype)
         signs = self._signs() if self.relu else None
         packed = None if residual is None else buffer(out, self.how)
@@ -156,7 +156,7 @@ class BatchNorm:
         return out, signs, packed
 
     def _signs(self) -> Tensor:
-        """Return room for a bit for each element of each tile, in words of the 16 elements of a thread."""
+        """Return memory for one bit per element of each tile, in 16-bit words: one word per thread."""
         words = self._tiles * self._rows * self.shape[1] // 16
         return torch.empty(words, dtype=torch.int16, device=self.device)
 
@@ -170,7 +170,7 @@ class BatchNorm:
         signs: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the output without a residual again."""
+        """Recompute the output of a batch norm without a residual."""
         out = self._like(dtype)
         constants = (weight is not None, bias is not None, self.relu)
         parameters = (_given(weight, mean), _given(bias, mean))
@@ -179,7 +179,7 @@ class BatchNorm:
         return out
 
     def restore(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the output with a residual again, from its own codes."""
+        """Restore the output of a batch norm with a residual from the output's codes."""
         stride = torch.empty(self.shape, device="meta").to(memory_format=torch.channels_last).stride()
         form = codec.Packed(packed, tuple(self.shape), stride, dtype, 8, self.how.group_size)
         return codec.dequantize(form, impl=self.how.impl)
@@ -194,7 +194,7 @@ class BatchNorm:
         grad: Tensor,
         masks_residual: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the input, of weight and bias, and that of a residual under a ReLU."""
+        """Return the gradients of the input, weight and bias and, under ReLU, of the residual."""
         grad, parts = as_channels_last(grad), self._sums()
         words = mean if signs is None else signs
         self._launch("batch_norm_sums_kernel", (self.relu,), (packed, grad, words, mean, *parts))
@@ -210,7 +210,7 @@ class BatchNorm:
 
 @dataclass(frozen=True)
 class MaxPool:
-    """A max-pool of channels-last tensors with whole groups of channels; (height, width) of window, stride, padding."""
+    """A max-pool of channels-last tensors with whole groups of channels; the fields are (height, width)."""
 
     window: tuple[int, int]
     stride: tuple[int, int]
@@ -225,7 +225,7 @@ class MaxPool:
         launch(programs, tensors, (writes.numel(), width, *x[2:], *out[2:]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maxima and where in their windows they are, uint8."""
+        """Return the maxima, and their positions in the windows as uint8."""
         sizes = zip(x.shape[2:], self.window, self.stride, self.padding, strict=True)
         shape = torch.Size((*x.shape[:2], *((size + 2 * pad - k) // step + 1 for size, k, step, pad in sizes)))
         out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""``max_pool2d``, which stores where in its window each maximum was, in one byte."""
+"""``max_pool2d``: saves the position of each maximum within its window, one byte each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POSITIONS = 256
 
 
 def _corners(out: torch.Size, stride: Pair, padding: Pair, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row [height, 1] and the column [width] of the input that each window begins with."""
+    """Return the first input row [height, 1] and column [width] of each window."""
     row, column = (
         torch.arange(size, device=device) * step - pad for size, step, pad in zip(out[2:], stride, padding, strict=True)
     )
@@ -40,7 +40,7 @@ class _MaxPool(torch.autograd.Function):
         out, indices = torch.ops.aten.max_pool2d_with_indices(x, window, stride, padding)
         row, column = _corners(out.shape, stride, padding, x.device)
         positions = (indices // x.shape[3] - row) * window[1] + (indices % x.shape[3] - column)
-        # Where all values are -inf, torch's index on CUDA may lie outside the window.
+        # In a window of -inf only, torch's index on CUDA may lie outside the window.
         ctx.save_for_backward(positions.clamp_(0, window[0] * window[1] - 1).to(torch.uint8))
         return cast(Tensor, out)
 
@@ -57,7 +57,7 @@ class _MaxPool(torch.autograd.Function):
             place = positions.long()
             row = (row + place // window[1]).clamp_(0, shape[2] - 1)
             column = (column + place % window[1]).clamp_(0, shape[3] - 1)
-            # Of the input, backward reads no more than how it lies in memory.
+            # Torch's backward reads the strides of the input, not the values.
             x = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device)
             grad_x = torch.ops.aten.max_pool2d_with_indices_backward(
                 grad, x, window, stride, padding, (1, 1), False, row * shape[3] + column
@@ -81,17 +81,17 @@ def max_pool2d(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Take the maximum of each window and keep its position in the window, one byte, instead of the input.
+    """Take the maximum of each window and save one byte per maximum, the position in the window, not the input.
 
-    Output and gradient are those of :func:`torch.nn.functional.max_pool2d`: nothing is quantised.
+    Output and gradient equal those of :func:`torch.nn.functional.max_pool2d`: nothing is quantised.
 
     Parameters
     ----------
     x : Tensor, [N, C, H, W], floating point
     kernel_size, stride, padding : int or (int, int)
-        As in :func:`torch.nn.functional.max_pool2d`. Windows of more than 256 elements are left to torch.
+        As in :func:`torch.nn.functional.max_pool2d`. Windows of more than 256 elements run torch's function.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same. A named one never falls back.
+        Implementation; all give the same results. A named one never falls back to another.
 
     Returns
     -------
@@ -100,14 +100,14 @@ def max_pool2d(
     Raises
     ------
     TypeError
-        If a size is no integer and no pair of them.
+        If a size is neither an integer nor a pair of integers.
     RuntimeError
-        As torch's, if the sizes do not fit.
+        Torch's own error, if the sizes do not fit.
 
     Notes
     -----
-    A window that holds nothing but -inf passes its gradient to its first element, as torch does except in its
-    channels-last kernel on CUDA, which loses it.
+    In a window of -inf only, the gradient goes to the first element, as in torch; only torch's channels-last kernel on
+    CUDA loses the gradient there.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def max_pool2d(
     pad = _pair("padding", padding)
     sizes = zip(x.shape[2:], window, step, pad, strict=True)
     fits = all(k >= 1 and s >= 1 and 0 <= 2 * p <= k <= size + 2 * p for size, k, s, p in sizes)
-    # What does not fit is for torch to name.
+    # Torch names sizes that do not fit.
     if not recorded(x) or not fits or window[0] * window[1] > _POSITIONS:
         return F.max_pool2d(x, window, step, pad)
     return cast(Tensor, _MaxPool.apply(x, window, step, pad, how))  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Triton kernels of max-pool over channels-last tensors; GROUP channels of PIXELS pixels a program.
+"""Triton kernels of max-pool over channels-last tensors; each program takes GROUP channels of PIXELS pixels.
 
-Bytes that move for an input of float32 and windows that halve both sizes: forward 4 + (4 + 1) / 4, backward as many.
+Bytes moved per float32 input element for windows that halve height and width: 4 + (4 + 1) / 4 each way.
 
 The functions are Triton's language, not Python.
 """
@@ -17,7 +17,7 @@ from .batch_norm_kernels import store_rounded
 
 @triton.jit
 def _pixels(numel, width, GROUP: tl.constexpr, PIXELS: tl.constexpr):
-    """Return the program's pixels [PIXELS, 1] of [numel] elements, which exist, and its channels [1, GROUP]."""
+    """Return the program's pixels [PIXELS, 1], the mask of existing pixels, and the channels [1, GROUP]."""
     first = (tl.program_id(0) % width) * GROUP
     pixel = (tl.program_id(0) // width).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]
     return pixel, pixel < numel // (width * GROUP), first + tl.arange(0, GROUP)[None, :]
@@ -44,14 +44,14 @@ def max_pool_forward_kernel(
     PIXELS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Write [numel] maxima of HEIGHT x WIDTH windows, channels-last, and where in the window each is."""
+    """Write [numel] maxima of HEIGHT x WIDTH windows, channels-last, and their positions in the windows."""
     RUN: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     pixel, present, channel = _pixels(numel, width, GROUP, PIXELS)
     row = (pixel // out_width % out_height).to(tl.int32) * DOWN - TOP
     column = (pixel % out_width).to(tl.int32) * ACROSS - LEFT
     image = pixel // out_width // out_height * in_height
     best = tl.full([PIXELS, GROUP], float("-inf"), tl.float32)
-    # The first pixel of the window that exists, as torch has it.
+    # Start at the window's first pixel inside the input, as torch does.
     begin = tl.maximum(-row, 0) * WIDTH + tl.maximum(-column, 0)
     position = tl.broadcast_to(begin, [PIXELS, GROUP])
     for down in tl.static_range(HEIGHT):
@@ -89,14 +89,14 @@ def max_pool_backward_kernel(
     PIXELS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Gather for each of the [numel] inputs the gradients of the windows it is the maximum of, in torch's order."""
+    """Sum, for each of the [numel] inputs, the gradients of windows with this input as maximum, in torch's order."""
     RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     pixel, present, channel = _pixels(numel, width, GROUP, PIXELS)
     row = (pixel // in_width % in_height).to(tl.int32) + TOP
     column = (pixel % in_width).to(tl.int32) + LEFT
     image = pixel // in_width // in_height * out_height
     total = tl.zeros([PIXELS, GROUP], tl.float32)
-    # The windows that reach a pixel, from the first: the last of them begin at or before it.
+    # Visit the windows over a pixel from first to last; the last one begins at or before the pixel.
     for above in tl.static_range((HEIGHT - 1) // DOWN, -1, -1):
         for before in tl.static_range((WIDTH - 1) // ACROSS, -1, -1):
             h, w = row // DOWN - above, column // ACROSS - before

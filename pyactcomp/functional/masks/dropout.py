@@ -1,4 +1,4 @@
-"""``dropout``, which stores one bit an element."""
+"""``dropout``: saves one bit per element."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Dropout(torch.autograd.Function):
             out, mask = torch.native_dropout(x, p, True)
             ctx.layout = layout_of(mask)
         else:
-            # Torch multiplies by scaled noise there: dropout of ones is that noise, drawn in the same way.
+            # On the CPU torch multiplies by scaled noise: dropout of ones is the same noise, drawn in the same way.
             noise = F.dropout(torch.ones_like(x), p)
             out, mask = x * noise, noise != 0
         kept, ctx.restore = how.keep_mask(mask)
@@ -40,9 +40,9 @@ class _Dropout(torch.autograd.Function):
             noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
             return grad * torch.where(ctx.restore(bits), noise, 0), None, None
         if torch.is_grad_enabled():
-            # With create_graph=True torch takes operators that have derivatives, and these round the scale.
+            # With create_graph=True torch runs differentiable operators, and these round the scale.
             return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
-        # Where the gradient lies otherwise torch knows how to lay out what becomes of it.
+        # Leave a gradient in another layout to torch, which chooses the layout of the result.
         if ctx.how.runs_kernels(grad) and grad.stride() == ctx.layout.stride and _as_it_is(grad):
             from . import launch
 
@@ -51,7 +51,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _as_it_is(grad: Tensor) -> bool:
-    """Return whether torch's backward on CUDA lays its result out as ``grad`` is."""
+    """Return whether torch's backward on CUDA gives its result the layout of ``grad``."""
     return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
 
 
@@ -68,21 +68,21 @@ def dropout(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and keep one bit an element.
+    """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and save one bit per element.
 
     Parameters
     ----------
     x : Tensor, any shape, floating point
     p : float
-        From 0 to 1.
+        Probability of zeroing an element, from 0 to 1.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same. A named one never falls back.
+        Implementation; all give the same results. A named one never falls back to another.
 
     Returns
     -------
     Tensor, the shape and dtype of ``x``
-        It and the gradients are those of :func:`torch.nn.functional.dropout` in training, from the same state of
-        torch's generator, to the bit.
+        Equal to :func:`torch.nn.functional.dropout` in training to the bit, from the same state of torch's generator;
+        so are the gradients. Differentiable any number of times.
 
     Raises
     ------

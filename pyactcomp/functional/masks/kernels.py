@@ -1,4 +1,4 @@
-"""Triton kernels of ReLU and of the backward of dropout: one bit an element.
+"""Triton kernels of ReLU and of dropout's backward: one bit per element.
 
 The functions are Triton's language, not Python.
 """
@@ -17,11 +17,11 @@ _BYTES = tl.constexpr(1024 // 8)
 
 @triton.jit(do_not_specialize=["numel"])
 def relu_kernel(x, out, positive, numel: tl.int64, UNIT: tl.constexpr, COMPILED: tl.constexpr):
-    """Compute relu and pack which results are not zero, as ``encode_bool_kernel``."""
+    """Compute relu and pack one bit per result, set if not zero, in the order of ``encode_bool_kernel``."""
     PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     start, left = place(numel, FLAT_TILE, UNIT)
     values = load_tile(x + start, left, 8, _BYTES, PARTIAL)
-    # NaN is no zero: it goes through, as in torch.
+    # NaN goes through and has a gradient, as in torch.
     zero = values <= 0.0
     store_raw(out + start, to_raw(tl.where(zero, 0.0, values), out.dtype.element_ty, COMPILED), left, PARTIAL)
     bits = tl.where(zero, 0, 1 << tl.arange(0, 8)[None, :])
@@ -42,13 +42,13 @@ def masked_kernel(
     UNIT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the gradient of relu from bits, or that of dropout, which scales what it lets through."""
+    """Compute the gradient of relu from bits; SCALED, the gradient of dropout."""
     PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     start, left = place(numel, FLAT_TILE, UNIT)
     g = load_tile(grad + start, left, 8, _BYTES, PARTIAL)
     byte = tl.arange(0, _BYTES)
     packed = tl.load(bits + start // 8 + byte, mask=byte * 8 < left if PARTIAL else None)
     passes = (packed[:, None].to(tl.int32) >> tl.arange(0, 8)[None, :]) & 1
-    # As torch's dropout does: what it drops becomes a zero of the gradient's sign.
+    # As in torch's dropout, a dropped element becomes a zero of the gradient's sign.
     result = g * passes.to(tl.float32) * scale if SCALED else tl.where(passes == 1, g, 0.0)
     store_raw(out + start, to_raw(result, out.dtype.element_ty, COMPILED), left, PARTIAL)

@@ -14,9 +14,9 @@ from . import kernels
 
 
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    """Return relu of a dense x, the bits of what is not zero, and the function from those and a gradient to x's.
+    """Return relu of a dense x, the bits of nonzero results, and the backward (bits, output's gradient -> gradient).
 
-    A bfloat16 element moves 4.125 bytes each way.
+    Bytes moved per bfloat16 element: 4.125 each way.
     """
     on = elementwise(x)
     out = x if inplace else on.empty(x.dtype)
@@ -28,15 +28,15 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Te
         grad_x = on.empty(grad.dtype)
         tensors = (positive, on.arrange(grad), grad_x)
         on.launch(kernels, "masked_kernel", (False,), tensors, (0.0,))
-        return grad_x  # torch, too, takes the layout of the result here
+        return grad_x  # in the layout of the result, as in torch
 
     return out, positive, backward
 
 
 def dropout_backward(bits: Tensor, grad: Tensor, scale: float) -> Tensor:
-    """Return ``grad * mask * scale`` as torch rounds it, from the bits of a dense mask laid out as ``grad`` is.
+    """Return ``grad * mask * scale`` with torch's rounding, from the bits of a dense mask in the layout of ``grad``.
 
-    A bfloat16 element moves 4.125 bytes, where restoring the mask and reading it again would move 6.125.
+    Bytes moved per bfloat16 element: 4.125, instead of 6.125 to restore the mask first.
     """
     on = elementwise(grad)
     grad_x = on.empty(grad.dtype)

@@ -1,4 +1,4 @@
-"""What torch's dropout draws on a GPU, for kernels that drop elements on the way and keep no mask."""
+"""The random numbers of torch's dropout on a GPU, for fused kernels with dropout and without a stored mask."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 from ...torch_private import dispatch_mode_active, draw_from_generator
 from ..launch import processors
 
-# Threads of a program of torch's kernel, and numbers that each call of its generator gives a thread.
+# Threads in a block of torch's kernel, and random numbers per thread and generator call.
 _PROGRAM = 256
 _QUAD = 4
 _VECTOR_BYTES = 16
-# Kernels count quads in 32 bits.
+# The kernels count quads (four elements) in 32 bits.
 _MOST_ELEMENTS = 2**34
 
 
 class Noise(NamedTuple):
-    """Which elements one dropout keeps, as the arguments of a kernel.
+    """One dropout, as arguments of a kernel: the random numbers and the threshold.
 
-    Torch's kernel has Philox (Salmon et al., 2011) make four numbers for each thread and call, and drops by the first
-    of them the first of four elements that lie side by side. Where the elements of a tensor are taken four by four in
-    runs of ``quads``, run r is thread ``r % threads``'s, and quad q of it call ``counter + r // threads * quads + q``.
+    In torch's kernel, Philox (Salmon et al., 2011) makes four numbers per thread and call, one for each of four
+    neighbouring elements (a quad). Runs of ``quads`` quads go to the threads in turn: run r belongs to thread
+    ``r % threads``, and quad q of run r uses generator call ``counter + r // threads * quads + q``.
 
     Attributes
     ----------
     seed, counter : int
-        Of torch's generator, the counter in calls.
+        State of torch's generator; the counter is in calls.
     threads, quads : int
-        With 0 quads there is no dropout.
+        Threads of torch's kernel, and quads in a run; ``quads = 0`` means no dropout.
     below : int
-        Elements are kept whose number, of 32 bits, is below it.
+        Keep an element if its 32-bit random number is below this.
     scales : tuple of float
-        What kept elements, and their gradients, are multiplied by: torch rounds the two otherwise.
+        Factors of kept elements in forward and of their gradients in backward. Torch rounds the two differently.
     """
 
     seed: int
@@ -47,7 +47,7 @@ class Noise(NamedTuple):
     scales: tuple[float, float]
 
     def arguments(self, backward: bool) -> tuple[int | float, ...]:
-        """Return the scalars that the kernel of the forward or backward takes."""
+        """Return the scalar arguments of the forward or backward kernel."""
         return self.seed, self.counter, self.threads, self.below, self.scales[backward]
 
 
@@ -56,12 +56,12 @@ QUIET = Noise(seed=0, counter=0, threads=1, quads=0, below=0, scales=(1.0, 1.0))
 
 
 def draw(x: Tensor, p: float) -> Noise:
-    """Draw which elements of a contiguous tensor to keep, as ``torch.native_dropout(x, p, True)`` would.
+    """Draw the dropout of a contiguous tensor, equal to ``torch.native_dropout(x, p, True)``.
 
-    The size is whole vectors of 16 bytes. The generator goes on as far. QUIET, and nothing is drawn, where torch's
-    kernel shares out the elements in another way; where x is not on a GPU, or of more elements than the kernels count;
-    while a CUDA graph is captured, in which each replay draws anew; and where a dispatch mode looks on, which may keep
-    what dropout returned for a second run, as selective checkpointing does.
+    The size of ``x`` must be whole vectors of 16 bytes. The generator advances as far as torch's would. Returns QUIET
+    and draws nothing if ``x`` is unaligned (torch's kernel then assigns elements differently), not on a GPU, or has
+    more elements than the kernels count; during CUDA graph capture, since each replay draws anew; and under a dispatch
+    mode, since the mode may hold dropout's output for a second run, as selective checkpointing does.
     """
     numel = x.numel()
     if not x.is_cuda or numel > _MOST_ELEMENTS or x.data_ptr() % _VECTOR_BYTES:
@@ -71,7 +71,7 @@ def draw(x: Tensor, p: float) -> Noise:
     threads = min(-(-numel // _PROGRAM), _most_programs(x.device)) * _PROGRAM
     quads = _VECTOR_BYTES // (_QUAD * x.itemsize)
     seed, offset = draw_from_generator(x.get_device(), ((numel - 1) // (threads * _QUAD) + 1) * _QUAD)
-    # The seed's 64 bits, as the signed integer that kernels take.
+    # Kernels take the 64 bits of the seed as a signed integer.
     return Noise(seed - (seed >> 63 << 64), offset // _QUAD, threads, quads, *_threshold(p))
 
 
@@ -87,7 +87,7 @@ def _float32(x: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _threshold(p: float) -> tuple[int, tuple[float, float]]:
-    """Return below which numbers elements are kept, and the two scales.
+    """Return the bound below which a number keeps its element, and the two scales.
 
     Torch compares (number + 1/2) / 2**32, rounded to float32 after the conversion and after the sum, with 1 - p.
     """

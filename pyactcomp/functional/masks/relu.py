@@ -1,4 +1,4 @@
-"""``relu``, which stores one bit an element."""
+"""``relu``: saves one bit per element."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Relu(torch.autograd.Function):
         else:
             ctx.fused_backward = None
             out = F.relu_(x) if inplace else F.relu(x)
-            # NaN is no zero: torch lets its gradient through.
+            # ~(out <= 0), not out > 0: NaN has a gradient, as in torch.
             bits, ctx.restore = how.keep_mask(~(out <= 0))
-        # What is marked dirty gets its version behind this.
+        # A tensor marked dirty gets the new version after forward: do not check it.
         begin(ctx, None if inplace else out)
         ctx.save_for_backward(bits)
         return out
@@ -49,21 +49,21 @@ def relu(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Return ``max(x, 0)`` and keep for backward, in one bit an element, where it is not zero.
+    """Return ``max(x, 0)`` and save one bit per element for backward: whether the result is nonzero.
 
     Parameters
     ----------
     x : Tensor, any shape, floating point
     inplace : bool
-        Whether to write the result over ``x``.
+        Whether to overwrite ``x`` with the result.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same. A named one never falls back.
+        Implementation; all give the same results. A named one never falls back to another.
 
     Returns
     -------
     Tensor, the shape and dtype of ``x``
-        Differentiable once: backward with ``create_graph=True`` raises PyactcompError. It and the gradients are those
-        of :func:`torch.nn.functional.relu` to the bit.
+        Equal to :func:`torch.nn.functional.relu` to the bit, as are the gradients. Differentiable once: backward with
+        ``create_graph=True`` raises PyactcompError.
 
     Raises
     ------

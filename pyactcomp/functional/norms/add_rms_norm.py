@@ -1,4 +1,4 @@
-"""``add_rms_norm``, the norm of a sum and the sum, for blocks that normalise what comes in and add to it."""
+"""``add_rms_norm``: a sum and its norm, for pre-norm blocks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .rms_norm import check_rows, rms_norm
 
 
 def _keeps_itself(x: Tensor, residual: Tensor | None) -> bool:
-    """Return whether to keep what is normalised as it is, and no codes of it.
+    """Return whether to save the normalised tensor unpacked.
 
-    A sum is written for what adds to it next. Under torch.utils.checkpoint what is kept lives for one block only: to
-    pack half of 16 bits costs more than it brings.
+    A sum is in memory anyway, for the next addition. Under torch.utils.checkpoint saved tensors live for one block
+    only: packing 16-bit rows to half their size is not worth the time.
     """
     return residual is not None or (under_checkpoint() and x.dtype.itemsize == 2)
 
 
 def _dtype_of(*tensors: Tensor | None) -> torch.dtype:
-    """Return what torch promotes tensors to."""
+    """Return the dtype that torch promotes the tensors to."""
     return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """The fused form alone."""
+    """The fused path: :func:`serves` is true."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, how: Saving
     ) -> tuple[Tensor, Tensor]:
-        # A sum is kept itself, and of a narrower row the chain of operators saves a cast.
+        # Check x only where torch saves it: for a sum torch saves the sum, for 16-bit rows a float32 cast.
         begin(ctx, x if residual is None and x.dtype.itemsize >= 4 else None)
         gamma = stable_copy(weight)
         itself = _keeps_itself(x, residual)
@@ -48,7 +48,7 @@ class _AddRmsNorm(torch.autograd.Function):
         dtype = _dtype_of(total, weight)
         out, packed, rstd = norm.forward(x, residual, gamma, None, None, dtype, total if itself else None)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight))
-        # torch.utils.checkpoint does not look whether what it keeps was written to.
+        # torch.utils.checkpoint does not check saved tensors for writes.
         ctx.version = Versioned(total) if itself and under_checkpoint() else None
         ctx.save_for_backward(packed, rstd, weight)
         compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
@@ -86,40 +86,40 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`rms_norm` of ``x + residual``, and the sum.
 
-    The two halves of a pre-norm block begin so: what a branch returned is added to what went past it, the sum goes on
-    past the next branch and its norm into that. The kernels add and normalise in one pass, and backward adds the
-    gradients of the sum and of the norm in the pass that computes the latter.
+    Each half of a pre-norm block begins like this: a branch's output is added to the residual stream, and the norm of
+    the sum enters the next branch. The kernels add and normalise in one pass. Backward computes the gradient through
+    the norm and adds the gradient of the sum in one pass.
 
     Parameters
     ----------
     x : Tensor, [..., features], floating point
     residual : Tensor, the shape of ``x``, floating point, or None
-        None stands for zero: the sum is ``x`` itself, without a copy.
+        None means zero: the returned sum is ``x`` itself, without a copy.
     weight : Tensor, [features], or None
     eps : float
         Added to the mean square.
     codes : Codes
-        How to store ``x`` without a residual. With ``bits=None`` outputs and gradients are those of the separate
-        operators to the bit.
+        How to store ``x`` if ``residual`` is None. With ``bits=None``, outputs and gradients equal those of the
+        separate operators to the bit.
 
     Returns
     -------
     Tensor, the shape of ``x``
         The norm.
     Tensor, the shape of ``x``
-        The sum, of the dtype that torch gives it. Do not write to it: it is what is kept for backward. Where
-        ``residual`` is None, ``x`` is kept in codes, except under torch.utils.checkpoint in 16 bits.
+        The sum, in torch's promoted dtype. Do not write to the sum: backward reads this memory. If ``residual`` is
+        None, ``x`` is saved in codes instead, except 16-bit rows under torch.utils.checkpoint.
 
     Raises
     ------
     RuntimeError
-        In backward, autograd's own, if the sum was written to.
+        In backward, autograd's own error, if the sum was written to.
 
     Notes
     -----
-    Differentiable once where the kernels serve it: backward with ``create_graph=True`` raises PyactcompError. The
-    numerical bound is that of :func:`rms_norm`, with ``e = 0`` where the sum is kept. Both gradients are rounded before
-    they are added, as autograd adds them.
+    Differentiable once: backward with ``create_graph=True`` raises PyactcompError. The error bound is the one of
+    :func:`rms_norm`, with ``e = 0`` where the sum is saved. Both gradients are rounded before they are added, as in
+    autograd.
 
     Examples
     --------

@@ -1,12 +1,12 @@
-"""Triton kernels of layer norm and of the root mean square norm: rows of N elements, ROWS of them in a tile.
+"""Triton kernels of layer norm and of the root mean square norm: ROWS rows of N elements in a tile.
 
-A tile is [GROUPS, GROUP] where it is codes and [ROWS, elements] where it is rows: the same elements in the same
-order. N is whole groups. Where a row has no power of two of them, ROWS is 1 and the tile is longer than the row.
+The codes of a tile are [GROUPS, GROUP] and the rows are [ROWS, elements]: the same elements in the same order. N is a
+whole number of groups. If that number is not a power of two, ROWS is 1 and the tile is longer than the row.
 
-Of a row's statistics the reciprocal deviation is kept, and the mean is computed again from the restored row. With 8
-bits and 1024 normal numbers a row, the relative error of the gradient against float64 is then 2.4e-4, as where the mean
-is kept too. With both computed again it is 3.0e-4; and with fewer bits, or where a row varies less than a step, the
-whole gradient is scaled, since what is lost in the codes changes the deviation of a row.
+Of a row's statistics, the reciprocal deviation is saved and the mean is recomputed from the restored row. With 8 bits
+and 1024 normal numbers a row, the relative error of the gradient against float64 is then 2.4e-4, the same as with a
+saved mean. Recomputing both gives 3.0e-4. With fewer bits, or in a row varying by less than a step, a recomputed
+deviation would scale the whole gradient, since rounding to codes changes the deviation of a row.
 
 The functions are Triton's language, not Python.
 """
@@ -30,7 +30,7 @@ from ...codec.kernels.triton_ops import (
 )
 from ..kernel_parts import dropout_factors, restore, rounded
 
-# What stands in the place of BITS where there are no codes, but a copy of the elements in their own type.
+# The value of BITS for a copy of the elements in their own dtype instead of codes.
 COPY = tl.constexpr(16)
 
 
@@ -44,9 +44,9 @@ def _rows_from(
     INDEXED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Return what to add a tile's offsets to, for the ROWS rows from ``row`` on, or those that ``indices`` names."""
+    """Return the base pointer for a tile's offsets: of ROWS rows from ``row`` on, or of the rows in ``indices``."""
     if INDEXED:
-        # One for each group, less the rows before it that the offsets count.
+        # One pointer per group; subtract the rows that the tile's offsets already count.
         within = tl.arange(0, GROUPS)[:, None] // (GROUPS // ROWS)
         pointer = pointer + (tl.load(indices + row + within).to(tl.int64) - within) * N
     else:
@@ -56,7 +56,7 @@ def _rows_from(
 
 @triton.jit
 def _centred(x, N: tl.constexpr, CENTRED: tl.constexpr):
-    """Return rows less their means, where CENTRED, and 0 for the elements a row does not have."""
+    """Return rows, if CENTRED less their means, with 0 in the padding."""
     present = tl.arange(0, x.shape[1])[None, :] < N
     if CENTRED:
         x = x - tl.sum(tl.where(present, x, 0.0), 1, keep_dims=True) * (1.0 / N)
@@ -75,9 +75,9 @@ def _sum_of_squares(
 ):
     """Sum the squares of a row of N float32 or 16-bit elements in the order of torch's ``mean``, to the bit.
 
-    There a warp takes a row: each lane adds every 32nd vector of four, element by element, then its four sums, and the
-    lanes add in a tree. One bit of a reciprocal deviation turns roundings to bfloat16 that a deep model amplifies: to
-    3.4 % of the gradient of a Llama of 16 layers at initialisation, whose own noise is 1.3 %.
+    In torch a warp takes a row: each lane adds every 32nd vector of four, element by element, then the four sums, and
+    the lanes add in a tree. One bit of a reciprocal deviation changes roundings to bfloat16, and a deep model amplifies
+    these: to 3.4 % of the gradient of a 16-layer Llama at initialisation, whose own noise is 1.3 %.
     """
     lanes = tl.arange(0, 128)
     total = tl.zeros([128], tl.float32)
@@ -89,7 +89,7 @@ def _sum_of_squares(
     even, odd = tl.split(tl.reshape(total, [32, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    # Distance by distance, the longest first, as a warp's shuffles.
+    # In the order of a warp's shuffles: the longest distance first.
     sums = _halves_added(_halves_added(((first + second) + third) + fourth))
     return tl.sum(_halves_added(_halves_added(_halves_added(sums))))
 
@@ -137,11 +137,11 @@ def norm_forward_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Normalise rows and pack what was normalised, or with 0 BITS nothing, ROWS rows a program, the last ones first.
+    """Normalise rows and pack the normalised tensor (nothing if BITS is 0); ROWS rows a program, the last ones first.
 
-    That is x, or x + residual in the wider of their types. Of x, dropout leaves what a noise of as many QUADS keeps,
-    times ``gain``; 0 QUADS are no dropout. CENTRED rows are a layer norm; others are divided by their root mean square,
-    and rounded to the type of x before they meet the weight.
+    The normalised tensor is x, or x + residual in the wider of their dtypes. QUADS > 0 applies dropout to x first: kept
+    elements are multiplied by ``gain``. CENTRED is layer norm; otherwise rows are divided by their root mean square and
+    rounded to the dtype of x before the product with the weight.
     """
     TILE: tl.constexpr = GROUPS * GROUP
     PARTIAL: tl.constexpr = N * ROWS != TILE
@@ -197,7 +197,7 @@ def _normalised(
     GROUPS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Return restored rows, normalised, and what they were multiplied by."""
+    """Return restored rows, normalised, and their reciprocal deviations."""
     TILE: tl.constexpr = GROUPS * GROUP
     scale = tl.load(rstd + row + tl.arange(0, ROWS)[:, None])
     PARTIAL: tl.constexpr = N * ROWS != TILE
@@ -226,7 +226,7 @@ def norm_redo_kernel(
     GROUPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the output again from codes, ROWS rows a program, the last ones first."""
+    """Recompute the output from codes, ROWS rows a program, the last ones first."""
     RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
     x, _ = _normalised(packed, rstd, row, numel, N, ROWS, CENTRED, BITS, GROUP, GROUPS, RUN)
@@ -268,13 +268,13 @@ def norm_backward_kernel(
     GROUPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the gradients from codes; TWICE writes that of the input in the type of ``other`` too.
+    """Compute the gradients from codes; TWICE also writes the input's gradient to ``other``, in the dtype of ``other``.
 
-    With QUADS, dropout of the forward's noise stands between the input and ``out``, not before ``other``. Where ADDED,
-    ``beside`` is what the input's gradient is to be added to: each is rounded as autograd has them.
+    QUADS > 0 applies the forward's dropout to ``out``, not to ``other``. ADDED adds ``beside`` to the input's gradient,
+    with autograd's rounding of each.
 
-    Each program takes every so many tiles, from the last one on, and leaves its sums for weight and bias in its row of
-    the [programs, N] results.
+    Program p takes the tiles p, p + programs, ... counted from the last one, and writes the sums for weight and bias to
+    row p of the [programs, N] results.
     """
     TILE: tl.constexpr = GROUPS * GROUP
     ROW: tl.constexpr = TILE // ROWS

@@ -1,4 +1,4 @@
-"""Launches of the norms' kernels."""
+"""Launches of the kernels of layer norm and the root mean square norm."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..launch import buffer, bytes_of, copy_buffer, keys, launcher, processors, 
 from ..masks.noise import QUIET, Noise
 from ..saving import Saving
 
-# A row stays in the registers of one program: 16 elements a thread, at most 512 threads.
+# A row stays in the registers of one program: 16 elements a thread, up to 512 threads.
 LONGEST_ROW = 8192
 _MOST_WARPS = 16
-# Elements of a program and of a thread, where a row is not longer. Forward and recompute move what the codec's
-# kernels move, and take over their tiles. Backward holds two sums beside: with 8 elements a thread it compiles to 64
-# registers, or 80 to 93 where gradients are of two types, so that 32 warps run on a multiprocessor, or 16; and warps
-# that share a program leave one row of sums between them.
+# Elements of a program and of a thread, unless a row is longer. Forward and recompute move as many bytes as the codec's
+# kernels and use the same tiles. Backward also holds two sums: with 8 elements a thread the kernel compiles to 64
+# registers, or 80 to 93 with gradients of two dtypes, so 32 or 16 warps run on a multiprocessor; and all warps of a
+# program share one row of sums.
 _FORWARD = codec_kernels.TILE, 16
 _RECOMPUTE = codec_kernels.DECODE_TILE, 16
 _BACKWARD = 2048, 8
@@ -29,7 +29,7 @@ _RESIDENT_WARPS = 32
 
 
 def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, how: Saving) -> bool:
-    """Return whether the kernels serve a norm of x, or x + residual, over ``shape``, with an output of ``dtype``."""
+    """Return whether the kernels serve a norm of x, or x + residual, over ``shape`` with output dtype ``dtype``."""
     length = math.prod(shape)
     return (
         all(t is None or (how.fuses(t) and t.is_contiguous()) for t in (x, residual))
@@ -47,10 +47,10 @@ def _dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A norm over ``shape`` that :func:`serves` allows; :func:`norm_of` makes each once.
+    """A norm over ``shape`` accepted by :func:`serves`; get one from :func:`norm_of`, which caches.
 
-    A layer norm if ``centred``; else rows are divided by their root mean square, and rounded to their own type before
-    they are multiplied by the weight. Of rows of type ``copied`` bytes of a copy stand where those of codes would.
+    ``centred`` is layer norm; otherwise rows are divided by their root mean square and rounded to their own dtype
+    before the product with the weight. With ``copied``, the dtype of the rows, a copy is saved instead of codes.
     """
 
     shape: tuple[int, ...]
@@ -84,8 +84,8 @@ class Norm:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``.
 
-        With ``total`` a copy is kept there: x itself, or memory for the sum, which is then written in any case. With
-        ``noise``, x is what dropout leaves of it.
+        ``total`` is saved instead of codes: x itself, or memory for the sum, always written. ``noise`` applies dropout
+        to x first.
         """
         numel = x.numel()
         out = torch.empty_like(x, dtype=dtype)
@@ -98,8 +98,8 @@ class Norm:
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
         form = self._form._replace(bits=bits)
-        # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without it.
-        # In float32, or with random bits for the rounding beside, it would spill.
+        # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without. No
+        # limit for float32 or stochastic rounding: both would spill.
         most = codec_kernels.REGISTERS if noise.quads == 2 and not self.how.stochastic else None
         plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
         given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
@@ -116,7 +116,7 @@ class Norm:
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the output again, from what ``forward`` returned with it."""
+        """Recompute the output from the ``packed`` and ``rstd`` of :meth:`forward`."""
         out = torch.empty(shape, dtype=dtype, device=packed.device)
         numel = out.numel()
         plan = _plan(
@@ -138,14 +138,14 @@ class Norm:
         beside: Tensor | None = None,
         noise: Noise = QUIET,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and residual in ``dtypes``, None for None, and those that weight and bias need.
+        """Return the gradients of x and residual in ``dtypes`` (None for None) and the needed ones of weight and bias.
 
-        To those of x and residual ``beside`` is added, which is of their dtype. ``noise`` is the forward's.
+        ``beside``, of the same dtype, is added to the gradients of x and residual. ``noise`` is the forward's.
         """
         grad = grad.contiguous()
         numel = grad.numel()
         noise = QUIET if dtypes[0] is None else noise
-        # One for both where they are of one type and no dropout is between them.
+        # x and residual share a gradient if they have one dtype and x has no dropout.
         kinds = (dtypes[0], noise.quads > 0), (dtypes[1], False)
         inputs = {kind: torch.empty_like(grad, dtype=kind[0]) for kind in kinds if kind[0] is not None}
         out, *other = inputs.values() or (grad,)
@@ -153,7 +153,7 @@ class Norm:
         flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None, added, noise.quads)
         plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
         sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
-        # The weight's are first, the bias's last; where neither is wanted, something stands in.
+        # Sums of the weight are first, sums of the bias last; rstd stands in if neither is needed.
         parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
         results = (out, other[0] if other else out, *parameters)
         tensors = (
@@ -178,7 +178,7 @@ norm_of = functools.lru_cache(maxsize=256)(Norm)
 
 
 class _Form(NamedTuple):
-    """What the kernels of a norm depend on; not the seed of stochastic rounding, which is another on each call."""
+    """The parameters that select a norm's kernels; not the seed of stochastic rounding, new on each call."""
 
     length: int
     centred: bool
@@ -187,7 +187,7 @@ class _Form(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launcher of one kernel, its programs if each takes one tile, and if none has to wait for another to end."""
+    """The launcher of one kernel, the number of tiles, and the number of programs that are resident at a time."""
 
     launch: codec_kernels.Launcher
     tiles: int
@@ -205,13 +205,13 @@ def _plan(
     device: torch.device,
     registers: int | None = None,
 ) -> _Plan:
-    """Return how to launch a kernel over ``numel`` elements; ``tile`` is how many a program and a thread have."""
+    """Return how to launch a kernel over ``numel`` elements; ``tile`` has the elements of a program and of a thread."""
     from . import kernels
 
     elements, per_thread = tile
     groups = 1 << (form.length // form.group_size - 1).bit_length()
     padded = groups * form.group_size
-    # The rows of a program divide those of the tensor, so that no program has fewer.
+    # The rows of a program divide the rows of the tensor: every program is full.
     rows = math.gcd(numel // form.length, max(elements // padded, 1)) if padded == form.length else 1
     warps = min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
     tiles = numel // form.length // rows

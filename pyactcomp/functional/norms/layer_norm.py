@@ -1,4 +1,4 @@
-"""``layer_norm`` and ``add_layer_norm``, which store what they normalise in codes."""
+"""``layer_norm`` and ``add_layer_norm``: save the normalised tensor in codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def _normalised(x: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
-    """Return what is normalised."""
+    """Return the tensor to normalise."""
     x = x if residual is None else x + residual
     return x if rows is None else x.index_select(0, rows)
 
@@ -51,14 +51,14 @@ class _LayerNorm(torch.autograd.Function):
         exact = how.bits is None
         ctx.shape, ctx.norm, ctx.noise = shape, None, noise
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
-        # The gradient of the bias reads nothing, but only torch's own operator has its rounding.
+        # The bias's gradient does not read x, but with bits=None only torch's operator has torch's rounding of it.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
         gamma, beta = stable_copy(weight), stable_copy(bias)
         read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
-        # Autocast's casts are written to by nobody.
+        # Leave out tensors that autocast casts: nobody writes to the casts.
         begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))
         parameters = [t for t in (gamma, beta) if t is not None]
-        # Noise is only drawn for the kernels.
+        # Noise is drawn only if the kernels serve.
         if noise.quads or (ctx.keeps and serves(x, residual, shape, dtype, how)):
             ctx.norm = norm = norm_of(shape, True, eps, how)
             out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, noise=noise)
@@ -68,7 +68,7 @@ class _LayerNorm(torch.autograd.Function):
             return out
 
         x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
-        # Exactly as torch, or with statistics in float32 whatever the dtype, which torch keeps in bfloat16 on the CPU.
+        # bits=None follows torch; else statistics are float32 also for 16-bit x, where torch on the CPU has bfloat16.
         ctx.wide = None if exact and not _under_autocast(x) else wide(x.dtype)
         exactly, wide_gamma, wide_beta = (_to(t, ctx.wide) for t in (x, gamma, beta))
         out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
@@ -98,7 +98,7 @@ class _LayerNorm(torch.autograd.Function):
             assert x is not None
             if mean is None:
                 mean = _mean(x, ctx.shape)
-            # Of the bias, backward reads no more than that there is one.
+            # Torch's backward needs a bias but does not read it.
             beta = (x if gamma is None else gamma).new_empty(ctx.shape) if needs[3] else None
             mask = needs[0] or needs[1], *needs[2:]
             grad_x, *of_parameters = torch.ops.aten.native_layer_norm_backward(
@@ -127,7 +127,7 @@ def _redo(
     eps: float,
     wide: torch.dtype | None,
 ) -> Tensor:
-    """Return the output again: by torch's own operator, or from restored rows and their reciprocal deviations."""
+    """Recompute the output: by torch's operator, or from restored rows and their reciprocal deviations."""
     x, gamma, beta = cast(Tensor, _to(restore(kept), wide)), _to(weight, wide), _to(bias, wide)
     if rstd is None:
         return torch.native_layer_norm(x, shape, gamma, beta, eps)[0]
@@ -166,7 +166,7 @@ def _checked_rows(rows: Tensor, count: int) -> None:
 
 
 def _dtype_of(x: Tensor, residual: Tensor | None) -> torch.dtype:
-    """Return the dtype of torch's function."""
+    """Return the output dtype of torch's function."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     return torch.float32 if dtype is not torch.float64 and _under_autocast(x) else dtype
 
@@ -209,11 +209,12 @@ def layer_norm(
     rows: Tensor | None = None,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Apply layer normalisation and keep ``x`` for backward in codes.
+    """Apply layer normalisation and save ``x`` for backward in codes.
 
-    The reciprocal deviation of each row is kept in float32 (float64 for float64), the weight as it is. Under CUDA
-    autocast the output is float32, as that of :func:`torch.nn.functional.layer_norm`; what is kept has the precision of
-    ``x`` all the same. The output is not kept by operators that would save it: backward computes it again.
+    The reciprocal deviation of each row is saved in float32 (float64 for float64), the weight unpacked. Under CUDA
+    autocast the output is float32, like the output of :func:`torch.nn.functional.layer_norm`, and the codes are those
+    of the uncast ``x``. Under :func:`pyactcomp.compress`, operators saving the output keep no copy: backward recomputes
+    the output.
 
     Parameters
     ----------
@@ -223,12 +224,12 @@ def layer_norm(
     eps : float
         Added to the variance.
     dtype : torch.dtype, optional
-        Of the output; by default that of torch's function.
+        The dtype of the output; by default that of torch's function.
     rows : Tensor, [n], int32 or int64, optional
-        A permutation of the n rows of ``x``: the output is [n, *normalized_shape], row i the norm of row ``rows[i]``.
-        That they are one is not checked, which would wait for the device.
+        A permutation of the n rows of ``x``: row i of the output [n, *normalized_shape] is the norm of row ``rows[i]``.
+        Not checked to be a permutation: the check would wait for the device.
     codes : Codes
-        How to store ``x``. With ``bits=None`` output and gradients are bitwise those of torch's function.
+        How to store ``x``. With ``bits=None``, output and gradients equal those of torch's function to the bit.
 
     Returns
     -------
@@ -237,13 +238,14 @@ def layer_norm(
     Raises
     ------
     TypeError
-        If ``rows`` is no tensor of indices, or ``dtype`` not floating point.
+        If ``rows`` is not an int32 or int64 tensor, or ``dtype`` is not floating point.
 
     Notes
     -----
-    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of at most ``2 * e * rstd`` in
-    the normalised row, which is all that the gradients see of ``x``: the mean is that of the restored row. The fused
-    kernels serve rows of whole groups, up to 8192 elements; other rows take a pass more.
+    The gradients depend on ``x`` only through the normalised row: an error of at most ``e`` in ``x``
+    (:func:`pyactcomp.reference.error_bound`) becomes one of at most ``2 * e * rstd`` there, as the mean is recomputed
+    from the restored row. The fused kernels serve rows of whole groups, up to 8192 elements; other rows take one more
+    pass.
 
     Examples
     --------
@@ -276,11 +278,10 @@ def add_layer_norm(
     dtype: torch.dtype | None = None,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Apply layer normalisation to ``dropout(x, p) + residual`` and keep the sum for backward in codes.
+    """Apply layer normalisation to ``dropout(x, p) + residual`` and save the sum for backward in codes.
 
-    The sum is rounded to the dtype that torch promotes the two to, as that of the separate addition is. Where the fused
-    kernels serve, neither it nor what dropout leaves is written to memory, and no mask is kept: backward draws again
-    what to drop, from torch's seed.
+    The sum is rounded to torch's promoted dtype, like that of a separate addition. The fused kernels write neither the
+    sum nor the output of dropout to memory, and save no mask: backward redraws the random numbers from torch's seed.
 
     Parameters
     ----------
@@ -289,7 +290,8 @@ def add_layer_norm(
     normalized_shape, weight, bias, eps, dtype
         As in :func:`layer_norm`.
     p : float
-        From 0 to 1. Elements are drawn as by :func:`dropout`: the same ones, from the same state of torch's generator.
+        Probability of dropping an element, from 0 to 1. Given the same state of torch's generator, the same elements
+        as in :func:`dropout` are dropped.
     codes : Codes
         How to store the sum.
 
@@ -306,7 +308,7 @@ def add_layer_norm(
 
     Notes
     -----
-    The bound is that of :func:`layer_norm`, with an error of ``e`` in the sum.
+    The error bound is the one of :func:`layer_norm`, with ``e`` the error of the sum.
 
     Examples
     --------

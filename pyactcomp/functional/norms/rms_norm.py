@@ -1,4 +1,4 @@
-"""``rms_norm``, which stores its input in codes."""
+"""``rms_norm``: saves the input in codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
-        # Of a narrower row the chain of operators saves a cast.
+        # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
         begin(ctx, x if how.bits is not None and _wide(x) is x else None)
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         gamma = stable_copy(weight)
@@ -54,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
         kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach())
         wide = _wide(x)
         rstd = _reciprocal_deviation(wide, eps)
-        # Exactly, the chain of torch's operators is differentiated, of which it is one.
+        # With bits=None backward differentiates torch's chain of operators, rstd included.
         ctx.exact = how.bits is None
         ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
         out = _scaled(wide, rstd, weight, x.dtype)
@@ -84,7 +84,7 @@ class _RmsNorm(torch.autograd.Function):
 def _differentiated(
     x: Tensor, weight: Tensor | None, eps: float, grad: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x and weight as autograd gets them."""
+    """Return the gradients of x and weight by autograd."""
     leaves = [
         None if t is None else t.detach().requires_grad_(need) for t, need in zip((x, weight), needs, strict=True)
     ]
@@ -100,7 +100,7 @@ def _redo(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, d
 
 
 def check_rows(name: str, x: Tensor, weight: Tensor | None) -> None:
-    """Raise unless the function ``name`` got float rows and a weight for them."""
+    """Raise unless the function ``name`` got floating-point rows and a weight of their length."""
     check_float_tensor("x", x)
     if weight is not None:
         check_float_tensor("weight", weight)
@@ -120,13 +120,13 @@ def rms_norm(
     copy: bool = False,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Divide rows by their root mean square, multiply them by a weight, and keep ``x`` for backward in codes.
+    """Divide rows by their root mean square, multiply them by a weight, and save ``x`` for backward in codes.
 
-    The formula and its roundings are those of Llama's norm: the row is divided in float32 (float64 for float64),
-    rounded to the dtype of ``x``, and multiplied by the weight in the dtype that torch promotes the two to.
-    :func:`torch.nn.functional.rms_norm` over the last dimension is the same but for these roundings: it multiplies
-    before it rounds, so that they differ by an ulp or two of ``x``'s dtype. Its ``eps=None`` is the machine epsilon,
-    which is to be given here. The output is not kept by operators that would save it: backward computes it again.
+    Formula and roundings are those of Llama's norm: the row is divided in float32 (float64 for float64), rounded to the
+    dtype of ``x``, and multiplied by the weight in torch's promoted dtype. :func:`torch.nn.functional.rms_norm` over
+    the last dimension multiplies before rounding, so the two differ by an ulp or two of the dtype of ``x``; where torch
+    takes ``eps=None``, pass the machine epsilon. Under :func:`pyactcomp.compress`, operators saving the output keep no
+    copy: backward recomputes the output.
 
     Parameters
     ----------
@@ -135,11 +135,11 @@ def rms_norm(
     eps : float
         Added to the mean square.
     copy : bool
-        Whether to keep a copy of ``x`` in its own dtype in place of codes. What is computed from it in backward, the
-        output again among it, is then off by roundings alone: worth its bytes where large weights get their gradients
-        from that output.
+        Whether to save a copy of ``x`` in its own dtype instead of codes. Everything backward computes from the copy,
+        including the recomputed output, then has rounding errors only. Worth the memory if the output is the input of
+        large weights, whose gradients read the recomputed output.
     codes : Codes
-        How to store ``x``. With ``bits=None`` output and gradients are bitwise those of the separate operators.
+        How to store ``x``. With ``bits=None``, output and gradients equal those of the separate operators to the bit.
 
     Returns
     -------
@@ -148,14 +148,14 @@ def rms_norm(
     Raises
     ------
     ValueError
-        If ``copy`` is asked for with ``bits=None``, which keeps ``x`` itself.
+        If ``copy=True`` is given with ``bits=None``, where ``x`` is saved unpacked.
 
     Notes
     -----
-    An error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) is one of ``e * rstd`` in the
-    normalised row, which is all that the gradients see of ``x``; ``rstd``, the reciprocal of the root, is kept. Zhang
-    and Sennrich, "Root Mean Square Layer Normalization", 2019. The fused kernels serve rows of whole groups, up to 8192
-    elements; other rows take more passes.
+    ``rstd``, the reciprocal of the root, is saved in float32 (float64 for float64). The gradients depend on ``x`` only
+    through the normalised row: an error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) becomes one
+    of at most ``e * rstd`` there. The fused kernels serve rows of whole groups, up to 8192 elements; other rows take
+    more passes. Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
 
     Examples
     --------

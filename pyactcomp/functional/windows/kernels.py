@@ -1,8 +1,8 @@
-"""Triton kernels of window attention and of the residual addition behind it.
+"""Triton kernels of window attention and of the residual addition after it.
 
-A window has at most 64 tokens, so its scores stay in registers: no program ever writes one. Rows are tokens, padded
-to a power of two; what lies beyond the last token is read as zero and never written. The functions are Triton's
-language, not Python.
+A window has at most 64 tokens, so the scores stay in registers and are never written. Rows are tokens, padded to a
+power of two; rows beyond the last token are read as zeros and not written. The functions are Triton's language, not
+Python.
 """
 # mypy: ignore-errors
 
@@ -30,7 +30,7 @@ def _narrow(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, COMPILED: tl.constexpr):
-    """Return the product a b; the interpreter would multiply the bits of bfloat16."""
+    """Return the product a b. In the interpreter cast first: tl.dot would multiply the bits of bfloat16."""
     if COMPILED:
         c = tl.dot(a, b)
     else:
@@ -63,9 +63,9 @@ def _load(
     DTYPE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Return COLUMNS elements of each of N rows of WIDTH from ``start`` on, of DTYPE.
+    """Return COLUMNS elements of each of N rows of WIDTH from ``start`` on, in DTYPE.
 
-    ``kept`` has them as they are if GROUP is 0, else in codes, a row's in one group.
+    With GROUP = 0, ``kept`` is the tensor itself; else codes, with the COLUMNS elements of a row in one group.
     """
     row = tl.arange(0, ROWS)[:, None]
     present = row < N
@@ -95,7 +95,7 @@ def _probabilities(
     HAS_MASK: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Return softmax(scale * q k^T + bias + mask), float32 [ROWS, ROWS], zero in the columns of absent tokens."""
+    """Return softmax(scale * q k^T + bias + mask), float32 [ROWS, ROWS], zero in the padding's columns."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, ROWS)[None, :]
     offsets = row * N + column
@@ -150,7 +150,7 @@ def window_attention_forward_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Pack qkv and attend; a window and the heads of one group a program, the last one first."""
+    """Pack qkv and attend; one window and the heads of one group per program, the last ones first."""
     WIDTH: tl.constexpr = HEADS * HEAD
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     window = program // (WIDTH // GROUP)
@@ -161,7 +161,7 @@ def window_attention_forward_kernel(
     for part in tl.static_range(3):
         begin = start + part * WIDTH
         values = load_float(qkv + begin, offsets, present)
-        # Indices are below 2**32, so the hash of their high halves is that of zero.
+        # Indices are below 2**32: their high halves are zero, with the keyed hash key1.
         index = begin.to(tl.uint32) + offsets.to(tl.uint32)
         codes, parameters = encode_tile(
             values, index, key1.to(tl.uint32), key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED
@@ -171,7 +171,7 @@ def window_attention_forward_kernel(
         tl.store(_parameter_pointer(packed, row_start, numel, 8, GROUP), parameters, mask=present)
     tile = _tile(3 * WIDTH, ROWS, HEAD)
     for i in tl.static_range(GROUP // HEAD):
-        # The lines are still in the cache: a tile of a head is not a part of one of a group in registers.
+        # Load again, from the cache: registers cannot be sliced from a group's tile to a head's tile.
         source = qkv + start + i * HEAD
         q = tl.load(source + tile, mask=present, other=0)
         k = tl.load(source + WIDTH + tile, mask=present, other=0)
@@ -199,7 +199,7 @@ def window_attention_again_kernel(
     GROUP: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Attend from what is kept, in the dtype of ``out``; a window and a head a program, the last one first."""
+    """Attend from the saved qkv, in the dtype of ``out``; one window and head per program, the last ones first."""
     WIDTH: tl.constexpr = HEADS * HEAD
     DTYPE: tl.constexpr = out.dtype.element_ty
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -233,10 +233,10 @@ def window_attention_backward_kernel(
     GROUP: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Compute the gradients of window attention from what is kept.
+    """Compute the gradients of window attention from the saved qkv.
 
-    Program p takes head p % HEADS of the windows p // HEADS, p // HEADS + programs // HEADS, ... and leaves its sum
-    for the bias in row p of the [programs, N * N] result.
+    Program p takes head p % HEADS of the windows p // HEADS, p // HEADS + programs // HEADS, ... and writes the sum
+    for the bias to row p of the [programs, N * N] result.
     """
     WIDTH: tl.constexpr = HEADS * HEAD
     DTYPE: tl.constexpr = grad.dtype.element_ty
@@ -278,7 +278,7 @@ def _segments(
     SEGMENTS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """Return, for the program's tile of a branch [n, WIDTH]: offsets, offsets in the sum, rows there, and a mask."""
+    """Return, for the program's tile of a branch [n, WIDTH]: offsets, offsets in the sum, rows of the sum, mask."""
     segment = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
     present = segment * COLUMNS < numel
     row = segment // (WIDTH // COLUMNS)

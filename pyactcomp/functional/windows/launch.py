@@ -1,4 +1,4 @@
-"""Launches of the kernels of window attention and of the residual addition behind it."""
+"""Launches of the kernels of window attention and of the residual addition after it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..launch import buffer, keys, launcher, processors
 from ..saving import Saving
 from . import kernels
 
-# Of a window of 64 tokens, a thread then has 32 scores in each tile. As compiled for sm_90 with heads of 32, nothing
-# spills within these registers; with 128 in backward, 144 bytes a thread would. Four programs of the forward and three
-# of the backward then run on a multiprocessor at a time.
+# With 4 warps and 64 tokens, a thread holds 32 scores of each tile. Compiled for sm_90 with heads of 32, nothing spills
+# within these limits; with 128 registers, backward would spill 144 bytes a thread. Four programs of the forward and
+# three of the backward then run on a multiprocessor at a time.
 WARPS = 4
 FORWARD_REGISTERS = 128
 BACKWARD_REGISTERS = 168
 BACKWARD_PROGRAMS = 3
-# Of one window; more would not stay in registers.
+# Tokens of one window; the scores of more would not stay in registers.
 MOST_TOKENS = 64
-# Elements of a program of the residual addition: 16 a thread, as the codec's kernels have.
+# Elements of a program of the residual addition: 16 a thread, as in the codec's kernels.
 TILE = 2048
 
 
@@ -30,7 +30,7 @@ def attention_serves(qkv: Tensor, heads: int, how: Saving) -> bool:
     width = qkv.shape[2] // 3
     head = width // heads
     return (
-        # The tensor cores' dtypes: in float32 the products are no faster here than apart.
+        # Dtypes of the tensor cores: in float32 a fused kernel is no faster than separate products.
         qkv.dtype in (torch.bfloat16, torch.float16)
         and qkv.is_contiguous()
         and qkv.shape[1] <= MOST_TOKENS
@@ -40,7 +40,7 @@ def attention_serves(qkv: Tensor, heads: int, how: Saving) -> bool:
 
 
 def _packs(qkv: Tensor, width: int, how: Saving) -> bool:
-    """Return whether the forward kernel packs qkv, of which queries, keys and values are ``width`` wide."""
+    """Return whether the forward kernel packs qkv; queries, keys and values are each ``width`` wide."""
     return (
         how.bits == 8
         # A tile of tokens by 256 does not fit the registers.
@@ -57,15 +57,15 @@ AttentionBackward = Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tens
 def window_attention(
     qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, how: Saving
 ) -> tuple[Tensor, Tensor, Again, AttentionBackward]:
-    """Return the output, what to keep, what gives the output again from that, and the function that goes back.
+    """Return the output, the saved qkv (packed or itself), the recompute and the backward.
 
-    That is qkv, packed or itself; the function takes it, the bias, the mask and the output's gradient.
+    The recompute takes the saved qkv; the backward takes the saved qkv, the bias, the mask and the output's gradient.
     """
     count, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     shape, numel = qkv.shape, qkv.numel()
     dtype, device = qkv.dtype, qkv.device
     rows = max(16, 1 << (tokens - 1).bit_length())
-    # Without groups kernels read qkv itself.
+    # Group size 0 tells the kernels to read qkv itself.
     form = (tokens, rows, heads, width // heads, mask is not None, 0 if how.bits is None else how.group_size)
     windows = 1 if mask is None else mask.shape[0]
     bias = bias.contiguous()
@@ -80,7 +80,7 @@ def window_attention(
 
     def attend_and_pack() -> tuple[Tensor, Tensor]:
         out, packed = qkv.new_empty(count, tokens, width), buffer(qkv, how)
-        # The tile of a larger group needs them all.
+        # The tile of a larger group needs more registers than the limit.
         registers = FORWARD_REGISTERS if how.group_size == 64 else None
         constants = *form, how.stochastic
         launch = launcher(kernels, "window_attention_forward_kernel", constants, WARPS, device, registers)
@@ -104,21 +104,21 @@ def window_attention(
 
 @functools.lru_cache(maxsize=64)
 def _programs(device: torch.device) -> int:
-    """Return how many programs share the windows of a backward: as many as run at a time, since each leaves a sum."""
+    """Return how many programs share the windows of a backward: as many as run at a time, as each writes a sum."""
     if device.type != "cuda":
         return 8
     return BACKWARD_PROGRAMS * processors(device)
 
 
 def _columns(width: int) -> int:
-    """Return the largest power of two, of at most 128, that divides the width."""
+    """Return the largest power of two up to 128 dividing the width."""
     return min(width & -width, 128)
 
 
 def residual_add(
     x: Tensor, branch: Tensor, scale: Tensor | None, rows: Tensor | None, sample: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return x + scale * branch for rows [n, width], each x and branch contiguous."""
+    """Return x + scale * branch for contiguous x and branch [n, width]."""
     out = torch.empty_like(x, dtype=dtype)
     launch, programs, scalars = _residual("residual_add_forward_kernel", branch, scale, rows, sample)
     launch(programs, (x, branch, x if scale is None else scale, x if rows is None else rows, out), scalars)
@@ -128,7 +128,7 @@ def residual_add(
 def residual_add_backward(
     grad: Tensor, scale: Tensor | None, rows: Tensor | None, sample: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of the branch from that of the sum."""
+    """Return the gradient of the branch from the gradient of the sum."""
     grad = grad.contiguous()
     grad_branch = torch.empty_like(grad, dtype=dtype)
     launch, programs, scalars = _residual("residual_add_backward_kernel", grad_branch, scale, rows, sample)

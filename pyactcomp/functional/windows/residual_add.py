@@ -1,4 +1,4 @@
-"""``residual_add``, the sum behind a branch: order of rows, drop path and addition in one pass."""
+"""``residual_add``: the sum after a branch; row order, drop path and addition in one pass."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _ResidualAdd(torch.autograd.Function):
             grad_x = grad.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             back = _branch_grad
-            # With create_graph=True torch's operators compute it, which have derivatives; vmap takes them alone.
+            # Torch's operators under create_graph=True, for their derivatives, and under vmap.
             if ctx.fused and not torch.is_grad_enabled() and not has_no_memory(grad):
                 from . import launch
 
@@ -73,30 +73,31 @@ def residual_add(
     rows: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Add a branch to the rows it came from: ``out[rows[i]] = x[rows[i]] + scale * branch[i]``.
+    """Add a branch to the rows the branch came from: ``out[rows[i]] = x[rows[i]] + scale * branch[i]``.
+
+    Neither ``x`` nor ``branch`` is saved for backward.
 
     Parameters
     ----------
     x : Tensor, [n, width], floating point
     branch : Tensor, [n, width], floating point
     scale : Tensor, [samples], optional
-        A factor for each n / samples consecutive rows of ``x``, such as what drop path multiplies with. It gets no
-        gradient.
+        One factor for each n / samples consecutive rows of ``x``, as drop path uses. The scale gets no gradient.
     rows : Tensor, [n], int32 or int64, optional
-        A permutation of all rows; by default they stay where they are.
+        A permutation of all rows; by default the identity.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        All give the same. A named one never falls back.
+        Implementation; all give the same results. A named one never falls back to another.
 
     Returns
     -------
     Tensor, [n, width], the dtype of ``x + branch``
-        With the roundings of the separate operators: the product has the dtype of ``branch``. Nothing of ``x`` or
-        ``branch`` is kept. Differentiable any number of times.
+        With the roundings of the separate operators: the product has the dtype of ``branch``. Differentiable any
+        number of times.
 
     Raises
     ------
     TypeError
-        If ``rows`` is no index tensor.
+        If ``rows`` is not an int32 or int64 tensor.
     ImplementationUnavailableError
         If ``impl`` cannot serve the device of ``x``.
 

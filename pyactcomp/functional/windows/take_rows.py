@@ -1,4 +1,4 @@
-"""``take_rows``, another order of rows and a cast in one pass."""
+"""``take_rows``: a permutation of rows and a cast in one pass."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, rows: Tensor, inverse: Tensor, dtype: torch.dtype, impl: Impl = "auto") -> Tensor:
-    """Return ``x[rows].to(dtype)`` for x [n, width], a permutation of its rows and its inverse, int32 or int64 [n].
+    """Return ``x[rows].to(dtype)`` for x [n, width]; ``rows``, a permutation, and ``inverse`` are int32 or int64 [n].
 
-    Differentiable any number of times; of x nothing is kept. From float32 to bfloat16 an element moves 6 bytes.
+    Differentiable any number of times; ``x`` is not saved. Bytes moved per element, float32 to bfloat16: 6.
     """
     return cast(Tensor, _TakeRows.apply(x, rows, inverse, dtype, impl))  # type: ignore[no-untyped-call]

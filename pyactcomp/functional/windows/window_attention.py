@@ -1,4 +1,4 @@
-"""``window_attention``, which stores the projected queries, keys and values, and no probabilities."""
+"""``window_attention``: saves the projected queries, keys and values, and no probabilities."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _WindowAttention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, half: bool, how: Saving
     ) -> Tensor:
         begin(ctx, None if how.bits is None else qkv)
-        # Without the graph, the engine keeps the bias as it is: it is small, and backward needs it exactly.
+        # A detached bias is not packed by the engine: the bias is small, and backward needs the exact values.
         exact = bias.detach()
         ctx.heads, ctx.scale, ctx.bias_dtype = heads, scale, bias.dtype
         ctx.fused_backward = None
@@ -102,24 +102,24 @@ def window_attention(
     scale: float | None = None,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Attend within windows, softmax(scale * q k^T + bias + mask) v, and keep ``qkv`` alone for backward.
+    """Attend within windows, softmax(scale * q k^T + bias + mask) v, and save only ``qkv`` for backward.
 
-    The probabilities are computed in float32 and rounded to the dtype of ``qkv``; they are computed again in
-    backward, as is the output for the projection behind it.
+    Probabilities are computed in float32 and rounded to the dtype of ``qkv``. Backward recomputes the probabilities,
+    and recomputes the output if the next projection needs it.
 
     Parameters
     ----------
     qkv : Tensor, [windows, tokens, 3 * heads * head_dim], floating point
-        Queries, keys and values as one projection gives them: all heads' queries, then keys, then values.
+        The output of one projection: the queries of all heads, then the keys, then the values.
     heads : int
     bias : Tensor, [heads, tokens, tokens], floating point
-        Added to the scores of every window, such as a bias of relative positions.
+        Added to the scores of every window; for example a relative position bias.
     mask : Tensor, [n, tokens, tokens], optional
-        Added to the scores of the windows i, n + i, 2 n + i, ... in its i-th part. It gets no gradient.
+        ``mask[i]`` is added to the scores of the windows i, n + i, 2 n + i, ... The mask gets no gradient.
     scale : float, optional
-        By default 1 / sqrt(head_dim).
+        Default: 1 / sqrt(head_dim).
     codes : Codes
-        How to store ``qkv``; 16 bits are allowed.
+        How to store ``qkv``; ``bits=16`` is allowed.
 
     Returns
     -------
@@ -127,11 +127,12 @@ def window_attention(
 
     Notes
     -----
-    Gradients are those at the restored ``qkv``, each element off by at most ``e``
-    (:func:`pyactcomp.reference.error_bound`): a score is off by at most ``scale * (|q| e_k + |k| e_q + e_q e_k)``,
-    summed over the head, and a probability by a factor from exp(-2 d) to exp(2 d), d being the largest such error of
-    its row, which grows with the logits. The fused kernels serve bfloat16 and float16, windows of at most 64 tokens and
-    heads of 16, 32 or 64; of codes, 8 bits in groups of 64 or 128 that divide the heads' common width.
+    Gradients are the exact ones at the restored ``qkv``. With errors of at most ``e_q`` and ``e_k`` in queries and keys
+    (:func:`pyactcomp.reference.error_bound`), a score is off by at most ``scale * (|q| e_k + |k| e_q + e_q e_k)``,
+    summed over the head. With d the largest such error in a row of scores, a probability is off by a factor between
+    exp(-2 d) and exp(2 d), so errors grow with the logits. The fused kernels serve bfloat16 and float16, windows of at
+    most 64 tokens, head dimensions of 16, 32 and 64 and, with codes, 8 bits in groups of 64 or 128 that divide
+    ``heads * head_dim``. Elsewhere torch's operators compute the same function.
 
     Examples
     --------
