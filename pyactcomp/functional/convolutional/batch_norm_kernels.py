@@ -32,10 +32,20 @@ from ...codec.kernels.triton_ops import (
 
 
 @triton.jit
-def _place(width, GROUP: tl.constexpr, SPAN: tl.constexpr):
-    """Return the program's first group of channels, its first tile and the step from tile to tile."""
+def _place(numel, width, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr):
+    """Return the program's first group of channels and first tile, the step from tile to tile, all rows, all tiles."""
     blocks = width // SPAN
-    return (tl.program_id(0) % blocks) * SPAN, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    rows = numel // (width * GROUP)
+    tiles = ((rows + GROUPS // SPAN - 1) // (GROUPS // SPAN)).to(tl.int32)
+    return (tl.program_id(0) % blocks) * SPAN, tl.program_id(0) // blocks, tl.num_programs(0) // blocks, rows, tiles
+
+
+@triton.jit
+def _tile_at(tile, first, rows, row_of, width, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr):
+    """Return where a tile begins, the number of its rows and the mask of its groups."""
+    row = tile.to(tl.int64) * (GROUPS // SPAN)
+    left = tl.minimum(rows - row, GROUPS // SPAN).to(tl.int32)
+    return (row * width + first) * GROUP, left, row_of < left
 
 
 @triton.jit
@@ -146,21 +156,17 @@ def batch_norm_statistics_kernel(
 
     Sums are over the differences from a channel's first element in the program: no cancellation, whatever the mean.
     """
-    ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
-    first, split, splits = _place(width, GROUP, SPAN)
+    first, split, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
-    rows = numel // (width * GROUP)
-    tile = ((rows + ROWS - 1) // ROWS).to(tl.int32) - 1 - split
-    begin = tile.to(tl.int64) * ROWS * width * GROUP
+    tile = tiles - 1 - split
+    begin = tile.to(tl.int64) * (GROUPS // SPAN) * width * GROUP
     shift = load_float(x + begin, _channels(first, GROUP, LANES, SPAN))
     total = tl.zeros([LANES, GROUP], tl.float32)
     squares = tl.zeros([LANES, GROUP], tl.float32)
     count = 0
     while tile >= 0:
-        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
-        left = tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
-        present = row_of < left
+        start, left, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         values = load_float(x + start, offsets, present)
         _, high = element_index(start, key1, GROUP, GROUPS)
         index = start.to(tl.uint32) + offsets.to(tl.uint32)
@@ -236,11 +242,12 @@ def batch_norm_finish_kernel(
 
 
 @triton.jit
-def _scale(mean, rstd, weight, channel, HAS_WEIGHT: tl.constexpr):
+def _scale(mean, rstd, weight, channel, SWEEPS: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """Return the mean and rstd times weight of a tile's elements."""
     scale = tl.load(rstd + channel)
     if HAS_WEIGHT:
         scale = scale * load_float(weight, channel)
-    return tl.load(mean + channel), scale
+    return _for_tile(tl.load(mean + channel), SWEEPS), _for_tile(scale, SWEEPS)
 
 
 @triton.jit(do_not_specialize=["numel", "width", "key0", "key1"])
@@ -274,20 +281,15 @@ def batch_norm_apply_kernel(
 
     The first tile is first: ``batch_norm_statistics_kernel`` has read it last.
     """
-    ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
-    first, tile, splits = _place(width, GROUP, SPAN)
+    first, tile, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     channel = _channels(first, GROUP, LANES, SPAN)
-    average, scale = _scale(mean, rstd, weight, channel, HAS_WEIGHT)
-    average, scale = _for_tile(average, SWEEPS), _for_tile(scale, SWEEPS)
+    average, scale = _scale(mean, rstd, weight, channel, SWEEPS, HAS_WEIGHT)
     if HAS_BIAS:
         constant = _for_tile(load_float(bias, channel), SWEEPS)
-    rows = numel // (width * GROUP)
-    tiles = ((rows + ROWS - 1) // ROWS).to(tl.int32)
     while tile < tiles:
-        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
-        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         y = (load_float(x + start, offsets, present) - average) * scale
         if HAS_BIAS:
             y = y + constant
@@ -329,20 +331,16 @@ def batch_norm_redo_kernel(
     COMPILED: tl.constexpr,
 ):
     """Recompute the output from the codes of the input; positive exactly where forward's output was."""
-    ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
-    first, split, splits = _place(width, GROUP, SPAN)
+    first, split, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     channel = _channels(first, GROUP, LANES, SPAN)
-    average, scale = _scale(mean, rstd, weight, channel, HAS_WEIGHT)
-    average, scale = _for_tile(average, SWEEPS), _for_tile(scale, SWEEPS)
+    average, scale = _scale(mean, rstd, weight, channel, SWEEPS, HAS_WEIGHT)
     if HAS_BIAS:
         constant = _for_tile(load_float(bias, channel), SWEEPS)
-    rows = numel // (width * GROUP)
-    tile = ((rows + ROWS - 1) // ROWS).to(tl.int32) - 1 - split
+    tile = tiles - 1 - split
     while tile >= 0:
-        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
-        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         y = (_restore(packed, start, groups, offsets, present, numel, GROUP, RUN) - average) * scale
         if HAS_BIAS:
             y = y + constant
@@ -374,18 +372,15 @@ def batch_norm_sums_kernel(
     COMPILED: tl.constexpr,
 ):
     """Write each program's sums of the gradient, and of the gradient times the centred input, [splits, channels]."""
-    ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
-    first, split, splits = _place(width, GROUP, SPAN)
+    first, split, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     average = _for_tile(tl.load(mean + _channels(first, GROUP, LANES, SPAN)), SWEEPS)
     total = tl.zeros([LANES, GROUP], tl.float32)
     along = tl.zeros([LANES, GROUP], tl.float32)
-    rows = numel // (width * GROUP)
-    tile = ((rows + ROWS - 1) // ROWS).to(tl.int32) - 1 - split
+    tile = tiles - 1 - split
     while tile >= 0:
-        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
-        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         g = load_float(grad + start, offsets, present)
         x = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
         if RELU:
@@ -424,22 +419,17 @@ def batch_norm_backward_kernel(
     COMPILED: tl.constexpr,
 ):
     """Write the gradients of the input and the residual, given the sums over all rows."""
-    ROWS: tl.constexpr = GROUPS // SPAN
     LANES: tl.constexpr = GROUPS // SWEEPS
-    first, tile, splits = _place(width, GROUP, SPAN)
+    first, tile, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     channel = _channels(first, GROUP, LANES, SPAN)
-    rows = numel // (width * GROUP)
     number = rows.to(tl.float32)
-    average, scale = _scale(mean, rstd, weight, channel, HAS_WEIGHT)
+    average, scale = _scale(mean, rstd, weight, channel, SWEEPS, HAS_WEIGHT)
     inverse = tl.load(rstd + channel)
-    slope = tl.div_rn(tl.load(products + channel), number) * inverse * inverse
+    slope = _for_tile(tl.div_rn(tl.load(products + channel), number) * inverse * inverse, SWEEPS)
     level = _for_tile(tl.div_rn(tl.load(sums + channel), number), SWEEPS)
-    average, scale, slope = _for_tile(average, SWEEPS), _for_tile(scale, SWEEPS), _for_tile(slope, SWEEPS)
-    tiles = ((rows + ROWS - 1) // ROWS).to(tl.int32)
     while tile < tiles:
-        start = (tile.to(tl.int64) * ROWS * width + first) * GROUP
-        present = row_of < tl.minimum(rows - tile.to(tl.int64) * ROWS, ROWS).to(tl.int32)
+        start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         g = load_float(grad + start, offsets, present)
         x = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
         if RELU:
