@@ -9,12 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..codec.kernels.triton_ops import any_flagged, decode_tile, load_codes, restore_escapes, tile_offsets, to_raw
+from ..codec.kernels.triton_ops import (
+    any_flagged,
+    decode_tile,
+    load_codes,
+    load_tile,
+    restore_escapes,
+    tile_offsets,
+    to_raw,
+)
 
 # Tiles of kernels without codes.
 FLAT_TILE = tl.constexpr(1024)
 FLAT_GROUP = tl.constexpr(64)
 FLAT_GROUPS = tl.constexpr(1024 // 64)
+# The value of BITS for elements in their own dtype instead of codes.
+COPY = tl.constexpr(16)
 
 
 @triton.jit
@@ -40,10 +50,13 @@ def restore(
     PARTIAL: tl.constexpr,
 ):
     """Return the float32 values of the packed tile beginning at element ``start``; arguments as for ``load_codes``."""
-    codes, parameters = load_codes(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    x = decode_tile(codes, parameters)
-    if any_flagged(parameters):
-        x = restore_escapes(x, codes, parameters, float("-inf"), float("inf"), float("nan"), BITS)
+    if BITS == COPY:
+        x = load_tile(packed + start, left, GROUP, GROUPS, PARTIAL)
+    else:
+        codes, parameters = load_codes(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+        x = decode_tile(codes, parameters)
+        if any_flagged(parameters):
+            x = restore_escapes(x, codes, parameters, float("-inf"), float("inf"), float("nan"), BITS)
     return x
 
 

@@ -28,7 +28,7 @@ from ...codec.kernels.triton_ops import (
     to_raw,
     without_code,
 )
-from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
+from ..kernel_parts import COPY, FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
 # For larger |x|, 1 + exp(-x) or the quotient x / (1 + exp(-x)) may leave the range where the short ways are exact.
 _FAR = tl.constexpr(64.0)
@@ -165,26 +165,6 @@ def silu_mul_forward_kernel(
         store_codes(packed_up, u_codes, u_parameters, start, left, numel, BITS, RUN, PARTIAL)
 
 
-@triton.jit
-def _load_up(
-    up,
-    start,
-    left,
-    numel,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RUN: tl.constexpr,
-    PACKED: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    if PACKED:
-        values = restore(up, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    else:
-        values = load_tile(up + start, left, GROUP, GROUPS, PARTIAL)
-    return values
-
-
 @triton.jit(do_not_specialize=["numel"])
 def silu_mul_backward_kernel(
     packed_gate,
@@ -206,7 +186,7 @@ def silu_mul_backward_kernel(
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     start, left = place(numel, GROUPS * GROUP, UNIT)
     gate = restore(packed_gate, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    up = _load_up(up, start, left, numel, BITS, GROUP, GROUPS, RUN, UP_PACKED, PARTIAL)
+    up = restore(up, start, left, numel, BITS if UP_PACKED else COPY, GROUP, GROUPS, RUN, PARTIAL)
     g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
     of_gate, of_up = _silu_mul_gradients(gate, up, g, DTYPE, False, COMPILED)
     store_raw(grad_gate + start, to_raw(of_gate, DTYPE, COMPILED), left, PARTIAL)
@@ -232,7 +212,7 @@ def silu_mul_redo_kernel(
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     start, left = place(numel, GROUPS * GROUP, UNIT)
     gate = restore(packed_gate, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
-    up = _load_up(up, start, left, numel, BITS, GROUP, GROUPS, RUN, UP_PACKED, PARTIAL)
+    up = restore(up, start, left, numel, BITS if UP_PACKED else COPY, GROUP, GROUPS, RUN, PARTIAL)
     _, silu = _silu(gate, DTYPE, False, COMPILED)
     store_raw(out + start, to_raw(silu * up, DTYPE, COMPILED), left, PARTIAL)
 

@@ -28,10 +28,7 @@ from ...codec.kernels.triton_ops import (
     tile_offsets,
     to_raw,
 )
-from ..kernel_parts import dropout_factors, restore, rounded
-
-# The value of BITS for a copy of the elements in their own dtype instead of codes.
-COPY = tl.constexpr(16)
+from ..kernel_parts import COPY, dropout_factors, restore, rounded
 
 
 @triton.jit
@@ -201,10 +198,7 @@ def _normalised(
     TILE: tl.constexpr = GROUPS * GROUP
     scale = tl.load(rstd + row + tl.arange(0, ROWS)[:, None])
     PARTIAL: tl.constexpr = N * ROWS != TILE
-    if BITS == COPY:
-        x = load_tile(packed + row * N, N, GROUP, GROUPS, PARTIAL)
-    else:
-        x = restore(packed, row * N, N, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    x = restore(packed, row * N, N, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     return _centred(tl.reshape(x, [ROWS, TILE // ROWS]), N, CENTRED) * scale, scale
 
 

@@ -66,9 +66,9 @@ class Norm:
 
     @functools.cached_property
     def _form(self) -> _Form:
-        from . import kernels
+        from ..kernel_parts import COPY
 
-        bits = self.how.bits if self.copied is None else int(kernels.COPY.value)
+        bits = self.how.bits if self.copied is None else int(COPY.value)
         return _Form(self.length, self.centred, bits, self.how.group_size)
 
     def forward(
