@@ -64,6 +64,26 @@ def test_attention_from_codes_and_from_what_they_restore_are_the_same_to_the_bit
     assert all(torch.equal(*pair) for pair in zip(later, results(restored(qkv, 8), None)[1], strict=True))
 
 
+def by_columns(x: Tensor) -> Tensor:
+    """Return ``x`` with its last dimension strided."""
+    return x.mT.contiguous().mT
+
+
+def test_a_strided_bias_and_mask_change_nothing() -> None:
+    qkv, bias, mask = placed(*inputs(4, 9, 2, 32, torch.bfloat16, True))
+    (grad,) = placed(normal(4, 9, 64, seed=3).bfloat16())
+
+    def results(bias: Tensor, mask: Tensor) -> list[Tensor]:
+        leaves = qkv.clone().requires_grad_(), bias.requires_grad_()
+        out = window_attention(leaves[0], 2, leaves[1], mask, codes=Codes(impl="triton"))
+        return [out.detach(), recipe_of(out).compute(torch.bfloat16), *torch.autograd.grad(out, leaves, grad)]
+
+    expected = results(bias, mask)
+    assert not by_columns(bias).is_contiguous()
+    for strided in (results(by_columns(bias), mask), results(bias, by_columns(mask))):
+        assert all(torch.equal(*pair) for pair in zip(strided, expected, strict=True))
+
+
 @pytest.mark.parametrize("bits", [16, None])
 def test_attention_keeps_its_input_itself(bits: int | None) -> None:
     # Three heads: of codes, groups would have to divide their common width.
@@ -145,6 +165,9 @@ def test_take_rows_is_bitwise_a_cast_of_the_rows(dtypes: tuple[torch.dtype, torc
     assert torch.equal(ours.signbit(), theirs.signbit())
     assert torch.equal(ours, theirs)
     assert torch.equal(*(torch.autograd.grad(t, leaf, grad)[0] for t in (ours, theirs)))
+    # Every other element of a tensor twice as long.
+    strided = rows.repeat_interleave(2)[::2]
+    assert torch.equal(take_rows(x.detach(), strided, strided.argsort().int(), dtypes[1], "triton"), theirs)
 
 
 @pytest.mark.gpu

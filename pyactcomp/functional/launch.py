@@ -46,6 +46,11 @@ def keys(how: Saving) -> tuple[int, int]:
     return fmt.random_keys(how.seed) if how.stochastic else (0, 0)
 
 
+def argument(t: Tensor | None, stand_in: Tensor) -> Tensor:
+    """Return a contiguous ``t`` for a kernel; ``stand_in``, which the kernel does not read, for None."""
+    return stand_in if t is None else t.contiguous()
+
+
 def written_bits(bits: int | None) -> int | None:
     """Return the width of the codes to write: 0 (write none) where saved tensors are dropped."""
     return 0 if bits is not None and saves_are_dropped() else bits

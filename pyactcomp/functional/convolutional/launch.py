@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import codec
 from ...codec.kernels import triton as codec_kernels
 from ...codec.layouts import elementwise_layout, layout_of
-from ..launch import buffer, keys, launcher, processors
+from ..launch import argument, buffer, keys, launcher, processors
 from ..saving import Saving
 from . import batch_norm_kernels, max_pool_kernels
 
@@ -60,10 +60,6 @@ def batch_norm_serves(x: Tensor, residual: Tensor | None, how: Saving) -> bool:
 def max_pool_serves(x: Tensor) -> bool:
     """Return whether the kernels serve a max-pool of ``x``."""
     return is_channels_last(x) and x.shape[1] % _POOL_CHANNELS == 0
-
-
-def _given(t: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if t is None else t.contiguous()
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class BatchNorm:
         mean, rstd = torch.empty((2, self.shape[1]), dtype=torch.float32, device=self.device)
         constants = (running[0] is not None, self.how.group_size, self._rows, _FINISH_SPLITS, _FINISH_CHANNELS)
         finish = launcher(batch_norm_kernels, "batch_norm_finish_kernel", constants, _FINISH_WARPS, self.device)
-        tensors = (*parts, *(_given(t, mean) for t in running), mean, rstd)
+        tensors = (*parts, *(argument(t, mean) for t in running), mean, rstd)
         scalars = (self.shape.numel(), self._width, self._splits, momentum, eps)
         finish(self.shape[1] // _FINISH_CHANNELS, tensors, scalars)
         return packed, mean, rstd
@@ -149,7 +145,7 @@ class BatchNorm:
         given = (weight, bias, residual)
         constants = (*(t is not None for t in given), self.relu)
         residual = None if residual is None else as_channels_last(residual)
-        parameters = (_given(weight, mean), _given(bias, mean))
+        parameters = (argument(weight, mean), argument(bias, mean))
         kept = (mean if signs is None else signs, mean if packed is None else packed)
         tensors = (x, x if residual is None else residual, mean, rstd, *parameters, out, *kept)
         self._launch("batch_norm_apply_kernel", constants, tensors, keys(self.how.second()))
@@ -173,7 +169,7 @@ class BatchNorm:
         """Recompute the output of a batch norm without a residual."""
         out = self._like(dtype)
         constants = (weight is not None, bias is not None, self.relu)
-        parameters = (_given(weight, mean), _given(bias, mean))
+        parameters = (argument(weight, mean), argument(bias, mean))
         tensors = (packed, mean, rstd, *parameters, out, mean if signs is None else signs)
         self._launch("batch_norm_redo_kernel", constants, tensors)
         return out
@@ -202,7 +198,7 @@ class BatchNorm:
         out = self._like(self.dtype)
         grad_residual = self._like(self.dtype) if masks_residual else None
         constants = (weight is not None, masks_residual, self.relu)
-        parameters = (mean, rstd, _given(weight, mean), sums, products)
+        parameters = (mean, rstd, argument(weight, mean), sums, products)
         written = (out, out if grad_residual is None else grad_residual)
         self._launch("batch_norm_backward_kernel", constants, (packed, grad, words, *parameters, *written))
         return out, products * rstd, sums, grad_residual

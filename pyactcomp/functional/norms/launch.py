@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...codec.kernels import triton as codec_kernels
-from ..launch import buffer, bytes_of, copy_buffer, keys, launcher, processors, written_bits
+from ..launch import argument, buffer, bytes_of, copy_buffer, keys, launcher, processors, written_bits
 from ..masks.noise import QUIET, Noise
 from ..saving import Saving
 
@@ -39,10 +39,6 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
         # A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
         and (not how.stochastic or x.numel() <= 2**32)
     )
-
-
-def _dense(t: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if t is None else t.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +98,7 @@ class Norm:
         # limit for float32 or stochastic rounding: both would spill.
         most = codec_kernels.REGISTERS if noise.quads == 2 and not self.how.stochastic else None
         plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
-        given = (_dense(residual, x), _dense(weight, x), _dense(bias, x), _dense(indices, x))
+        given = (argument(residual, x), argument(weight, x), argument(bias, x), argument(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
         plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how), *noise.arguments(False)))
         return out, packed, rstd
@@ -122,7 +118,7 @@ class Norm:
         plan = _plan(
             self._form, "norm_redo_kernel", numel, _RECOMPUTE, (weight is not None, bias is not None), (), out.device
         )
-        tensors = (self._elements(packed), rstd, _dense(weight, rstd), _dense(bias, rstd), out)
+        tensors = (self._elements(packed), rstd, argument(weight, rstd), argument(bias, rstd), out)
         plan.launch(plan.tiles, tensors, (numel,))
         return out
 
@@ -159,10 +155,10 @@ class Norm:
         tensors = (
             self._elements(packed),
             rstd,
-            _dense(weight, rstd),
+            argument(weight, rstd),
             grad,
-            _dense(beside, grad),
-            _dense(indices, rstd),
+            argument(beside, grad),
+            argument(indices, rstd),
             *results,
         )
         plan.launch(plan.resident, tensors, (numel, *noise.arguments(True)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..launch import buffer, keys, launcher, processors
+from ..launch import argument, buffer, keys, launcher, processors
 from ..saving import Saving
 from . import kernels
 
@@ -69,12 +69,11 @@ def window_attention(
     form = (tokens, rows, heads, width // heads, mask is not None, 0 if how.bits is None else how.group_size)
     windows = 1 if mask is None else mask.shape[0]
     bias = bias.contiguous()
-    mask = None if mask is None else mask.contiguous()
 
     def attend_from(kept: Tensor) -> Tensor:
         result = torch.empty((count, tokens, width), dtype=dtype, device=device)
         launch = launcher(kernels, "window_attention_again_kernel", form, WARPS, device)
-        tensors = (kept, bias, bias if mask is None else mask, result)
+        tensors = (kept, bias, argument(mask, bias), result)
         launch(count * heads, tensors, (numel, windows, scale))
         return result
 
@@ -84,17 +83,17 @@ def window_attention(
         registers = FORWARD_REGISTERS if how.group_size == 64 else None
         constants = *form, how.stochastic
         launch = launcher(kernels, "window_attention_forward_kernel", constants, WARPS, device, registers)
-        tensors = (qkv, bias, bias if mask is None else mask, out, packed)
+        tensors = (qkv, bias, argument(mask, bias), out, packed)
         launch(count * (width // how.group_size), tensors, (numel, windows, scale, *keys(how)))
         return out, packed
 
     def backward(kept: Tensor, bias: Tensor, mask: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
-        grad = grad.contiguous()
+        grad, bias = grad.contiguous(), bias.contiguous()
         grad_qkv = torch.empty(shape, dtype=dtype, device=device)
         programs = max(1, min(count, _programs(device) // heads))
         partial = torch.empty((programs, heads, tokens, tokens), dtype=torch.float32, device=device)
         launch = launcher(kernels, "window_attention_backward_kernel", form, WARPS, device, BACKWARD_REGISTERS)
-        tensors = (kept, bias, bias if mask is None else mask, grad, grad_qkv, partial)
+        tensors = (kept, bias, argument(mask, bias), grad, grad_qkv, partial)
         launch(programs * heads, tensors, (numel, windows, scale))
         return grad_qkv, partial.sum(0)
 
@@ -121,7 +120,7 @@ def residual_add(
     """Return x + scale * branch for contiguous x and branch [n, width]."""
     out = torch.empty_like(x, dtype=dtype)
     launch, programs, scalars = _residual("residual_add_forward_kernel", branch, scale, rows, sample)
-    launch(programs, (x, branch, x if scale is None else scale, x if rows is None else rows, out), scalars)
+    launch(programs, (x, branch, argument(scale, x), argument(rows, x), out), scalars)
     return out
 
 
@@ -132,7 +131,7 @@ def residual_add_backward(
     grad = grad.contiguous()
     grad_branch = torch.empty_like(grad, dtype=dtype)
     launch, programs, scalars = _residual("residual_add_backward_kernel", grad_branch, scale, rows, sample)
-    launch(programs, (grad, grad if scale is None else scale, grad if rows is None else rows, grad_branch), scalars)
+    launch(programs, (grad, argument(scale, grad), argument(rows, grad), grad_branch), scalars)
     return grad_branch
 
 
