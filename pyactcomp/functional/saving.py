@@ -75,7 +75,7 @@ class Saving(Codes):
     def keep(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return the tensor to save for backward, and a function from that tensor to ``x``."""
         if self.bits is None:
-            return x, _same
+            return x, same
         packed = codec.quantize(
             x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
         )
@@ -106,7 +106,7 @@ class Saving(Codes):
         queries and keys of attention.
         """
         if x.itemsize <= 2:
-            return x, _same
+            return x, same
         dtype, shape, device = x.dtype, x.shape, x.device
         buffer = torch.empty(half_nbytes(x.numel(), SCALED), dtype=torch.uint8, device=device)
         if not saves_are_dropped():
@@ -209,7 +209,8 @@ def _new_restorer(
 _restorer = functools.lru_cache(maxsize=1024)(_new_restorer)
 
 
-def _same(x: Tensor) -> Tensor:
+def same(x: Tensor) -> Tensor:
+    """Return ``x``, saved unpacked."""
     return x
 
 

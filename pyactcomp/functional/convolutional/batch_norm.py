@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from ...engine.policy import PLAIN
 from ...engine.recompute import offer, stable_copy
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
+from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, same, saving, wide
+
+if TYPE_CHECKING:
+    from .launch import BatchNorm
 
 # The smallest normal float16: recomputed positive outputs are at least this, so positive in every dtype.
 _SMALLEST = 2.0**-14
@@ -68,7 +72,48 @@ class _BatchNorm(torch.autograd.Function):
         relu: bool,
         how: Saving,
     ) -> Tensor:
-        out = _forward(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
+        ctx.relu, ctx.eps = relu, eps
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
+        recomputes = residual is None and how.bits is not None
+        gamma, beta = (stable_copy(t) if recomputes else None for t in (weight, bias))
+        operands = [t for t in (gamma, beta) if t is not None]
+        ctx.fused = norm = _kernels(x, residual, running, relu, how)
+        if norm is not None:
+            kept, mean, rstd = norm.statistics(x, running, momentum, eps)
+            out, signs, codes = norm.apply(x, residual, mean, rstd, weight, bias)
+            if codes is None:
+                offer(ctx, out, functools.partial(norm.recompute, kept, mean, rstd, gamma, beta, signs), *operands)
+            else:
+                offer(ctx, out, functools.partial(norm.restore, codes))
+        else:
+            normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
+            out = normal.to(x.dtype)
+            if residual is not None:
+                out = out + residual
+            signs = None
+            restore_signs: Restore = same
+            if relu:
+                out = torch.relu(out)
+                # NaN has a gradient, as in torch's ReLU.
+                signs = ~(out <= 0)
+                if how.bits is not None:
+                    signs, restore_signs = how.keep_mask(signs)
+            kept, restore = how.keep(x)
+            ctx.restore, ctx.restore_mask, ctx.layout = restore, restore_signs, layout_of(x)
+            if recomputes:
+                channels = (1, -1) + (1,) * (x.dim() - 2)
+
+                def compute(dtype: torch.dtype) -> Tensor:
+                    scale = rstd if gamma is None else rstd * gamma
+                    y = (restore(kept).to(mean.dtype) - mean.view(channels)) * scale.view(channels)
+                    if beta is not None:
+                        y = y + beta.view(channels)
+                    if signs is not None:
+                        y = torch.where(restore_signs(signs), y.clamp_min(_SMALLEST), 0.0)
+                    return y.to(dtype)
+
+                offer(ctx, out, compute, *operands)
+        ctx.save_for_backward(kept, mean, rstd, weight, signs)
         begin(ctx, None if how.bits is None else x, out if relu else None)
         return out
 
@@ -98,88 +143,18 @@ class _BatchNorm(torch.autograd.Function):
         return *wanted, None, None, None, None, None
 
 
-def _forward(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
-    relu: bool,
-    how: Saving,
-) -> Tensor:
-    ctx.fused, ctx.relu, ctx.eps = None, relu, eps
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
-    if how.fuses(x):
-        from . import launch
-
-        # The kernels update the running statistics in place.
-        if launch.batch_norm_serves(x, residual, how) and all(t is None or t.is_contiguous() for t in running):
-            return _forward_fused(ctx, x, weight, bias, residual, running, momentum, eps, relu, how)
-    normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
-    out = normal.to(x.dtype)
-    if residual is not None:
-        out = out + residual
-    kept_mask, restore_mask = None, None
-    if relu:
-        out = torch.relu(out)
-        # NaN has a gradient, as in torch's ReLU.
-        mask = ~(out <= 0)
-        kept_mask, restore_mask = (mask, _same) if how.bits is None else how.keep_mask(mask)
-    kept, restore = how.keep(x)
-    ctx.layout = layout_of(x)
-    ctx.save_for_backward(kept, mean, rstd, weight, kept_mask)
-    ctx.restore, ctx.restore_mask = restore, restore_mask
-    if residual is None and how.bits is not None:
-        gamma, beta = stable_copy(weight), stable_copy(bias)
-        channels = (1, -1) + (1,) * (x.dim() - 2)
-
-        def compute(dtype: torch.dtype) -> Tensor:
-            scale = rstd if gamma is None else rstd * gamma
-            y = (restore(kept).to(mean.dtype) - mean.view(channels)) * scale.view(channels)
-            if beta is not None:
-                y = y + beta.view(channels)
-            if kept_mask is not None and restore_mask is not None:
-                y = torch.where(restore_mask(kept_mask), y.clamp_min(_SMALLEST), 0.0)
-            return y.to(dtype)
-
-        offer(ctx, out, compute, *(t for t in (gamma, beta) if t is not None))
-    return out
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _forward_fused(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
-    relu: bool,
-    how: Saving,
-) -> Tensor:
+def _kernels(
+    x: Tensor, residual: Tensor | None, running: tuple[Tensor | None, Tensor | None], relu: bool, how: Saving
+) -> BatchNorm | None:
+    """Return the fused kernels if they serve."""
+    if not how.fuses(x):
+        return None
     from . import launch
 
-    norm = launch.BatchNorm(x.shape, x.dtype, x.device, relu, how)
-    packed, mean, rstd = norm.statistics(x, running, momentum, eps)
-    out, signs, packed_out = norm.apply(x, residual, mean, rstd, weight, bias)
-    ctx.fused = norm
-    ctx.save_for_backward(packed, mean, rstd, weight, signs)
-    if packed_out is None:
-        gamma, beta = stable_copy(weight), stable_copy(bias)
-        operands = [t for t in (gamma, beta) if t is not None]
-        offer(ctx, out, lambda dtype: norm.recompute(packed, mean, rstd, gamma, beta, signs, dtype), *operands)
-    else:
-        codes = packed_out
-        offer(ctx, out, lambda dtype: norm.restore(codes, dtype))
-    return out
+    # The kernels update the running statistics in place.
+    if not launch.batch_norm_serves(x, residual, how) or any(t is not None and not t.is_contiguous() for t in running):
+        return None
+    return launch.BatchNorm(x.shape, x.dtype, x.device, relu, how)
 
 
 @one_option
