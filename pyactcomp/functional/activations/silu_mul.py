@@ -77,7 +77,7 @@ def silu_mul(
     inplace: bool = False,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Return ``silu(gate) * up``, the inner product of SwiGLU, and save both for backward in codes.
+    """Return ``silu(gate) * up``, the gated product of SwiGLU, and save both operands for backward in codes.
 
     Parameters
     ----------

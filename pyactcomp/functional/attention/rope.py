@@ -102,7 +102,7 @@ def rope(
     contiguous_grad: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions; of both, nothing is saved for backward.
+    """Rotate queries and keys by their positions and save neither for backward.
 
     Parameters
     ----------

@@ -171,7 +171,7 @@ def batch_norm(
     residual: Tensor | None = None,
     codes: Codes = INT8,
 ) -> Tensor:
-    """Normalise channels by the statistics of the batch, add ``residual``, apply ReLU; save ``x`` in codes.
+    """Normalise channels by the batch's statistics, add ``residual``, apply ReLU; save ``x`` for backward in codes.
 
     Computes ``relu(batch_norm(x) + residual)`` in training mode. Saves the codes of ``x``, the mean and the reciprocal
     deviation of each channel, one bit per element for ReLU and, with a residual, codes of the output. If another
@@ -180,9 +180,11 @@ def batch_norm(
     Parameters
     ----------
     x : Tensor, [N, C, ...], floating point
+        Statistics are over all dimensions but C.
     running_mean, running_var : Tensor, [C], or None
         Updated in place to ``momentum * batch + (1 - momentum) * running``; the batch's variance is the unbiased one.
     weight, bias : Tensor, [C], optional
+        Factor and offset of normalised elements.
     momentum : float
         Weight of the batch in the running statistics.
     eps : float

@@ -81,7 +81,7 @@ def max_pool2d(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Take the maximum of each window and save one byte per maximum, the position in the window, not the input.
+    """Take the maximum of each window and save its position in the window, one byte, instead of the input.
 
     Output and gradient equal those of :func:`torch.nn.functional.max_pool2d`: nothing is quantised.
 

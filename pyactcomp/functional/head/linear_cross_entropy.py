@@ -220,15 +220,18 @@ def linear_cross_entropy(
     Parameters
     ----------
     x : Tensor, [..., in], floating point
+        The last hidden states.
     weight : Tensor, [vocabulary, in]
+        The weight of the head, often tied to the embedding.
     labels : Tensor, [...], int64
         The class of each row, or ``ignore_index`` for rows to leave out.
     bias : Tensor, [vocabulary], optional
     ignore_index : int
+        The label of rows without a loss.
     reduction : {"mean", "sum"}
-        "mean" divides the sum over rows by the number of rows with a label other than ``ignore_index``.
+        "mean" divides the sum of the losses by the number of rows with a label other than ``ignore_index``.
     divisor : float or Tensor of one element, optional
-        Divides the sum; for ``reduction="sum"`` only.
+        Divides the sum of the losses; for ``reduction="sum"`` only.
     chunk : int, optional
         Rows per chunk; by default enough for 256 MiB of logits.
     impl : {"auto", "triton", "cuda", "cpu", "reference"}

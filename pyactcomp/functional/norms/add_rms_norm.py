@@ -96,6 +96,7 @@ def add_rms_norm(
     residual : Tensor, the shape of ``x``, floating point, or None
         None means zero: the returned sum is ``x`` itself, without a copy.
     weight : Tensor, [features], or None
+        Factor of normalised elements.
     eps : float
         Added to the mean square.
     codes : Codes

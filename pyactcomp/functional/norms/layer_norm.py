@@ -220,7 +220,9 @@ def layer_norm(
     ----------
     x : Tensor, [..., *normalized_shape], floating point
     normalized_shape : int or sequence of int
+        The trailing dimensions to normalise over.
     weight, bias : Tensor, normalized_shape, optional
+        Factor and offset of normalised elements.
     eps : float
         Added to the variance.
     dtype : torch.dtype, optional

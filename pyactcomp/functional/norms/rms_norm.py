@@ -132,6 +132,7 @@ def rms_norm(
     ----------
     x : Tensor, [..., features], floating point
     weight : Tensor, [features], or None
+        Factor of normalised elements.
     eps : float
         Added to the mean square.
     copy : bool

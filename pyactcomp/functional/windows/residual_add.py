@@ -80,7 +80,9 @@ def residual_add(
     Parameters
     ----------
     x : Tensor, [n, width], floating point
+        The residual stream.
     branch : Tensor, [n, width], floating point
+        The output of a branch; row i belongs to row ``rows[i]`` of ``x``.
     scale : Tensor, [samples], optional
         One factor for each n / samples consecutive rows of ``x``, as drop path uses. The scale gets no gradient.
     rows : Tensor, [n], int32 or int64, optional

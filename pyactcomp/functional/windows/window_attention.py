@@ -112,6 +112,7 @@ def window_attention(
     qkv : Tensor, [windows, tokens, 3 * heads * head_dim], floating point
         The output of one projection: the queries of all heads, then the keys, then the values.
     heads : int
+        The number of heads.
     bias : Tensor, [heads, tokens, tokens], floating point
         Added to the scores of every window; for example a relative position bias.
     mask : Tensor, [n, tokens, tokens], optional
