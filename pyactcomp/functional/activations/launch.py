@@ -76,16 +76,16 @@ class _Unary:
         return self.on.as_torch(grad_x, grad)
 
     def recompute(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        again = self.on.empty(dtype)
+        out = self.on.empty(dtype)
         self.on.launch(
             self.kernels,
             f"{self.name}_redo_kernel",
             self._form(codec_kernels.DECODE_TILE, self.how.bits),
-            (packed, again),
+            (packed, out),
             tile=codec_kernels.DECODE_TILE,
             warps=codec_kernels.DECODE_WARPS,
         )
-        return again
+        return out
 
 
 _unary_of = functools.lru_cache(maxsize=256)(_Unary)
@@ -169,16 +169,16 @@ def silu_mul(
         of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
         return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
 
-    again_from = tuple(t.detach() for t in kept)
+    saved = tuple(t.detach() for t in kept)
 
     def compute(dtype: torch.dtype) -> Tensor:
-        again = on.empty(dtype)
-        sources = again_from if up_again is None else (*again_from, on.arrange(up_again.peek()))
+        result = on.empty(dtype)
+        sources = saved if up_again is None else (*saved, on.arrange(up_again.peek()))
         if exact:
-            _silu_mul_exactly(on, *sources, again)
+            _silu_mul_exactly(on, *sources, result)
         else:
-            on.launch(silu_mul_kernels, "silu_mul_redo_kernel", form, (*sources, again))
-        return again
+            on.launch(silu_mul_kernels, "silu_mul_redo_kernel", form, (*sources, result))
+        return result
 
     return out, kept, backward, compute
 

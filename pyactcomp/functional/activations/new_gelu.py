@@ -28,7 +28,7 @@ class _Autocast:
         self._device, self.enabled = device, torch.is_autocast_enabled(device)
         self._dtype = torch.get_autocast_dtype(device)
 
-    def again(self) -> torch.autocast:
+    def entered(self) -> torch.autocast:
         return torch.autocast(self._device, dtype=self._dtype, enabled=self.enabled)
 
 
@@ -53,7 +53,7 @@ class _NewGelu(torch.autograd.Function):
         source = x.detach()
 
         def compute_eagerly(dtype: torch.dtype) -> Tensor:
-            with torch.no_grad(), state.again():
+            with torch.no_grad(), state.entered():
                 return _chain(source).to(dtype)
 
         recompute.offer(ctx, out, compute_eagerly, source)
@@ -66,7 +66,7 @@ class _NewGelu(torch.autograd.Function):
         if ctx.fused_backward is not None:
             return ctx.fused_backward(x, grad), None
         leaf = x.detach().requires_grad_()
-        with torch.enable_grad(), ctx.autocast.again():
+        with torch.enable_grad(), ctx.autocast.entered():
             out = _chain(leaf)
         return torch.autograd.grad(out, leaf, grad)[0], None
 

@@ -42,8 +42,8 @@ class _SiluMul(torch.autograd.Function):
         source_up = None if kept_up is None else kept_up.detach()
 
         def compute_eagerly(dtype: torch.dtype) -> Tensor:
-            again = _up(source_up, restore_up) if up_again is None else up_again.peek()
-            return (F.silu(restore_gate(source_gate)) * again).to(dtype)
+            other = _up(source_up, restore_up) if up_again is None else up_again.peek()
+            return (F.silu(restore_gate(source_gate)) * other).to(dtype)
 
         recompute.offer(ctx, out, compute_eagerly, source_gate, *(() if source_up is None else (source_up,)))
         return out
@@ -127,5 +127,5 @@ def silu_mul(
         raise ValueError("inplace=True writes over up, which bits=None keeps; leave one of them out")
     if not recorded(gate, up):
         return F.silu(gate) * up
-    again = None if up_again is None else Recomputed(up_again)
-    return cast(Tensor, _SiluMul.apply(gate, up, again, inplace, how))  # type: ignore[no-untyped-call]
+    recomputed = None if up_again is None else Recomputed(up_again)
+    return cast(Tensor, _SiluMul.apply(gate, up, recomputed, inplace, how))  # type: ignore[no-untyped-call]

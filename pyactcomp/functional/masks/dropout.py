@@ -43,14 +43,14 @@ class _Dropout(torch.autograd.Function):
             # With create_graph=True torch runs differentiable operators, and these round the scale.
             return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
         # Leave a gradient in another layout to torch, which chooses the layout of the result.
-        if ctx.how.runs_kernels(grad) and grad.stride() == ctx.layout.stride and _as_it_is(grad):
+        if ctx.how.runs_kernels(grad) and grad.stride() == ctx.layout.stride and _keeps_layout(grad):
             from . import launch
 
             return launch.dropout_backward(bits, grad, scale), None, None
         return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
 
 
-def _as_it_is(grad: Tensor) -> bool:
+def _keeps_layout(grad: Tensor) -> bool:
     """Return whether torch's backward on CUDA gives its result the layout of ``grad``."""
     return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
 

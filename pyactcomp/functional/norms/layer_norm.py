@@ -77,8 +77,10 @@ class _LayerNorm(torch.autograd.Function):
             kept, restore = how.keep_rows(x)
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
-            again = functools.partial(_redo, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide)
-            offer(ctx, out, lambda wanted: again().to(dtype).to(wanted), kept, *parameters)
+            compute = functools.partial(
+                _recompute, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide
+            )
+            offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
         return out
 
     @staticmethod
@@ -117,7 +119,7 @@ def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.mean(tuple(range(-len(shape), 0)), keepdim=True)
 
 
-def _redo(
+def _recompute(
     kept: Tensor,
     restore: Any,
     rstd: Tensor | None,

@@ -59,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
         out = _scaled(wide, rstd, weight, x.dtype)
         if out.is_contiguous():
-            offer(ctx, out, functools.partial(_redo, kept, ctx.restore, rstd, gamma), kept, *parameters)
+            offer(ctx, out, functools.partial(_recompute, kept, ctx.restore, rstd, gamma), kept, *parameters)
         return out
 
     @staticmethod
@@ -94,7 +94,7 @@ def _differentiated(
     return tuple(next(wanted) if need else None for need in needs)
 
 
-def _redo(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _recompute(kept: Tensor, restore: Restore, rstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     x = restore(kept)
     return _scaled(_wide(x), rstd, weight, x.dtype).to(dtype)
 

@@ -50,13 +50,13 @@ def _packs(qkv: Tensor, width: int, how: Saving) -> bool:
     )
 
 
-Again = Callable[[Tensor], Tensor]
+Recompute = Callable[[Tensor], Tensor]
 AttentionBackward = Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 
 
 def window_attention(
     qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float, how: Saving
-) -> tuple[Tensor, Tensor, Again, AttentionBackward]:
+) -> tuple[Tensor, Tensor, Recompute, AttentionBackward]:
     """Return the output, the saved qkv (packed or itself), the recompute and the backward.
 
     The recompute takes the saved qkv; the backward takes the saved qkv, the bias, the mask and the output's gradient.

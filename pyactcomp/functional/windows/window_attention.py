@@ -60,24 +60,24 @@ class _WindowAttention(torch.autograd.Function):
         exact = bias.detach()
         ctx.heads, ctx.scale, ctx.bias_dtype = heads, scale, bias.dtype
         ctx.fused_backward = None
-        again: Callable[[Tensor], Tensor]
+        recompute: Callable[[Tensor], Tensor]
         if how.runs_kernels(qkv):
             from . import launch
 
             if launch.attention_serves(qkv, heads, how):
-                out, kept, again, ctx.fused_backward = launch.window_attention(qkv, heads, exact, mask, scale, how)
+                out, kept, recompute, ctx.fused_backward = launch.window_attention(qkv, heads, exact, mask, scale, how)
         if ctx.fused_backward is None:
             kept, restore = how.keep_half(qkv) if half else how.keep(qkv)
             ctx.restore = restore
             out = _attend(qkv, heads, exact, mask, scale)
 
-            def again(kept: Tensor) -> Tensor:
+            def recompute(kept: Tensor) -> Tensor:
                 return _attend(restore(kept), heads, exact, mask, scale)
 
         ctx.save_for_backward(kept, exact, mask)
         source = kept.detach()
         operands = (source, exact) if mask is None else (source, exact, mask)
-        offer(ctx, out, lambda dtype: again(source).to(dtype), *operands)
+        offer(ctx, out, lambda dtype: recompute(source).to(dtype), *operands)
         return out
 
     @staticmethod
