@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...engine import recompute
 from ..codes import INT8, Codes, one_option
-from ..saving import Recomputed, Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..saving import Recomputed, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 EXACT_ON_CUDA = True
 """Whether the kernels without codes give torch's results to the bit; if False, torch's operators run instead."""
@@ -33,19 +33,18 @@ class _SiluMul(torch.autograd.Function):
             recompute.offer(ctx, out, compute, *(t.detach() for t in kept))
             return out
         ctx.fused_backward = None
-        kept_gate, restore_gate = how.keep(gate)
-        kept_up, restore_up = (None, None) if up_again is not None else how.second().keep(up)
-        ctx.restore_gate, ctx.restore_up = restore_gate, restore_up
-        ctx.save_for_backward(kept_gate, *(() if kept_up is None else (kept_up,)))
+        saves = [how.keep(gate)] if up_again is not None else [how.keep(gate), how.second().keep(up)]
+        kept, restores = zip(*saves, strict=True)
+        ctx.restores = restores
+        ctx.save_for_backward(*kept)
         out = F.silu(gate) * up
-        source_gate = kept_gate.detach()
-        source_up = None if kept_up is None else kept_up.detach()
+        sources = [t.detach() for t in kept]
 
         def compute_eagerly(dtype: torch.dtype) -> Tensor:
-            other = _up(source_up, restore_up) if up_again is None else up_again.peek()
-            return (F.silu(restore_gate(source_gate)) * other).to(dtype)
+            restored, *other = (restore(t) for restore, t in zip(restores, sources, strict=True))
+            return (F.silu(restored) * (other[0] if up_again is None else up_again.peek())).to(dtype)
 
-        recompute.offer(ctx, out, compute_eagerly, source_gate, *(() if source_up is None else (source_up,)))
+        recompute.offer(ctx, out, compute_eagerly, *sources)
         return out
 
     @staticmethod
@@ -55,17 +54,11 @@ class _SiluMul(torch.autograd.Function):
         up = kept_up[0] if ctx.up_again is None else ctx.up_again.take()
         if ctx.fused_backward is not None:
             return (*ctx.fused_backward(kept_gate, up, grad), None, None, None)
-        gate = ctx.restore_gate(kept_gate)
+        gate = ctx.restores[0](kept_gate)
         if ctx.up_again is None:
-            up = ctx.restore_up(up)
+            up = ctx.restores[1](up)
         grad_gate = torch.ops.aten.silu_backward((grad * up).to(gate.dtype), gate)
         return grad_gate, (grad * F.silu(gate)).to(up.dtype), None, None, None
-
-
-def _up(kept: Tensor | None, restore: Restore | None) -> Tensor:
-    assert kept is not None
-    assert restore is not None
-    return restore(kept)
 
 
 @one_option
