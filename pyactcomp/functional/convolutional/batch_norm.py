@@ -132,7 +132,8 @@ class _BatchNorm(torch.autograd.Function):
             x = ctx.restore(kept).to(mean.dtype)
             # The restored x is dense. Give it the input's strides, which decide the strides of the gradient.
             x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
-            gamma = _to(weight, mean.dtype)
+            # The CUDA operator allocates the gradients of weight and bias like the weight, so it needs one.
+            gamma = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
             grads = list(
                 torch.ops.aten.native_batch_norm_backward(
                     grad.to(mean.dtype), x, gamma, None, None, mean, rstd, True, ctx.eps, [True, True, True]
