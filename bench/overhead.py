@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp.codec import format as fmt
 
 from .rows import Options, Row, failure, quantile
 
@@ -76,7 +75,7 @@ def launches(x: Tensor, calls: int, device: str) -> Row:
     if (reason := module.unavailable_reason()) is not None:
         raise ImportError(reason)
     kernel = module.bind(x.dtype, 8, 64, False, False, x.device)
-    nbytes = fmt.packed_nbytes(x.numel(), 8, 64)
+    nbytes = pyactcomp.quantize(x).nbytes
     packed = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
     restored = torch.empty_like(x)
     parts = {
@@ -117,7 +116,7 @@ class Chains:
             raise RuntimeError(
                 "the gradient with compression is the exact one: nothing was compressed, nothing to time"
             )
-        expected = (links - 1) * fmt.packed_nbytes(self.x.numel(), 8, 64)
+        expected = (links - 1) * pyactcomp.quantize(self.x.detach()).nbytes
         if (stored := pyactcomp.report(self.compressed).stored_bytes) != expected:
             raise RuntimeError(f"{links} links store {stored} bytes, not {expected}: not each packs one tensor")
 
