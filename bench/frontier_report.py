@@ -13,13 +13,16 @@ from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 GIB = 2**30
 TITLES = {
     "bert_large_amp": "BERT-large", "llama_1b_bf16": "Llama, 1.2 B", "gpt2_medium_amp": "GPT-2 medium",
-    "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50",
+    "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50", "plain_gpt_amp": "GPT, plain PyTorch",
+    "plain_vit_amp": "ViT-L, plain PyTorch",
 }  # fmt: skip
 METHOD_ORDER = (
     "vanilla", "vanilla-again", "lossless", "int8", "int8-attention", "int8-nohead", "int8-unfused", "int8-g128",
-    "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile0.5", "compile-blocks", "save_on_cpu",
+    "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile+int8", "compile+lossless", "compile0.5",
+    "compile0.3", "compile+int8+budget", "compile-fp8-e4m3", "compile-fp8-e5m2", "compile-blocks",
+    "compile-blocks+int8", "save_on_cpu",
 )  # fmt: skip
-WORKLOAD_ORDER = ("bert_large_amp", "llama_1b_bf16", "gpt2_medium_amp", "swin_base_amp", "resnet50_tf32")
+WORKLOAD_ORDER = tuple(TITLES)
 SPREAD = 0.05
 """Of the median: steps that differ by more are shown with how much. Where the GPU sets the time they differ by 1 %."""
 RATIOS = {"time_x": "median_ms", "act_x": "act_bytes", "peak_x": "peak_minus_base_bytes"}
@@ -167,10 +170,11 @@ def bars_table(rows: Iterable[Row]) -> str:
     if not held:
         return ""
     found = {(row["workload"], row["method"]): row for row in held if row["status"] == "ok"}
-    verdicts = [[_verdict(bar, workload, found) for workload in WORKLOAD_ORDER] for bar in BARS]
+    barred = [workload for workload in WORKLOAD_ORDER if any(workload in bar.most for bar in BARS)]
+    verdicts = [[_verdict(bar, workload, found) for workload in barred] for bar in BARS]
     counts = Counter(verdict for line in verdicts for verdict, _ in line if verdict)
     lines = [[bar.what, *(text for _, text in line)] for bar, line in zip(BARS, verdicts, strict=True)]
-    names = ["at most", *(f"`{workload}`" for workload in WORKLOAD_ORDER)]
+    names = ["at most", *(f"`{workload}`" for workload in barred)]
     undetermined = "\n".join(
         f"- {row['workload']}, with warnings only: {row['nondeterministic']}"
         for row in held

@@ -53,7 +53,9 @@ class Method:
     compile_s: float = 0.0
     """Seconds beside that, in which code is compiled."""
     compared: bool = False
-    """Whether the gradients are compared with vanilla's."""
+    """Whether the gradients are compared with the reference's."""
+    reference: Apply | None = None
+    """What is applied before the gradients compared with are taken: nothing, or the same compilation without us."""
     ours: bool = False
     timed: bool = True
     """False for what only says which gradients agree to the bit."""
@@ -95,6 +97,35 @@ def _compile(memory_budget: float | None = None) -> Apply:
     return apply
 
 
+def _compile_fp8(quant_type: str) -> Apply:
+    """Return PyTorch's own activation quantisation in the partitioner, with a scale for each row."""
+
+    def apply(module: nn.Module, blocks: Blocks) -> Context:
+        import torch._inductor.config
+
+        torch._inductor.config.post_grad_fusion_options["activation_quantization_aten_pass"] = {
+            "quant_type": f"torch.{quant_type}",
+            "use_scaling": True,
+            # In MiB. At the default, 100, most tensors stay as they are; 0.125 is the default of `compress`.
+            "size_in_mb": 0.125,
+            "allowed_dtypes": "torch.bfloat16;torch.float16;torch.float32",
+            "exclude_primals": True,
+            "skip_dynamo_guards": True,
+            "quantize_dynamic_shape": True,
+        }
+        return _compile()(module, blocks)
+
+    return apply
+
+
+def _then(first: Apply, second: Apply) -> Apply:
+    def apply(module: nn.Module, blocks: Blocks) -> Context:
+        first(module, blocks)
+        return second(module, blocks)
+
+    return apply
+
+
 def _compile_blocks(_: nn.Module, blocks: Blocks) -> Context:
     import torch._dynamo.config
 
@@ -124,14 +155,12 @@ def _compress(*, head: bool = True, **options: Any) -> Apply:
 
 def _then_checkpoint(first: Apply) -> Apply:
     # In this order: a block whose forward is patched already would not be fused.
-    def apply(module: nn.Module, blocks: Blocks) -> Context:
-        first(module, blocks)
-        return _checkpoint(1)(module, blocks)
-
-    return apply
+    return _then(first, _checkpoint(1))
 
 
 _ours = functools.partial(Method, cost=3.0, compared=True, ours=True)
+# Compiled code draws dropout by a generator of its own: gradients are compared with those of the same compilation.
+_compiled = functools.partial(Method, cost=3.0, compile_s=120.0, alone=True, compared=True, reference=_compile())
 
 METHODS = {
     method.name: method
@@ -154,6 +183,16 @@ METHODS = {
         Method("compile0.5", _compile(memory_budget=0.5), compile_s=60.0, alone=True),
         # As a whole, transformers gives attention a mask while it is traced, which keeps it from torch's flash kernel.
         Method("compile-blocks", _compile_blocks, compile_s=40.0, alone=True),
+        Method("compile0.3", _compile(memory_budget=0.3), compile_s=60.0, alone=True),
+        _compiled("compile+int8", _then(_compress(head=False), _compile()), ours=True),
+        _compiled("compile+lossless", _then(_compress(mode="lossless", head=False), _compile()), ours=True),
+        # Half of what codes take: about the bytes of a budget of 0.3 without codes.
+        _compiled("compile+int8+budget", _then(_compress(head=False), _compile(memory_budget=0.5)), ours=True),
+        _compiled(
+            "compile-blocks+int8", _then(_compress(head=False), _compile_blocks), reference=_compile_blocks, ours=True
+        ),
+        _compiled("compile-fp8-e4m3", _compile_fp8("float8_e4m3fn")),
+        _compiled("compile-fp8-e5m2", _compile_fp8("float8_e5m2")),
         _ours(
             EXACT, _compress(mode="lossless", head=False), timed=False, alone=True,
             environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
@@ -169,6 +208,8 @@ STAGES = (
     ("compile",),
     ("compile0.5",),
     ("compile-blocks",),
+    ("compile+int8", "compile-blocks+int8", "compile+lossless"),
+    ("compile-fp8-e4m3", "compile-fp8-e5m2", "compile0.3", "compile+int8+budget"),
 )
 """What to measure first on all workloads, so that a budget that ends early keeps what tells most."""
 

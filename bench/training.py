@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -92,16 +93,34 @@ def relative_error(gradients: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def apply_and_compare(trainer: Trainer, method: Method) -> Row:
-    """Apply a method, and return the error of its gradients beside that of an exact repetition."""
+    """Apply a method, and return the error of its gradients beside that of an exact repetition.
+
+    A method that compiles has the seconds of the first step too, and how many graphs it compiled.
+    """
     blocks = trainer.workload.blocks(trainer.module)
+    if method.reference is not None:
+        method.reference(trainer.module, blocks)
     if not method.compared:
         trainer.context = method.apply(trainer.module, blocks)
-        return {}
+        return _compilation(trainer)[1] if method.compile_s else {}
     exact = trainer.gradients()
     again = trainer.gradients()
     trainer.context = method.apply(trainer.module, blocks)
-    found = trainer.gradients()
-    return {"grad_error": relative_error(found, exact), "grad_error_vanilla": relative_error(again, exact)}
+    found, compilation = _compilation(trainer) if method.compile_s else (trainer.gradients(), {})
+    errors = {"grad_error": relative_error(found, exact), "grad_error_vanilla": relative_error(again, exact)}
+    return {**errors, **compilation}
+
+
+def _compilation(trainer: Trainer) -> tuple[list[Tensor], Row]:
+    """Return the gradients of the first step, the seconds that it took, and how many graphs were compiled for it."""
+    from torch._dynamo.utils import counters
+
+    graphs, begin = counters["stats"]["unique_graphs"], time.perf_counter()
+    gradients = trainer.gradients()
+    if trainer.device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    return gradients, {"first_step_s": round(seconds, 2), "graphs": counters["stats"]["unique_graphs"] - graphs}
 
 
 def differing(gradients: list[Tensor], exact: list[Tensor]) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .plain_models import GPT, ViT
+
 Batch = tuple[Tensor, ...]
 
 TINY_VOCABULARY = 2048
@@ -126,6 +128,14 @@ def _resnet(tiny: bool) -> nn.Module:
     return ClassifierLoss(model).to(memory_format=torch.channels_last)
 
 
+def _plain_gpt(tiny: bool) -> nn.Module:
+    return GPT(2, 64, 2, TINY_VOCABULARY, 64) if tiny else GPT(24, 1024, 16, 50257, 1024)
+
+
+def _plain_vit(tiny: bool) -> nn.Module:
+    return ViT(2, 64, 2, 10, 56, 14) if tiny else ViT(24, 1024, 16, 1000, 224, 14)
+
+
 def _tokens(vocabulary: int, length: int, labelled_by_itself: bool) -> Callable[[int, str, bool], Batch]:
     def draw(batch: int, device: str, tiny: bool) -> Batch:
         shape = (batch, 64 if tiny else length)
@@ -181,6 +191,14 @@ WORKLOADS = {
         Workload(
             "resnet50_tf32", _resnet, _images(True), _resnet_blocks, 256,
             "timm resnet50, 256 images of 224 px, channels_last, TF32, cudnn.benchmark", tf32=True, first_batch=64,
+        ),
+        Workload(
+            "plain_gpt_amp", _plain_gpt, _tokens(50257, 1024, True), lambda m: list(m.blocks), 16,
+            "GPT in plain PyTorch, 24 layers of 1024, 16 x 1024 tokens, bf16 autocast", autocast=True, first_batch=2,
+        ),
+        Workload(
+            "plain_vit_amp", _plain_vit, _images(False), lambda m: list(m.blocks), 128,
+            "ViT-L/14 in plain PyTorch, 128 images of 224 px, bf16 autocast", autocast=True, first_batch=16,
         ),
     )
 }  # fmt: skip
