@@ -1,4 +1,4 @@
-"""A GPT and a ViT in plain PyTorch, as users write them: functional attention, GELU and loss, no module of a library."""
+"""A GPT and a ViT in plain PyTorch, as users write them: functional attention, GELU and loss, no library."""
 
 from __future__ import annotations
 

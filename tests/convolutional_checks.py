@@ -80,6 +80,54 @@ def error_of(x: Tensor, group_size: int) -> Tensor:
     return bound.as_strided(x.shape, last.stride())
 
 
+def normalised(x: Tensor) -> Tensor:
+    """Return what a batch norm without weight and bias makes of ``x``, in float64 and laid out as ``x``."""
+    wide = x.detach().cpu().double()
+    rows = tuple(d for d in range(x.dim()) if d != 1)
+    mean, var = wide.mean(rows, keepdim=True), wide.var(rows, keepdim=True, unbiased=False)
+    return (wide - mean) / (var + 1e-5).sqrt()
+
+
+def assert_codes_of_normalised(codes: Tensor, case: Case, group_size: int, *, stochastic: bool = False) -> None:
+    """Assert that packed ``codes`` restore the normalised x within the codec's bound."""
+    exact = normalised(case.x)
+    flat = exact.as_strided((exact.numel(),), (1,))
+    numel, options = exact.numel(), {"bits": 8, "group_size": group_size, "dtype": torch.float32}
+    restored = reference.dequantize(codes.cpu(), numel, **options)  # type: ignore[arg-type]
+    assert torch.equal(restored.isnan(), flat.isnan())
+    bound = reference.error_bound(flat.float(), stochastic=stochastic, **options)  # type: ignore[arg-type]
+    # Mean and deviation are sums in float32, over all elements of a channel.
+    rounding = (numel // exact.shape[1] + 12) * EPS * (flat.abs() + 1)
+    kept = ~flat.isnan()
+    assert float(((restored.double() - flat).abs() / (bound + rounding))[kept].max()) <= 1
+
+
+def assert_small_channels_have_their_gradients(
+    shape: tuple[int, ...],
+    layout: torch.memory_format | None,
+    residual: bool,
+    device: str | torch.device = "cpu",
+    **how: object,
+) -> None:
+    """Assert that each channel has its gradients to 2 %, beside channels a million times larger in the same groups."""
+    x, grad, other = (normal(*shape, seed=seed) for seed in (0, 1, 2))
+    scale = 10.0 ** (torch.arange(shape[1]) % 7).view(-1, *(1,) * (len(shape) - 2))
+    leaf = (x * scale).to(device)
+    leaf = (leaf if layout is None else leaf.contiguous(memory_format=layout)).requires_grad_()
+    given = other.to(device).to(leaf.dtype) if residual else None
+    weight = torch.ones(shape[1], device=device, requires_grad=True)
+    out = batch_norm(leaf, None, None, weight, None, residual=given, codes=Codes(seed=SEED, **how))  # type: ignore[arg-type]
+    found = torch.autograd.grad(out, (leaf, weight), grad.to(device))
+    wide, wide_weight = leaf.detach().cpu().double().requires_grad_(), weight.detach().cpu().double().requires_grad_()
+    exact = torch.autograd.grad(F.batch_norm(wide, None, None, wide_weight, training=True), (wide, wide_weight), grad)
+    rows = tuple(d for d in range(len(shape)) if d != 1)
+    error = (found[0].cpu().double() - exact[0]).square().sum(rows).sqrt() / exact[0].square().sum(rows).sqrt()
+    assert float(error.max()) <= 0.02
+    # A weight's gradient is a sum that may cancel: 2 % of what its terms add up to.
+    terms = (grad.double().square() * normalised(leaf).square()).sum(rows).sqrt()
+    assert float(((found[1].cpu().double() - exact[1]).abs() / terms).max()) <= 0.02
+
+
 def check_batch_norm(case: Case, **how: object) -> Tensor:
     """Assert that output, running statistics and gradients are within their bounds; return the output."""
     leaves, running = case.leaves(), case.running()
@@ -104,7 +152,7 @@ def check_batch_norm(case: Case, **how: object) -> Tensor:
     gamma = torch.ones(1) if wide[1] is None else wide[1].detach().abs().view(1, -1, 1, 1)
     g = case.grad.cpu().double().abs() * mask
     rstd = 1 / (x64.var(ROWS, keepdim=True, unbiased=False) + 1e-5).sqrt()
-    row = ((x64 - mean(x64)) * rstd).abs()
+    row = normalised(case.x).abs()
     size = row + x64.abs() * rstd + 1
     count = x64.numel() // x64.shape[1]
     # Sums over a channel in float32, in any order; a dozen operations more on each element.
@@ -120,7 +168,11 @@ def check_batch_norm(case: Case, **how: object) -> Tensor:
         assert_within(mine, theirs, rounding * (scale.view(-1) + theirs.abs()))
 
     bits = how.get("bits", 8)
-    delta = (error_of(case.x, int(str(how.get("group_size", 64)))) if bits is not None else torch.zeros(1)) * rstd
+    delta = (
+        error_of(normalised(case.x).float(), int(str(how.get("group_size", 64))))
+        if bits is not None
+        else torch.zeros(1)
+    )
     along = mean(g * row)
     quantised = delta * along + row * mean(g * delta) + delta * mean(g * delta)
     summed = (g + mean(g) + row * along) * size

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from convolutional_checks import Case, check_batch_norm, error_of, recipe_of
-from functional_checks import EPS, SEED, assert_codes_saved, normal, saved_by
+from convolutional_checks import (
+    Case,
+    assert_codes_of_normalised,
+    assert_small_channels_have_their_gradients,
+    check_batch_norm,
+    error_of,
+    normalised,
+    recipe_of,
+)
+from functional_checks import EPS, SEED, normal, saved_by
 from native_cases import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
@@ -58,15 +66,22 @@ def test_rows_of_no_whole_groups_take_separate_passes() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_batch_norm_saves_the_bytes_of_the_reference(rounding: str) -> None:
+def test_batch_norm_saves_codes_of_the_normalised_input(rounding: str) -> None:
     case = Case.make((2, 192, 3, 3), device=DEVICE)
+    # Statistics make all of a channel NaN, as torch's do.
     case.x[0, 3, 1, 1], case.x[1, 70, 2, 2], case.x[1, 190, 1, 2] = float("inf"), float("nan"), -float("inf")
     saved = saved_by(lambda: case.run(case.leaves(), (None, None), impl="triton", rounding=rounding))
-    assert_codes_saved(saved, case.x, 8, 64, rounding)
+    (codes,) = (s for s in saved if s.dtype is torch.uint8)
+    assert_codes_of_normalised(codes, case, 64, stochastic=rounding == "stochastic")
     (signs,) = (s for s in saved if s.dtype is torch.int16)
     # One bit an element, in whole tiles.
     tile = kernels.TILE // 64 * 192
     assert signs.nbytes * 8 == -(-case.x.numel() // tile) * tile
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_channels_orders_of_magnitude_apart_have_their_gradients(residual: bool) -> None:
+    assert_small_channels_have_their_gradients((4, 64, 5, 5), torch.channels_last, residual, DEVICE, impl="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,8 +96,7 @@ def test_output_is_redone_from_the_codes_of_the_input(dtype: torch.dtype) -> Non
     assert redone.stride() == out.stride()
     assert torch.equal(redone > 0, out > 0)
     assert case.weight is not None
-    rstd = 1 / (case.x.var((0, 2, 3), unbiased=False) + 1e-5).sqrt()
-    bound = error_of(case.x, 64).to(DEVICE) * (rstd * case.weight.abs()).view(1, -1, 1, 1) + 2.0**-14
+    bound = error_of(normalised(case.x).float(), 64).to(DEVICE) * case.weight.abs().view(1, -1, 1, 1) + 2.0**-14
     bound = bound + torch.finfo(dtype).eps * (out.abs() + bound) + 64 * EPS * (out.abs() + 8)
     assert float(((redone.double() - out).abs() / bound).max()) <= 1
     # From the memory that was read, whatever the parameters' is by then.

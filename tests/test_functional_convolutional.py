@@ -7,8 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from child_pytest import run_cases
-from convolutional_checks import Case, check_batch_norm, recipe_of
-from functional_checks import assert_codes_saved, normal, saved_by
+from convolutional_checks import (
+    Case,
+    assert_codes_of_normalised,
+    assert_small_channels_have_their_gradients,
+    check_batch_norm,
+    recipe_of,
+)
+from functional_checks import normal, saved_by
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -78,10 +84,21 @@ def test_batch_norm_saves_codes_and_bits() -> None:
     case = Case.make((3, 64, 5, 5))
     saved = saved_by(lambda: case.run(case.leaves(), (None, None)))
     codes = [s for s in saved if s.dtype is torch.uint8 and s.numel() > case.x.numel()]
-    assert_codes_saved(codes, case.x, 8, 64, None)
-    # Codes, bits, mean, rstd and the weight itself.
+    assert_codes_of_normalised(*codes, case, 64)
+    # Codes, bits, rstd and the weight itself.
     numel = case.x.numel()
-    assert sum(s.nbytes for s in saved) == numel + numel // 64 * 4 + -(-numel // 8) + 3 * 64 * 4
+    assert sum(s.nbytes for s in saved) == numel + numel // 64 * 4 + -(-numel // 8) + 2 * 64 * 4
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((64, 128), None), ((4, 64, 5, 5), torch.channels_last), ((4, 64, 3, 3), None), ((16, 32, 7), None)],
+)
+def test_channels_orders_of_magnitude_apart_have_their_gradients(
+    shape: tuple[int, ...], layout: torch.memory_format | None, residual: bool
+) -> None:
+    assert_small_channels_have_their_gradients(shape, layout, residual)
 
 
 def test_output_is_offered_where_it_can_be_redone() -> None:

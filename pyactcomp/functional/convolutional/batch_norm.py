@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...codec.layouts import arranged, layout_of, overlaps, suggested_layout
 from ...engine.policy import PLAIN
-from ...engine.recompute import offer, stable_copy
+from ...engine.recompute import mark_as_packed, offer, stable_copy
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, same, saving, wide
@@ -79,15 +79,15 @@ class _BatchNorm(torch.autograd.Function):
         operands = [t for t in (gamma, beta) if t is not None]
         ctx.fused = norm = _kernels(x, residual, running, relu, how)
         if norm is not None:
-            kept, mean, rstd = norm.statistics(x, running, momentum, eps)
-            out, signs, codes = norm.apply(x, residual, mean, rstd, weight, bias)
+            mean, rstd = norm.statistics(x, running, momentum, eps)
+            out, kept, signs, codes = norm.apply(x, residual, mean, rstd, weight, bias)
             if codes is None:
-                offer(ctx, out, functools.partial(norm.recompute, kept, mean, rstd, gamma, beta, signs), *operands)
+                offer(ctx, out, functools.partial(norm.recompute, kept, gamma, beta, signs), *operands)
             else:
                 offer(ctx, out, functools.partial(norm.restore, codes))
         else:
-            normal, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
-            out = normal.to(x.dtype)
+            y, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
+            out = y.to(x.dtype)
             if residual is not None:
                 out = out + residual
             signs = None
@@ -98,14 +98,21 @@ class _BatchNorm(torch.autograd.Function):
                 signs = ~(out <= 0)
                 if how.bits is not None:
                     signs, restore_signs = how.keep_mask(signs)
-            kept, restore = how.keep(x)
+            channels = (1, -1) + (1,) * (x.dim() - 2)
+            if how.bits is None:
+                kept, restore = how.keep(x)
+            else:
+                # Channels of x may lie orders of magnitude apart, and share groups unless a channel fills them. All
+                # channels of the normalised x have deviation 1.
+                kept, restore = how.keep((x.to(mean.dtype) - mean.view(channels)) * rstd.view(channels))
+                mark_as_packed(kept, x)
             ctx.restore, ctx.restore_mask, ctx.layout = restore, restore_signs, layout_of(x)
             if recomputes:
-                channels = (1, -1) + (1,) * (x.dim() - 2)
 
                 def compute(dtype: torch.dtype) -> Tensor:
-                    scale = rstd if gamma is None else rstd * gamma
-                    y = (restore(kept).to(mean.dtype) - mean.view(channels)) * scale.view(channels)
+                    y = restore(kept)
+                    if gamma is not None:
+                        y = y * gamma.view(channels)
                     if beta is not None:
                         y = y + beta.view(channels)
                     if signs is not None:
@@ -113,7 +120,7 @@ class _BatchNorm(torch.autograd.Function):
                     return y.to(dtype)
 
                 offer(ctx, out, compute, *operands)
-        ctx.save_for_backward(kept, mean, rstd, weight, signs)
+        ctx.save_for_backward(kept, mean if how.bits is None else None, rstd, weight, signs)
         begin(ctx, None if how.bits is None else x, out if relu else None)
         return out
 
@@ -124,19 +131,23 @@ class _BatchNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad[:4]
         if ctx.fused is not None:
             masks = needs[3] and ctx.relu
-            *grads, grad_residual = ctx.fused.backward(kept, mean, rstd, weight, kept_mask, grad, masks)
+            *grads, grad_residual = ctx.fused.backward(kept, rstd, weight, kept_mask, grad, masks)
             grads.append(grad_residual if masks else grad)
         else:
             if kept_mask is not None:
                 grad = torch.where(ctx.restore_mask(kept_mask), grad, 0.0)
-            x = ctx.restore(kept).to(mean.dtype)
+            x = ctx.restore(kept).to(rstd.dtype)
             # The restored x is dense. Give it the input's strides, which decide the strides of the gradient.
             x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
             # The CUDA operator allocates the gradients of weight and bias like the weight, so it needs one.
-            gamma = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+            one = torch.ones_like(rstd)
+            gamma = one if weight is None else weight.to(rstd.dtype)
+            if mean is None:
+                # The restored x is normalised: the gradient is that of a norm with mean 0 and deviation 1.
+                mean, rstd, gamma = torch.zeros_like(rstd), one, gamma * rstd
             grads = list(
                 torch.ops.aten.native_batch_norm_backward(
-                    grad.to(mean.dtype), x, gamma, None, None, mean, rstd, True, ctx.eps, [True, True, True]
+                    grad.to(rstd.dtype), x, gamma, None, None, mean, rstd, True, ctx.eps, [True, True, True]
                 )
             )
             grads.append(grad)
@@ -174,9 +185,9 @@ def batch_norm(
 ) -> Tensor:
     """Normalise channels by the batch's statistics, add ``residual``, apply ReLU; save ``x`` for backward in codes.
 
-    Computes ``relu(batch_norm(x) + residual)`` in training mode. Saves the codes of ``x``, the mean and the reciprocal
-    deviation of each channel, one bit per element for ReLU and, with a residual, codes of the output. If another
-    operator saved the output, backward recomputes the output from these.
+    Computes ``relu(batch_norm(x) + residual)`` in training mode. Saves the codes of the normalised ``x``, the
+    reciprocal deviation of each channel, one bit per element for ReLU and, with a residual, codes of the output. If
+    another operator saved the output, backward recomputes the output from these.
 
     Parameters
     ----------
@@ -195,7 +206,7 @@ def batch_norm(
     residual : Tensor, the shape and dtype of ``x``, optional
         Added before ReLU.
     codes : Codes
-        How to store ``x`` and, with a residual, the output.
+        How to store the normalised ``x`` and, with a residual, the output.
 
     Returns
     -------
@@ -208,10 +219,11 @@ def batch_norm(
 
     Notes
     -----
-    The gradients depend on ``x`` only through the normalised elements: an error of at most ``e`` in ``x``
-    (:func:`pyactcomp.reference.error_bound`) becomes one of at most ``e * rstd`` there. The fused kernels serve
-    channels-last [N, C, H, W] with 8-bit codes and C a multiple of the group size; other inputs take a few more passes.
-    Partial means and variances are combined after Chan, Golub and LeVeque (1983).
+    The gradients depend on ``x`` only through the normalised elements, which are stored: an element is off by at most
+    :func:`pyactcomp.reference.error_bound` of the normalised elements, whatever the magnitudes of the channels that
+    share a group. The fused kernels serve channels-last [N, C, H, W] with 8-bit codes and C a multiple of the group
+    size; other inputs take a few more passes. Partial means and variances are combined after Chan, Golub and LeVeque
+    (1983).
 
     Examples
     --------

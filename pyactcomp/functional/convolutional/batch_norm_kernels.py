@@ -5,7 +5,10 @@ down its SPAN groups of channels, taking every ``splits``-th tile, so the values
 stay in registers. A tile is read in SWEEPS sweeps, each one 16-byte access per thread; sums over the sweeps stay within
 a thread. Codes have 8 bits, and a group lies within a row.
 
-Bytes moved per float32 element. Forward: 4 + 1.06 for the statistics, 4 + 4 + 1/8 for the output, with a residual
+The codes are of the normalised input: all channels have deviation 1 there, whereas a channel of ``x`` may be a thousand
+times smaller than the channels that share its groups.
+
+Bytes moved per float32 element. Forward: 4 for the statistics, 4 + 4 + 1.06 + 1/8 for the output, with a residual
 4 + 1.06 more. Backward: 4 + 1.06 + 1/8 for the sums, the same plus 4 for the gradient, with a residual 4 more.
 Recompute: 1.06 + 1/8 + 4.
 
@@ -134,31 +137,27 @@ def _load_signs(signs, word, GROUP: tl.constexpr, GROUPS: tl.constexpr, SWEEPS: 
     return tl.reshape(bits, [GROUPS, GROUP]) != 0
 
 
-@triton.jit(do_not_specialize=["numel", "width", "key0", "key1"])
+@triton.jit(do_not_specialize=["numel", "width"])
 def batch_norm_statistics_kernel(
     x,
-    packed,
     means,
     spreads,
     numel: tl.int64,
     width: tl.int32,
-    key0: tl.uint32,
-    key1: tl.uint32,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,
     SWEEPS: tl.constexpr,
     RUN: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Pack rows of ``width`` groups; write each program's means and sums of squared deviations, [splits, channels].
+    """Write each program's means and sums of squared deviations, [splits, channels], of rows of ``width`` groups.
 
     Sums are over the differences from a channel's first element in the program: no cancellation, whatever the mean.
     """
     LANES: tl.constexpr = GROUPS // SWEEPS
     first, split, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
-    groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
+    _, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     tile = tiles - 1 - split
     begin = tile.to(tl.int64) * (GROUPS // SPAN) * width * GROUP
     shift = load_float(x + begin, _channels(first, GROUP, LANES, SPAN))
@@ -168,10 +167,6 @@ def batch_norm_statistics_kernel(
     while tile >= 0:
         start, left, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         values = load_float(x + start, offsets, present)
-        _, high = element_index(start, key1, GROUP, GROUPS)
-        index = start.to(tl.uint32) + offsets.to(tl.uint32)
-        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED)
-        _store_codes(packed, codes, parameters, start, groups, offsets, present, numel, GROUP, RUN)
         centred = _sweeps(tl.where(present, values - _for_tile(shift, SWEEPS), 0.0), SWEEPS)
         total += tl.sum(centred, 0)
         squares += tl.sum(centred * centred, 0)
@@ -242,15 +237,40 @@ def batch_norm_finish_kernel(
 
 
 @triton.jit
-def _scale(mean, rstd, weight, channel, SWEEPS: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """Return the mean and rstd times weight of a tile's elements."""
-    scale = tl.load(rstd + channel)
+def _affine(normal, weight, bias, channel, SWEEPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Return normal * weight + bias."""
+    y = normal
     if HAS_WEIGHT:
-        scale = scale * load_float(weight, channel)
-    return _for_tile(tl.load(mean + channel), SWEEPS), _for_tile(scale, SWEEPS)
+        y = y * _for_tile(load_float(weight, channel), SWEEPS)
+    if HAS_BIAS:
+        y = y + _for_tile(load_float(bias, channel), SWEEPS)
+    return y
 
 
-@triton.jit(do_not_specialize=["numel", "width", "key0", "key1"])
+@triton.jit
+def _pack(
+    packed,
+    x,
+    start,
+    groups,
+    offsets,
+    present,
+    numel,
+    key0,
+    key1,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    _, high = element_index(start, key1, GROUP, GROUPS)
+    index = start.to(tl.uint32) + offsets.to(tl.uint32)
+    codes, parameters = encode_tile(x, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED)
+    _store_codes(packed, codes, parameters, start, groups, offsets, present, numel, GROUP, RUN)
+
+
+@triton.jit(do_not_specialize=["numel", "width", "key0", "key1", "second0", "second1"])
 def batch_norm_apply_kernel(
     x,
     residual,
@@ -261,10 +281,13 @@ def batch_norm_apply_kernel(
     out,
     signs,
     packed,
+    packed_out,
     numel: tl.int64,
     width: tl.int32,
     key0: tl.uint32,
     key1: tl.uint32,
+    second0: tl.uint32,
+    second1: tl.uint32,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -277,7 +300,7 @@ def batch_norm_apply_kernel(
     STOCHASTIC: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Normalise, add the residual, apply ReLU; write the signs, and with a residual the codes of the output.
+    """Normalise, pack, add the residual, apply ReLU; write the signs, and with a residual the codes of the output.
 
     The first tile is first: ``batch_norm_statistics_kernel`` has read it last.
     """
@@ -285,14 +308,14 @@ def batch_norm_apply_kernel(
     first, tile, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     channel = _channels(first, GROUP, LANES, SPAN)
-    average, scale = _scale(mean, rstd, weight, channel, SWEEPS, HAS_WEIGHT)
-    if HAS_BIAS:
-        constant = _for_tile(load_float(bias, channel), SWEEPS)
+    average, inverse = _for_tile(tl.load(mean + channel), SWEEPS), _for_tile(tl.load(rstd + channel), SWEEPS)
     while tile < tiles:
         start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
-        y = (load_float(x + start, offsets, present) - average) * scale
-        if HAS_BIAS:
-            y = y + constant
+        normal = (load_float(x + start, offsets, present) - average) * inverse
+        _pack(
+            packed, normal, start, groups, offsets, present, numel, key0, key1, GROUP, GROUPS, RUN, STOCHASTIC, COMPILED
+        )
+        y = _affine(normal, weight, bias, channel, SWEEPS, HAS_WEIGHT, HAS_BIAS)
         if HAS_RESIDUAL:
             y = y + load_float(residual + start, offsets, present)
         if RELU:
@@ -301,10 +324,10 @@ def batch_norm_apply_kernel(
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             _store_signs(signs, y != 0.0, word, SWEEPS, RUN)
         if HAS_RESIDUAL:
-            _, high = element_index(start, key1, GROUP, GROUPS)
-            index = start.to(tl.uint32) + offsets.to(tl.uint32)
-            codes, parameters = encode_tile(y, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED)
-            _store_codes(packed, codes, parameters, start, groups, offsets, present, numel, GROUP, RUN)
+            _pack(
+                packed_out, y, start, groups, offsets, present, numel, second0, second1, GROUP, GROUPS, RUN,
+                STOCHASTIC, COMPILED,
+            )  # fmt: skip
         store_rounded(out, y, start, offsets, present, COMPILED)
         tile += splits
 
@@ -312,8 +335,6 @@ def batch_norm_apply_kernel(
 @triton.jit(do_not_specialize=["numel", "width"])
 def batch_norm_redo_kernel(
     packed,
-    mean,
-    rstd,
     weight,
     bias,
     out,
@@ -330,20 +351,16 @@ def batch_norm_redo_kernel(
     RUN: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Recompute the output from the codes of the input; positive exactly where forward's output was."""
+    """Recompute the output from the codes of the normalised input; positive exactly where forward's output was."""
     LANES: tl.constexpr = GROUPS // SWEEPS
     first, split, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     channel = _channels(first, GROUP, LANES, SPAN)
-    average, scale = _scale(mean, rstd, weight, channel, SWEEPS, HAS_WEIGHT)
-    if HAS_BIAS:
-        constant = _for_tile(load_float(bias, channel), SWEEPS)
     tile = tiles - 1 - split
     while tile >= 0:
         start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
-        y = (_restore(packed, start, groups, offsets, present, numel, GROUP, RUN) - average) * scale
-        if HAS_BIAS:
-            y = y + constant
+        normal = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
+        y = _affine(normal, weight, bias, channel, SWEEPS, HAS_WEIGHT, HAS_BIAS)
         if RELU:
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             positive = _load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN)
@@ -358,7 +375,6 @@ def batch_norm_sums_kernel(
     packed,
     grad,
     signs,
-    mean,
     sums,
     products,
     numel: tl.int64,
@@ -371,23 +387,22 @@ def batch_norm_sums_kernel(
     RUN: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Write each program's sums of the gradient, and of the gradient times the centred input, [splits, channels]."""
+    """Write each program's sums of the gradient, and of the gradient times the normalised input, [splits, channels]."""
     LANES: tl.constexpr = GROUPS // SWEEPS
     first, split, splits, rows, tiles = _place(numel, width, GROUP, GROUPS, SPAN)
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
-    average = _for_tile(tl.load(mean + _channels(first, GROUP, LANES, SPAN)), SWEEPS)
     total = tl.zeros([LANES, GROUP], tl.float32)
     along = tl.zeros([LANES, GROUP], tl.float32)
     tile = tiles - 1 - split
     while tile >= 0:
         start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         g = load_float(grad + start, offsets, present)
-        x = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
+        normal = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
         if RELU:
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             g = tl.where(_load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN), g, 0.0)
         total += tl.sum(_sweeps(g, SWEEPS), 0)
-        along += tl.sum(_sweeps(g * (x - average), SWEEPS), 0)
+        along += tl.sum(_sweeps(g * normal, SWEEPS), 0)
         tile -= splits
     at = split.to(tl.int64) * width * GROUP + _channels(first, GROUP, SPAN, SPAN)
     tl.store(sums + at, _fold(total, SPAN))
@@ -399,7 +414,6 @@ def batch_norm_backward_kernel(
     packed,
     grad,
     signs,
-    mean,
     rstd,
     weight,
     sums,
@@ -424,18 +438,20 @@ def batch_norm_backward_kernel(
     groups, offsets, row_of = _tile(width, GROUP, GROUPS, SPAN)
     channel = _channels(first, GROUP, LANES, SPAN)
     number = rows.to(tl.float32)
-    average, scale = _scale(mean, rstd, weight, channel, SWEEPS, HAS_WEIGHT)
-    inverse = tl.load(rstd + channel)
-    slope = _for_tile(tl.div_rn(tl.load(products + channel), number) * inverse * inverse, SWEEPS)
+    scale = tl.load(rstd + channel)
+    if HAS_WEIGHT:
+        scale = scale * load_float(weight, channel)
+    scale = _for_tile(scale, SWEEPS)
+    slope = _for_tile(tl.div_rn(tl.load(products + channel), number), SWEEPS)
     level = _for_tile(tl.div_rn(tl.load(sums + channel), number), SWEEPS)
     while tile < tiles:
         start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         g = load_float(grad + start, offsets, present)
-        x = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
+        normal = _restore(packed, start, groups, offsets, present, numel, GROUP, RUN)
         if RELU:
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             g = tl.where(_load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN), g, 0.0)
         if HAS_RESIDUAL:
             store_rounded(grad_residual, g, start, offsets, present, COMPILED)
-        store_rounded(out, (g - level - (x - average) * slope) * scale, start, offsets, present, COMPILED)
+        store_rounded(out, (g - level - normal * slope) * scale, start, offsets, present, COMPILED)
         tile += splits

@@ -117,17 +117,17 @@ class BatchNorm:
         running: tuple[Tensor | None, Tensor | None],
         momentum: float,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes of ``x``, and the mean and the reciprocal deviation of the channels."""
-        packed, parts = buffer(x, self.how), self._sums()
-        self._launch("batch_norm_statistics_kernel", (), (x, packed, *parts), keys(self.how))
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean and the reciprocal deviation of the channels."""
+        parts = self._sums()
+        self._launch("batch_norm_statistics_kernel", (), (x, *parts))
         mean, rstd = torch.empty((2, self.shape[1]), dtype=torch.float32, device=self.device)
         constants = (running[0] is not None, self.how.group_size, self._rows, _FINISH_SPLITS, _FINISH_CHANNELS)
         finish = launcher(batch_norm_kernels, "batch_norm_finish_kernel", constants, _FINISH_WARPS, self.device)
         tensors = (*parts, *(argument(t, mean) for t in running), mean, rstd)
         scalars = (self.shape.numel(), self._width, self._splits, momentum, eps)
         finish(self.shape[1] // _FINISH_CHANNELS, tensors, scalars)
-        return packed, mean, rstd
+        return mean, rstd
 
     def apply(
         self,
@@ -137,19 +137,19 @@ class BatchNorm:
         rstd: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the output, with ReLU the signs, and with a residual the codes of the output."""
-        out = self._like(self.dtype)
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return the output, the codes of the normalised input, under ReLU the signs, the codes of a sum."""
+        out, packed = self._like(self.dtype), buffer(x, self.how)
         signs = self._signs() if self.relu else None
-        packed = None if residual is None else buffer(out, self.how)
+        packed_out = None if residual is None else buffer(out, self.how)
         given = (weight, bias, residual)
         constants = (*(t is not None for t in given), self.relu)
         residual = None if residual is None else as_channels_last(residual)
         parameters = (argument(weight, mean), argument(bias, mean))
-        kept = (mean if signs is None else signs, mean if packed is None else packed)
+        kept = (mean if signs is None else signs, packed, mean if packed_out is None else packed_out)
         tensors = (x, x if residual is None else residual, mean, rstd, *parameters, out, *kept)
-        self._launch("batch_norm_apply_kernel", constants, tensors, keys(self.how.second()))
-        return out, signs, packed
+        self._launch("batch_norm_apply_kernel", constants, tensors, (*keys(self.how), *keys(self.how.second())))
+        return out, packed, signs, packed_out
 
     def _signs(self) -> Tensor:
         """Return memory for one bit per element of each tile, in 16-bit words: one word per thread."""
@@ -159,8 +159,6 @@ class BatchNorm:
     def recompute(
         self,
         packed: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         signs: Tensor | None,
@@ -169,8 +167,7 @@ class BatchNorm:
         """Recompute the output of a batch norm without a residual."""
         out = self._like(dtype)
         constants = (weight is not None, bias is not None, self.relu)
-        parameters = (argument(weight, mean), argument(bias, mean))
-        tensors = (packed, mean, rstd, *parameters, out, mean if signs is None else signs)
+        tensors = (packed, argument(weight, out), argument(bias, out), out, argument(signs, out))
         self._launch("batch_norm_redo_kernel", constants, tensors)
         return out
 
@@ -183,7 +180,6 @@ class BatchNorm:
     def backward(
         self,
         packed: Tensor,
-        mean: Tensor,
         rstd: Tensor,
         weight: Tensor | None,
         signs: Tensor | None,
@@ -192,16 +188,16 @@ class BatchNorm:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of the input, weight and bias and, under ReLU, of the residual."""
         grad, parts = as_channels_last(grad), self._sums()
-        words = mean if signs is None else signs
-        self._launch("batch_norm_sums_kernel", (self.relu,), (packed, grad, words, mean, *parts))
+        words = argument(signs, rstd)
+        self._launch("batch_norm_sums_kernel", (self.relu,), (packed, grad, words, *parts))
         sums, products = parts.sum(1)
         out = self._like(self.dtype)
         grad_residual = self._like(self.dtype) if masks_residual else None
         constants = (weight is not None, masks_residual, self.relu)
-        parameters = (mean, rstd, argument(weight, mean), sums, products)
+        parameters = (rstd, argument(weight, rstd), sums, products)
         written = (out, out if grad_residual is None else grad_residual)
         self._launch("batch_norm_backward_kernel", constants, (packed, grad, words, *parameters, *written))
-        return out, products * rstd, sums, grad_residual
+        return out, products, sums, grad_residual
 
 
 @dataclass(frozen=True)
