@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import pyactcomp
 from pyactcomp import functional
@@ -139,3 +140,49 @@ def test_functions_have_the_gradients_of_small_rows(function: str, layout: str) 
 
     for got, expected in zip(gradients(functional.INT8), gradients(functional.Codes(bits=None)), strict=True):
         assert float((got - expected).norm() / expected.norm()) <= BAR
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "instance"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "layout", "in_codes"),
+    [
+        ((4, 64, 8, 8), torch.contiguous_format, True),
+        ((4, 64, 8, 8), torch.channels_last, False),
+        ((4, 64, 7, 7), torch.contiguous_format, False),
+        ((4, 64, 14, 14), torch.contiguous_format, False),
+        ((64, 128), torch.contiguous_format, False),
+        ((16, 64, 16), torch.contiguous_format, False),
+    ],
+    ids=str,
+)
+def test_a_norm_of_channels_orders_of_magnitude_apart(
+    shape: tuple[int, ...], layout: torch.memory_format, in_codes: bool, dtype: torch.dtype, norm: str
+) -> None:
+    """Torch's own norms, as functions and other libraries' modules call them: each channel has its gradient to 2 %."""
+    if norm == "instance" and len(shape) == 2:
+        pytest.skip("an instance norm has more than one element per channel and sample")
+    generator = torch.Generator().manual_seed(0)
+    # Eight neighbouring channels share a statistic of the group norm.
+    scale = 10.0 ** (torch.arange(shape[1]) // 8 % 7).view(-1, *(1,) * (len(shape) - 2))
+    x, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    leaf = (x * scale).to(dtype).contiguous(memory_format=layout).requires_grad_()
+
+    def normalise() -> Tensor:
+        if norm == "batch":
+            return F.batch_norm(leaf * 1, None, None, training=True)
+        return F.group_norm(leaf * 1, shape[1] // 8) if norm == "group" else F.instance_norm(leaf * 1)
+
+    def gradient() -> tuple[Tensor, pyactcomp.Report]:
+        with pyactcomp.compressed(min_bytes=0) as compressed:
+            out = normalise()
+        return torch.autograd.grad(out, leaf, grad.to(dtype))[0], pyactcomp.report(compressed)
+
+    exact = torch.autograd.grad(normalise(), leaf, grad.to(dtype))[0]
+    found, report = gradient()
+    rows = tuple(d for d in range(len(shape)) if d != 1)
+    error = (found.double() - exact.double()).square().sum(rows).sqrt() / exact.double().square().sum(rows).sqrt()
+    assert float(error.max()) <= 0.02
+    # An instance norm saves a contiguous copy of channels-last images.
+    copied = norm == "instance" and layout is torch.channels_last
+    assert (report.stored_bytes < 1.5 * leaf.numel()) == (in_codes or copied)

@@ -113,9 +113,9 @@ class Packing:
             else:
                 form = AS_CODES
         elif form is CHANNELS:
-            # In images a group spans few channels, and the channels of one layer have similar ranges.
-            vectors = tensor.dim() <= _VECTORS or tensor.numel() < config.group_size * tensor.shape[1]
-            form = BFLOAT16 if vectors else AS_CODES
+            # Strides of a channel tell whether groups lie within channels: channels may be orders of magnitude apart.
+            within = tensor.is_contiguous() and tensor.dim() > 2 and tensor.stride(1) % config.group_size == 0
+            form = AS_CODES if within else BFLOAT16
         if not reading.known and config.unknown == "int8":
             return AS_CODES
         if form is SCALED and config.attention == "int8":

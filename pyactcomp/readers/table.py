@@ -68,8 +68,9 @@ _GROUPS = (
     ),
     _Group(
         CHANNELS,
-        "the derivative divides by the deviation of each channel, so errors count relative to the channel's own range",
-        *("native_batch_norm input", "cudnn_batch_norm input", "miopen_batch_norm input"),
+        "the derivative divides by the deviation of each channel, or of some channels of a sample, so errors count "
+        "relative to the channel's own range",
+        *("native_group_norm input", "native_batch_norm input", "cudnn_batch_norm input", "miopen_batch_norm input"),
         *("_native_batch_norm_legit input", "_native_batch_norm_legit_no_training input"),
         *("_batch_norm_with_update input", "_batch_norm_no_update input"),
     ),
@@ -96,8 +97,7 @@ _GROUPS = (
     _Group(
         AS_CODES,
         _SMOOTH,
-        *("gelu self", "silu self", "mish self", "glu self", "native_group_norm input", "var self", "var_mean self"),
-        *("std self", "std_mean self"),
+        *("gelu self", "silu self", "mish self", "glu self", "var self", "var_mean self", "std self", "std_mean self"),
     ),
     _Group(POSITIVE, "the derivative reads only where it is above zero", "relu result"),
     _Group(
