@@ -59,7 +59,7 @@ struct Operator {
   bool decides = false;      ///< the result is a decision: a comparison, an index, a route
   bool casts = false;        ///< decides only in a cast to integers
   bool asks = false;         ///< decides only in a call by the program, not by another operator
-  // Filled by `resolve`, with the GIL, on the first save.
+  // Filled by `resolve`, with the GIL, on the first save or at the end of the first observation.
   bool resolved = false;
   bool captures = true;     ///< whether the reading depends on the argument
   bool by_scalars = false;  ///< whether the reading depends on scalar arguments: an exponent, the name of a reduction
@@ -102,6 +102,7 @@ struct Registry {
   std::mutex mutex;
   std::unordered_map<std::string, std::unique_ptr<Operator>> operators;
   std::unordered_set<std::string> deciding;
+  std::vector<Operator*> unresolved;  ///< seen, and not yet looked up in the table
   std::uint64_t generation = 1;
 };
 
@@ -132,6 +133,7 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     entry->decides = all.deciding.count(entry->name) != 0;
     entry->casts = entry->name == "aten::_to_copy";
     entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
+    if (!entry->is_function) all.unresolved.push_back(entry.get());
   }
   here.known[name] = entry.get();
   return entry.get();
@@ -349,8 +351,23 @@ PyObject* start(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+/// Look up the operators seen so far: `begin` records no arguments of an operator that keeps all of them exact.
+void resolve_seen() {
+  std::vector<Operator*> seen;
+  {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    seen.swap(registry().unresolved);
+  }
+  for (Operator* const op : seen) {
+    // An operator without a schema stays unresolved; a save by the operator raises the error.
+    if (!op->resolved && !resolve(*op)) PyErr_Clear();
+  }
+}
+
 PyObject* stop(PyObject*, PyObject*) {
-  if (thread.observers > 0 && --thread.observers == 0) at::removeCallback(thread.handle);
+  if (thread.observers == 0 || --thread.observers > 0) Py_RETURN_NONE;
+  at::removeCallback(thread.handle);
+  if (!PyErr_Occurred()) resolve_seen();
   Py_RETURN_NONE;
 }
 
@@ -417,6 +434,7 @@ PyObject* forget(PyObject*, PyObject*) {
   for (auto& entry : registry().operators) {
     entry.second->resolved = false;
     entry.second->captures = true;
+    if (!entry.second->is_function) registry().unresolved.push_back(entry.second.get());
   }
   weakest_needs().clear();
   Py_RETURN_NONE;
