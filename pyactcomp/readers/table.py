@@ -106,8 +106,8 @@ _GROUPS = (
         *(f"{attention} query key" for attention in _ATTENTIONS),
     ),
     _Group(
-        AS_CODES,
-        "the derivative multiplies the incoming gradient by it, summed over a head",
+        ROWS,
+        "the derivative multiplies the incoming gradient by it, and takes the difference of two such sums over a head",
         *(f"{attention} value result" for attention in _ATTENTIONS),
     ),
     _Group(
@@ -275,7 +275,8 @@ def _power(scalars: Mapping[int, object]) -> tuple[Form, str]:
     if exponent is None or math.isnan(exponent) or abs(exponent) > _POWER_RELATIVE:
         return ITSELF, "the derivative is a high power of it"
     if exponent == int(exponent) and 0 <= exponent <= _POWER_CODES:
-        return AS_CODES, "the derivative is a low power of it"
+        # As a factor of its own product.
+        return FACTOR, "the derivative is a low power of it, and the gradient may be zero at the largest elements"
     return BFLOAT16, _RATIO
 
 
@@ -378,6 +379,10 @@ DECIDING = tuple(
         *("cummax", "cummin", "searchsorted", "bucketize", "unique_dim", "unique_consecutive", "_unique2", "nonzero"),
         *("gt", "lt", "ge", "le", "eq", "ne", "floor", "ceil", "round", "trunc", "sign", "sgn", "max", "min"),
         *("item", "is_nonzero", "_to_copy"),
+        *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+        *("fractional_max_pool2d", "fractional_max_pool3d", "mkldnn_max_pool2d"),
+        *("mkldnn_max_pool3d", "amax", "amin", "aminmax", "maximum", "minimum", "scatter_reduce", "index_reduce"),
+        *("frac", "fmod", "remainder", "hardshrink", "threshold", "bernoulli", "heaviside"),
     )
 )
 """Operators that turn values into decisions: a block that runs one must rerun from exactly the same values.

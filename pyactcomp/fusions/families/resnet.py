@@ -21,6 +21,7 @@ from ..tampering import bypassable_as, tampering_reason
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
 _RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
+_GROUPS_PER_CHANNEL = 4
 _BYPASSED = ("bn1", "bn2", "bn3", "act1", "act2", "act3", "relu", "drop_block", "aa")
 
 
@@ -29,8 +30,9 @@ def _normalise(
 ) -> Tensor:
     """Apply a batch norm in training mode, with the module's update of running statistics."""
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    # With fewer elements a channel than a group, groups of codes would span channels: see the table of readers.
-    few = x.numel() < codes.group_size * norm.num_features
+    # The sums of a channel average the errors of codes over its elements. Over 72 elements of a random program, with a
+    # gradient that is mostly their mean, the input's gradient was off by 6 %.
+    few = x.numel() < _GROUPS_PER_CHANNEL * codes.group_size * norm.num_features
     if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
         out = nn.BatchNorm2d.forward(norm, x)
         out = out if residual is None else out + residual
