@@ -22,6 +22,7 @@
 #include <typeindex>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "observer/tensors.hpp"
@@ -59,6 +60,7 @@ struct Operator {
   bool decides = false;      ///< the result is a decision: a comparison, an index, a route
   bool casts = false;        ///< decides only in a cast to integers
   bool asks = false;         ///< decides only in a call by the program, not by another operator
+  int divisor = -1;          ///< the argument by which the operator or its derivative divides
   // Filled by `resolve`, with the GIL, on the first save or at the end of the first observation.
   bool resolved = false;
   bool captures = true;     ///< whether the reading depends on the argument
@@ -91,6 +93,7 @@ struct Thread {
   std::vector<Value> values;
   std::unordered_map<const char*, Operator*> known;
   std::uint64_t serial = 0, decisions = 0, generation = 0;
+  std::int64_t largest_divisor = 0;
   long observers = 0;
   at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 };
@@ -102,6 +105,7 @@ struct Registry {
   std::mutex mutex;
   std::unordered_map<std::string, std::unique_ptr<Operator>> operators;
   std::unordered_set<std::string> deciding;
+  std::unordered_map<std::string, int> dividing;
   std::vector<Operator*> unresolved;  ///< seen, and not yet looked up in the table
   std::uint64_t generation = 1;
 };
@@ -131,6 +135,8 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     entry->overload = overload;
     entry->is_function = entry->name.find("::") == std::string::npos;
     entry->decides = all.deciding.count(entry->name) != 0;
+    const auto divisor = all.dividing.find(entry->name);
+    if (divisor != all.dividing.end()) entry->divisor = divisor->second;
     entry->casts = entry->name == "aten::_to_copy";
     entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
     if (!entry->is_function) all.unresolved.push_back(entry.get());
@@ -152,6 +158,15 @@ void capture(Thread& here, const c10::IValue& value, size_t index, bool values) 
   }
 }
 
+/// Return the number of elements of a tensor without repeats (stride 0).
+std::int64_t distinct(const c10::TensorImpl& tensor) {
+  std::int64_t count = 1;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) != 0) count *= tensor.size(dim);
+  }
+  return count;
+}
+
 bool is_floating(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().is_floating_point();
 }
@@ -168,6 +183,17 @@ bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10
   return !op.asks || depth < 2 || here.calls[depth - 2].op->name.rfind("aten::", 0) != 0;
 }
 
+/// Note the size of a divisor; a positive whole power, or any from 1 on, divides by nothing.
+void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
+  const auto index = static_cast<size_t>(op.divisor);
+  if (index >= inputs.size() || !is_floating(inputs[index])) return;
+  if (op.name == "aten::pow" && inputs.size() > 1) {
+    const c10::IValue& exponent = inputs[1];
+    if ((exponent.isInt() && exponent.toInt() >= 0) || (exponent.isDouble() && exponent.toDouble() >= 1)) return;
+  }
+  here.largest_divisor = std::max(here.largest_divisor, distinct(*inputs[index].toTensor().unsafeGetTensorImpl()));
+}
+
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Thread& here = thread;  // each access to a thread_local calls a function
   // First, so every end() finds a call even if the rest throws.
@@ -177,6 +203,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   here.calls.back().op = op;
   const auto inputs = function.inputs();
   if (is_decision(here, *op, inputs)) ++here.decisions;
+  if (op->divisor >= 0) note_divisor(here, *op, inputs);
   if (op->captures) {
     for (size_t index = 0; index < inputs.size(); ++index)
       capture(here, inputs[index], index, !op->resolved || op->by_scalars);
@@ -267,15 +294,6 @@ PyObject* values_of(const Call& call) {
     Py_XDECREF(converted);
   }
   return values;
-}
-
-/// Return the number of elements of a tensor without repeats (stride 0).
-std::int64_t distinct(const c10::TensorImpl& tensor) {
-  std::int64_t count = 1;
-  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.stride(dim) != 0) count *= tensor.size(dim);
-  }
-  return count;
 }
 
 struct Found {
@@ -404,10 +422,16 @@ PyObject* contradiction(PyObject*, PyObject* argument) {
   return PyUnicode_FromString(running.name().c_str());
 }
 
-/// configure(resolve_operator, resolve_function, weakest_need, deciding): set the look-ups in the table of readers.
+/// Return the elements of the largest divisor in this thread since the last call of this function.
+PyObject* take_divisor(PyObject*, PyObject*) { return PyLong_FromLongLong(std::exchange(thread.largest_divisor, 0)); }
+
+/// configure(resolve_operator, resolve_function, weakest_need, deciding, dividing): set the look-ups in the table.
 PyObject* configure(PyObject*, PyObject* arguments) {
-  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOO", &of_operator, &of_function, &weakest, &deciding)) return nullptr;
+  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr, *dividing = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOO!", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
+                        &dividing)) {
+    return nullptr;
+  }
   PyObject* names = PySequence_Fast(deciding, "deciding must be a sequence of names");
   if (!names) return nullptr;
   Registry& all = registry();
@@ -422,6 +446,14 @@ PyObject* configure(PyObject*, PyObject* arguments) {
     all.deciding.emplace(name);
   }
   Py_DECREF(names);
+  all.dividing.clear();
+  PyObject *name = nullptr, *index = nullptr;
+  for (Py_ssize_t position = 0; PyDict_Next(dividing, &position, &name, &index);) {
+    const char* text = PyUnicode_AsUTF8(name);
+    const long operand = PyLong_AsLong(index);
+    if (!text || (operand == -1 && PyErr_Occurred())) return nullptr;
+    all.dividing[text] = static_cast<int>(operand);
+  }
   resolve_operator = Object::borrowed(of_operator);
   resolve_function = Object::borrowed(of_function);
   weakest_need = Object::borrowed(weakest);
@@ -456,6 +488,8 @@ PyMethodDef methods[] = {
     {"version", version, METH_O, "Return the version of a tensor, with its counter, without the tensor."},
     {"progress", progress, METH_NOARGS,
      "Return the number of calls in this thread, of decisions, and of decisions before the running call."},
+    {"take_divisor", take_divisor, METH_NOARGS,
+     "Return the elements of the largest divisor in this thread since the last call of this function."},
     {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -369,7 +369,7 @@ class Frame:
         """Pack the input of a checkpointed block, exact if the block takes decisions from values."""
         calls, decisions, before = observer().progress()
         if reading is CHECKPOINTED:  # the block has run
-            form = self.packing.form_for(tensor, reading) if decisions == before else ITSELF
+            form = ITSELF if decisions != before else self._form_for_block(tensor, observer().take_divisor())
             return self._pack_for(tensor, saved, reading, form)
         if self._pending and self._pending_since[0] != calls:
             self._decide_pending()
@@ -377,9 +377,20 @@ class Frame:
         pending = Pending(kept)
         module = "" if self.recorder is None else self.recorder.module
         self._pending.append((pending, kept, tensor, module))
+        observer().take_divisor()
         # Count from here: the inputs of one block are saved in a row, and packing calls operators too.
         self._pending_since = observer().progress()[:2]
         return pending
+
+    def _form_for_block(self, tensor: Tensor, divisor: int) -> Form:
+        """Return the form for an input of a checkpointed block whose largest divisor has so many elements.
+
+        A divisor for every group of the input comes from few elements: their errors are not averaged out.
+        """
+        form = self.packing.form_for(tensor, CHECKPOINT)
+        if form is AS_CODES and divisor * self.packing.config.group_size > tensor.numel():
+            return BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
+        return form
 
     def _decide_pending(self) -> None:
         """Store the inputs of the last checkpointed block: by now the block's decisions are known."""
@@ -387,11 +398,12 @@ class Frame:
             return
         pending, self._pending = self._pending, []
         decided = observer().progress()[1] != self._pending_since[1]
+        divisor = observer().take_divisor()
         for holder, kept, tensor, module in pending:
             if kept.unchanged:  # otherwise unpacking raises autograd's error
                 if self.recorder is not None:
                     self.recorder.enter(module)
-                form = ITSELF if decided else self.packing.form_for(tensor, CHECKPOINT)
+                form = ITSELF if decided else self._form_for_block(tensor, divisor)
                 holder.stored = self._pack_for(tensor, tensor, CHECKPOINT, form)
                 if self.recorder is not None:
                     self.recorder.leave()

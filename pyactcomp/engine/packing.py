@@ -23,6 +23,7 @@ from ..readers.forms import (
     CHANNELS,
     CODES,
     FACTOR,
+    HEADS,
     ITSELF,
     POSITIVE,
     RELATIVE,
@@ -112,6 +113,10 @@ class Packing:
                 form = BFLOAT16
             else:
                 form = AS_CODES
+        elif form is HEADS:
+            # Sums over fewer elements than a group do not average the errors of codes, and their differences are small.
+            short = few or tensor.shape[-1] < config.group_size
+            form = SCALED if short else AS_CODES
         elif form is CHANNELS:
             # Strides of a channel tell whether groups lie within channels: channels may be orders of magnitude apart.
             within = tensor.is_contiguous() and tensor.dim() > 2 and tensor.stride(1) % config.group_size == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from .. import torch_private
 from ..extensions import load
 from . import lookup
 from .forms import AS_CODES, ITSELF, Reading, strictest
-from .table import DECIDING, ELEMENTWISE, READERS
+from .table import DECIDING, DIVIDING, ELEMENTWISE, READERS
 
 
 class Version(Protocol):
@@ -68,6 +69,9 @@ class Observer(Protocol):
     def progress(self) -> tuple[int, int, int]:
         """Return this thread's counts of calls, of deciding calls, and of deciding calls before the running call."""
 
+    def take_divisor(self) -> int:
+        """Return the elements of the largest divisor in this thread since the last call of this method."""
+
     def contradiction(self, need: int) -> str | None:
         """Return the name of the node running in backward if the table says that the node needs more than ``need``."""
 
@@ -78,7 +82,7 @@ def observer() -> Observer:
     library, _ = load("_observer")
     if library is None:
         return WithoutLibrary()
-    library.configure(lookup.of_operator, lookup.of_function, lookup.weakest_need, DECIDING)
+    library.configure(lookup.of_operator, lookup.of_function, lookup.weakest_need, DECIDING, DIVIDING)
     lookup.on_change.append(library.forget)
     return library
 
@@ -261,6 +265,10 @@ class WithoutLibrary:
         thread = self._thread
         # Without the last count, a block inside one Python call counts as deciding if any call has decided before.
         return thread.serial, thread.decisions, 0
+
+    def take_divisor(self) -> int:
+        """Return the largest number: a Python function may divide inside."""
+        return sys.maxsize
 
     def contradiction(self, need: int) -> str | None:
         """Return the name of the node running in backward if the table says that the node needs more than ``need``."""

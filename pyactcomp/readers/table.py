@@ -22,6 +22,7 @@ from .forms import (
     BITS,
     CHANNELS,
     FACTOR,
+    HEADS,
     ITSELF,
     LOG,
     LOGIT,
@@ -106,7 +107,7 @@ _GROUPS = (
         *(f"{attention} query key" for attention in _ATTENTIONS),
     ),
     _Group(
-        ROWS,
+        HEADS,
         "the derivative multiplies the incoming gradient by it, and takes the difference of two such sums over a head",
         *(f"{attention} value result" for attention in _ATTENTIONS),
     ),
@@ -389,6 +390,15 @@ DECIDING = tuple(
 
 ``item`` and ``is_nonzero`` count if the program calls them, ``_to_copy`` if the target dtype is integer or boolean.
 """
+
+DIVIDING = {
+    "aten::div": 1,
+    **{
+        f"aten::{name}": 0
+        for name in ("rsqrt", "sqrt", "reciprocal", "log", "log2", "log10", "log1p", "logit", "pow", "atan2", "xlogy")
+    },
+}
+"""The argument by which an operator, or its derivative, divides: see :data:`AMPLIFYING`."""
 
 FUNCTIONS: dict[str, str] = {
     "flash_attn.flash_attn_interface.FlashAttnFunc": "flash-attn",
