@@ -334,10 +334,16 @@ def seed_of(sweep: int, number: int) -> int:
 
 
 def failure_text(program: Program, failure: Failure) -> str:
-    """Return what is printed of a failure: its kind, and the smallest script that was found."""
-    kind = failure[0]
+    """Return what is printed of a failure: its kind, and the smallest script that was found.
+
+    A failure that depends on more than the program, as on addresses, may not repeat: then the whole program is printed.
+    """
+    kind, detail = failure
     small = shrink(program, kind)
-    detail = dict(check(small) or ())[kind]
+    again = dict(check(small) or ()).get(kind)
+    if again is None:
+        small, again = program, f"{detail} (once; not when run again)"
+    detail = again
     rows = sorted({each.kind for each in _all(small.forward)} - {"loss"})
     return f"# {kind}: {detail}\n# {' | '.join(rows)}\n{small.script()}"
 
