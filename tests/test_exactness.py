@@ -725,8 +725,9 @@ def checkpointed_error(block: Callable[[Tensor], Tensor], x: Tensor, reentrant: 
         lambda x: torch.maximum(x, x.flip(-1)),
         lambda x: torch.remainder(x * 8, 1.0),
         lambda x: F.hardshrink(x, 0.5),
+        lambda x: (x * 8).remainder_(1.0),
     ],
-    ids=["max_pool2d", "adaptive_max_pool2d", "amax", "maximum", "remainder", "hardshrink"],
+    ids=["max_pool2d", "adaptive_max_pool2d", "amax", "maximum", "remainder", "hardshrink", "remainder_"],
 )
 def test_a_block_that_is_run_again_takes_the_same_way(route: Callable[[Tensor], Tensor], reentrant: bool) -> None:
     # Within a group the input spans 0 to 40, and its maxima are a tenth apart: less than a step of 8 bits.
@@ -743,8 +744,10 @@ def test_a_block_that_is_run_again_takes_the_same_way(route: Callable[[Tensor], 
         lambda x: F.normalize(x, dim=1),
         lambda x: x / (x.square().sum(1, keepdim=True) + 1e-3),
         lambda x: x * (x.square().mean((0, 1), keepdim=True) + 1e-3).rsqrt(),
+        lambda x: (x * 1).div_(x.square().sum(1, keepdim=True) + 1e-3),
+        lambda x: x * (x.square().mean((0, 1), keepdim=True) + 1e-3).pow_(-0.5),
     ],
-    ids=["cosine_similarity", "normalize", "quotient", "rsqrt"],
+    ids=["cosine_similarity", "normalize", "quotient", "rsqrt", "div_", "pow_"],
 )
 def test_a_block_with_divisors_of_few_elements_is_run_again_from_16_bits(
     divide: Callable[[Tensor], Tensor], reentrant: bool

@@ -134,8 +134,11 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     entry->name = name;
     entry->overload = overload;
     entry->is_function = entry->name.find("::") == std::string::npos;
-    entry->decides = all.deciding.count(entry->name) != 0;
-    const auto divisor = all.dividing.find(entry->name);
+    // The table names no in-place variants here: they decide and divide as the others do.
+    const bool in_place = !entry->name.empty() && entry->name.back() == '_';
+    const std::string plain = entry->name.substr(0, entry->name.size() - (in_place ? 1 : 0));
+    entry->decides = all.deciding.count(plain) != 0;
+    const auto divisor = all.dividing.find(plain);
     if (divisor != all.dividing.end()) entry->divisor = divisor->second;
     entry->casts = entry->name == "aten::_to_copy";
     entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
@@ -187,7 +190,7 @@ bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10
 void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
   const auto index = static_cast<size_t>(op.divisor);
   if (index >= inputs.size() || !is_floating(inputs[index])) return;
-  if (op.name == "aten::pow" && inputs.size() > 1) {
+  if (op.name.rfind("aten::pow", 0) == 0 && inputs.size() > 1) {
     const c10::IValue& exponent = inputs[1];
     if ((exponent.isInt() && exponent.toInt() >= 0) || (exponent.isDouble() && exponent.toDouble() >= 1)) return;
   }
