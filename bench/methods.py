@@ -184,13 +184,6 @@ METHODS = {
         # As a whole, transformers gives attention a mask while it is traced, which keeps it from torch's flash kernel.
         Method("compile-blocks", _compile_blocks, compile_s=40.0, alone=True),
         Method("compile0.3", _compile(memory_budget=0.3), compile_s=60.0, alone=True),
-        _compiled("compile+int8", _then(_compress(head=False), _compile()), ours=True),
-        _compiled("compile+lossless", _then(_compress(mode="lossless", head=False), _compile()), ours=True),
-        # Half of what codes take: about the bytes of a budget of 0.3 without codes.
-        _compiled("compile+int8+budget", _then(_compress(head=False), _compile(memory_budget=0.5)), ours=True),
-        _compiled(
-            "compile-blocks+int8", _then(_compress(head=False), _compile_blocks), reference=_compile_blocks, ours=True
-        ),
         _compiled("compile-fp8-e4m3", _compile_fp8("float8_e4m3fn")),
         _compiled("compile-fp8-e5m2", _compile_fp8("float8_e5m2")),
         _ours(
@@ -208,8 +201,7 @@ STAGES = (
     ("compile",),
     ("compile0.5",),
     ("compile-blocks",),
-    ("compile+int8", "compile-blocks+int8", "compile+lossless"),
-    ("compile-fp8-e4m3", "compile-fp8-e5m2", "compile0.3", "compile+int8+budget"),
+    ("compile-fp8-e4m3", "compile-fp8-e5m2", "compile0.3"),
 )
 """What to measure first on all workloads, so that a budget that ends early keeps what tells most."""
 
