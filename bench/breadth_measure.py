@@ -10,7 +10,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ NOT_BUILT = "not built"
 CHECKPOINTING_MOVES = 1e-4
 """More than sums in another order: a model whose gradients move so far computes something else when checkpointed."""
 Gradients = dict[str, Tensor]
+Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -148,7 +149,7 @@ def rounded(value: float) -> float | str:
 class _Problems(dict[str, str]):
     """What went wrong beside the figures, by figure."""
 
-    def value(self, name: str, function: Callable[[], float | None], failed: float | None) -> float | None:
+    def value(self, name: str, function: Callable[[], Value], failed: Value) -> Value:
         """Return what a function gives, and ``failed`` where it raises, whose reason is noted."""
         try:
             return function()
@@ -188,22 +189,17 @@ def measure_steps(step: Step, with_dropout: Callable[[], Step]) -> Row:
         row["int8_head"] = head
     row["int8_ckpt"] = None
     # Whether a model has checkpointing that works at all is its own matter and torch's.
-    try:
-        exact = _checkpointed_gradients(step, reference, problems)
-    except Exception as problem:
-        problems["checkpoint"] = first_line(problem)
-        exact = None
+    exact = problems.value("checkpoint", lambda: _checkpointed_gradients(step, reference, problems), None)
     if exact is not None:
-        found = exact
-        row["int8_ckpt"] = problems.value("int8_ckpt", lambda: error(found, _compressed(step)[0]), math.inf)
+        row["int8_ckpt"] = problems.value("int8_ckpt", lambda: error(exact, _compressed(step)[0]), math.inf)
     row["lossless_dropout"] = None
     try:
         dropped = with_dropout()
-        exact = gradients(dropped)
+        of_dropped = gradients(dropped)
     except Exception as problem:  # some models refuse dropout
         problems["lossless_dropout"] = first_line(problem)
     else:
-        row["lossless_dropout"] = _lossless(dropped, exact, "lossless_dropout", problems)
+        row["lossless_dropout"] = _lossless(dropped, of_dropped, "lossless_dropout", problems)
     for name in ("int8", "noise", "int8_head", "int8_ckpt"):
         row[name] = None if row[name] is None else rounded(row[name])
     if problems:

@@ -118,14 +118,6 @@ def _compile_fp8(quant_type: str) -> Apply:
     return apply
 
 
-def _then(first: Apply, second: Apply) -> Apply:
-    def apply(module: nn.Module, blocks: Blocks) -> Context:
-        first(module, blocks)
-        return second(module, blocks)
-
-    return apply
-
-
 def _compile_blocks(_: nn.Module, blocks: Blocks) -> Context:
     import torch._dynamo.config
 
@@ -155,7 +147,11 @@ def _compress(*, head: bool = True, **options: Any) -> Apply:
 
 def _then_checkpoint(first: Apply) -> Apply:
     # In this order: a block whose forward is patched already would not be fused.
-    return _then(first, _checkpoint(1))
+    def apply(module: nn.Module, blocks: Blocks) -> Context:
+        first(module, blocks)
+        return _checkpoint(1)(module, blocks)
+
+    return apply
 
 
 _ours = functools.partial(Method, cost=3.0, compared=True, ours=True)

@@ -21,6 +21,8 @@ from ..tampering import bypassable_as, tampering_reason
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
 _RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
+# The sums of a channel average the errors of codes over its elements. Over 72 elements of a random program, with a
+# gradient that is mostly their mean, the input's gradient was off by 6 %: fewer groups a channel run torch's own norm.
 _GROUPS_PER_CHANNEL = 4
 _BYPASSED = ("bn1", "bn2", "bn3", "act1", "act2", "act3", "relu", "drop_block", "aa")
 
@@ -30,8 +32,6 @@ def _normalise(
 ) -> Tensor:
     """Apply a batch norm in training mode, with the module's update of running statistics."""
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    # The sums of a channel average the errors of codes over its elements. Over 72 elements of a random program, with a
-    # gradient that is mostly their mean, the input's gradient was off by 6 %.
     few = x.numel() < _GROUPS_PER_CHANNEL * codes.group_size * norm.num_features
     if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
         out = nn.BatchNorm2d.forward(norm, x)
