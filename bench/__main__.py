@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     alloc.add_argument("--parts", default="", metavar="A,B,...", help=f"of {', '.join(ALLOC_PARTS)}; default: all")
     pairs = suites.add_parser("pairs", parents=[training], help="this tree against an earlier one, in turns")
     pairs.add_argument("--before", type=Path, required=True, metavar="PATH", help="the earlier tree, built")
+    pairs.add_argument("--pairs", type=int, metavar="N", help="turns of each tree, by default 5")
     holds = suites.add_parser("holds", parents=[training], help="two trainings, vanilla and compressed, in pairs")
     holds.add_argument("--seeds", type=int, help="pairs, by default the 5 that the report's bound needs")
     holds.add_argument("--workers", type=int, help="trainings at a time on the device, by default 5, on a CPU 1")
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         if unknown := set(methods) - set(known):
             top.error(f"unknown method {sorted(unknown)}; known: {', '.join(known)}")
-        workloads = (*WORKLOADS, overhead.CHAIN) if args.suite == "pairs" else tuple(WORKLOADS)
+        workloads = (*WORKLOADS, overhead.CHAIN, pairs.ODD) if args.suite == "pairs" else tuple(WORKLOADS)
         if options.only and options.only[0] not in workloads:
             top.error(f"unknown workload {options.only[0]!r}; known: {', '.join(workloads)}")
     if args.suite == "holds":
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif args.suite == "pairs":
         if not (args.before / "pyactcomp" / "__init__.py").exists():
             top.error(f"--before {args.before}: no checkout of this project is there")
-        pairs.run(options, args.before, methods or ("int8",))
+        pairs.run(options, args.before, methods or ("int8",), args.pairs or pairs.PAIRS)
     elif args.suite == "holds":
         holds.run(options, _names(args.methods), args.seeds or holds.SEEDS, args.workers or holds.workers(device))
     else:

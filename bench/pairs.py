@@ -24,6 +24,8 @@ BASELINE = {"int8-attention": "int8"}
 """What the earlier side runs against a method that it may lack."""
 PAIRS, STEPS = 5, 5
 CHAIN_PAIRS, CHAIN_STEPS = 10, 3
+ODD = "odd-sizes"
+"""A small network whose sizes are no multiple of a tile, a group or a vector load."""
 """A turn counts by its median: a difference of two times is no figure if one of them was disturbed."""
 
 
@@ -94,9 +96,9 @@ def compared(turns: dict[str, list[Row]]) -> Row:
     }
 
 
-def measure(workload: str, method: str, trees: dict[str, Path], device: str, tiny: bool) -> Row:
+def measure(workload: str, method: str, trees: dict[str, Path], device: str, tiny: bool, pairs: int) -> Row:
     """Return the figures of one row; each side builds while the other is idle, as it runs."""
-    pairs, steps = (CHAIN_PAIRS, CHAIN_STEPS) if workload == CHAIN else (PAIRS, STEPS)
+    pairs, steps = (max(pairs, CHAIN_PAIRS), CHAIN_STEPS) if workload == CHAIN else (pairs, STEPS)
     methods = {BEFORE: BASELINE.get(method, method), AFTER: method}
     with ExitStack() as stack:
         sides = {name: stack.enter_context(side(name, tree)) for name, tree in trees.items()}
@@ -111,13 +113,13 @@ def measure(workload: str, method: str, trees: dict[str, Path], device: str, tin
     return {**facts, "before_method": methods[BEFORE], **compared(turns)}
 
 
-def run(options: Options, before: Path, methods: tuple[str, ...]) -> None:
-    """Measure the first method on every workload, then the chains of `overhead`, then the other methods."""
+def run(options: Options, before: Path, methods: tuple[str, ...], pairs: int) -> None:
+    """Measure the first method on every workload, then chains and odd sizes, then the other methods."""
     store = options.store("pairs")
     trees = {BEFORE: before.resolve(), AFTER: ROOT}
     earlier = origin_of(trees[BEFORE], "PYACTCOMP_BENCH_BEFORE")
     jobs = [(workload, method) for method in methods for workload in WORKLOADS]
-    jobs.insert(len(WORKLOADS), (CHAIN, "int8"))
+    jobs[len(WORKLOADS) : len(WORKLOADS)] = [(CHAIN, "int8"), (ODD, "int8")]
     longest = 0.0
     for workload, method in jobs:
         key = {"workload": workload, "method": method, "scale": "tiny" if options.tiny else "full", "earlier": earlier}
@@ -128,7 +130,7 @@ def run(options: Options, before: Path, methods: tuple[str, ...]) -> None:
             return
         begin = options.budget.clock()
         try:
-            row: Row = {"status": "ok", **measure(workload, method, trees, options.device, options.tiny)}
+            row: Row = {"status": "ok", **measure(workload, method, trees, options.device, options.tiny, pairs)}
         except SideError as problem:
             row = problem.row
         seconds = options.budget.clock() - begin

@@ -16,14 +16,27 @@ def _both(row: Row, name: str, form: str, scale: float = 1.0) -> str:
     return " / ".join(figure(row[side], name, form, scale) for side in SIDES)
 
 
+def _earlier(row: Row) -> str:
+    return str(row["earlier"]["commit"] or row["earlier"]["sources"])[:7]
+
+
 def _found(rows: Iterable[Row]) -> list[Row]:
-    found = latest(on_gpu(rows), "workload", "method").values()
-    return sorted(found, key=lambda r: (rank(WORKLOAD_ORDER, r["workload"]), rank(METHOD_ORDER, r["method"])))
+    found = latest(
+        [{**row, "before_commit": _earlier(row)} for row in on_gpu(rows)], "before_commit", "workload", "method"
+    )
+    order = {commit: index for index, (commit, *_) in enumerate(found)}
+    return sorted(
+        found.values(),
+        key=lambda r: (
+            order[r["before_commit"]],
+            rank(WORKLOAD_ORDER, r["workload"]),
+            rank(METHOD_ORDER, r["method"]),
+        ),
+    )
 
 
 def _conditions(found: list[Row]) -> str:
-    earlier = sorted({(row["earlier"]["commit"] or row["earlier"]["sources"])[:10] for row in found})
-    return f"Before: {', '.join(earlier)}. {conditions(found)}"
+    return f"Before: {', '.join(sorted({row['before_commit'] for row in found}))}. {conditions(found)}"
 
 
 def steps_table(rows: Iterable[Row]) -> str:
@@ -33,11 +46,12 @@ def steps_table(rows: Iterable[Row]) -> str:
         return ""
     lines = [
         [
+            row["before_commit"],
             f"`{row['workload']}`",
             row["method"] + ("" if row["before_method"] == row["method"] else f" (before: {row['before_method']})"),
             f"{row['ratio']:.3f} ({min(row['ratios']):.3f} to {max(row['ratios']):.3f})",
             f"{row['spread']:.3f}, {row['itself']:.3f}",
-            _both(row, "act_bytes", ".3f", row["after"]["vanilla_act_bytes"]),
+            _both(row, "act_bytes", ".3f", row["after"].get("vanilla_act_bytes", 1.0)),
             _both(row, "peak_minus_base_bytes", ".2f", GIB),
             _both(row, "grad_error", ".2%"),
         ]
@@ -45,8 +59,8 @@ def steps_table(rows: Iterable[Row]) -> str:
         if row["status"] == "ok"
     ]
     header = (
-        "workload", "method", "step, x before", "before: spread, against itself", "act, x vanilla", "peak - base GiB",
-        "gradient error",
+        "before", "workload", "method", "step, x before", "before: spread, against itself", "act, x vanilla",
+        "peak - base GiB", "gradient error",
     )  # fmt: skip
     note = (
         "Step: median and range of the ratios of paired turns; two processes on one GPU take turns. Spread: the "

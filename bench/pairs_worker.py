@@ -49,6 +49,35 @@ def model(workload_name: str, method_name: str, device: str, tiny: bool) -> tupl
     return facts, lambda steps: {"ms": turn_times(trainer.step, steps, device)}
 
 
+def odd_sizes(device: str, tiny: bool) -> tuple[dict[str, Any], Turn]:
+    """Return the bytes and the turn of a network with fused forms, of sizes that divide into nothing."""
+    import torch
+    from torch import nn
+
+    import pyactcomp
+
+    from .measure import turn_times
+
+    rows, width = (67, 37) if tiny else (16381, 1537)
+    torch.manual_seed(0)
+    layers = [
+        layer
+        for _ in range(1 if tiny else 8)
+        for layer in (nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.ReLU())
+    ]
+    net = pyactcomp.compress(nn.Sequential(*layers).to(device))
+    x = torch.randn(rows, width, device=device, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            net(x).float().square().mean().backward()
+        net.zero_grad()
+        x.grad = None
+
+    step()
+    return {"stored_bytes": pyactcomp.report(net).stored_bytes}, lambda steps: {"ms": turn_times(step, steps, device)}
+
+
 def chains(device: str, tiny: bool) -> tuple[dict[str, Any], Turn]:
     """Return the host's time of pack and unpack per tensor, and what an operator that saves nothing pays."""
     from .measure import on_quick_cpu
@@ -77,7 +106,10 @@ def serve(tree: Path) -> None:
     if Path(pyactcomp.__file__).resolve().parent != tree / "pyactcomp":
         raise RuntimeError(f"the package of {tree} was asked for, and {pyactcomp.__file__} was imported")
     from .overhead import CHAIN
+    from .pairs import ODD
     from .rows import failure
+
+    networks = {CHAIN: chains, ODD: odd_sizes}
 
     turn: Turn | None = None
     for line in sys.stdin:
@@ -85,8 +117,8 @@ def serve(tree: Path) -> None:
         try:
             if turn is not None:
                 answer: dict[str, Any] = turn(command["steps"])
-            elif command["workload_name"] == CHAIN:
-                answer, turn = chains(command["device"], command["tiny"])
+            elif command["workload_name"] in networks:
+                answer, turn = networks[command["workload_name"]](command["device"], command["tiny"])
             else:
                 answer, turn = model(**command)
         except Exception as problem:  # whatever one side does wrong is the row of both
