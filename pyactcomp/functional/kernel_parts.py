@@ -31,9 +31,13 @@ COPY = tl.constexpr(16)
 def place(numel, TILE: tl.constexpr, UNIT: tl.constexpr):
     """Return the first element of the program's tile (program 0 takes the last tile) and the tile's element count.
 
-    UNIT divides ``numel``. UNIT = TILE: all tiles are full. Otherwise masks are constant over UNIT elements.
+    UNIT divides ``numel``. UNIT = TILE: the programs take full tiles. UNIT = 1: one program takes the last tile.
+    Otherwise masks are constant over UNIT elements.
     """
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
+    if UNIT == 1:
+        start = numel // TILE * TILE
+    else:
+        start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
     return start, tl.multiple_of(tl.minimum(numel - start, TILE).to(tl.int32), UNIT)
 
 
