@@ -81,6 +81,28 @@ def test_a_checkpointed_block_that_routes_takes_the_same_routes_again(use_reentr
     assert all(t.kept is None and t.stored_bytes < whole / 3 for t in inputs[::2])
 
 
+class DropsPaths(Plain):
+    """Stochastic depth as timm writes it, and a mask drawn from probabilities that depend on the input."""
+
+    def __init__(self, by_value: bool) -> None:
+        super().__init__()
+        self.by_value = by_value
+
+    def forward(self, x: Tensor) -> Tensor:
+        path = x.new_empty(len(x), 1).bernoulli_(0.9)
+        if self.by_value:
+            path = path * torch.bernoulli(x.detach().sigmoid())
+        return x + self.layers(x) * path
+
+
+def test_a_draw_decides_only_where_values_give_the_probabilities() -> None:
+    model = Network([DropsPaths(False), DropsPaths(True)], use_reentrant=False)
+    pyactcomp.compress(model, min_bytes=0)
+    model(torch.randn(1024, 64)).square().sum().backward()
+    of_blocks = [t for t in pyactcomp.report(model).tensors if t.shape == (1024, 64) and t.kept != policy.NO_GRAD]
+    assert [t.kept is None for t in of_blocks] == [True, False]
+
+
 def test_a_checkpointed_block_whose_shapes_depend_on_values_has_them_again() -> None:
     first, gate, expert = (nn.Linear(64, n) for n in (64, 4, 64))
 

@@ -59,6 +59,7 @@ struct Operator {
   bool is_function = false;  ///< a Python autograd function
   bool decides = false;      ///< the result is a decision: a comparison, an index, a route
   bool casts = false;        ///< decides only in a cast to integers
+  bool draws = false;        ///< decides only with a tensor of probabilities, not with one number
   bool asks = false;         ///< decides only in a call by the program, not by another operator
   int divisor = -1;          ///< the argument by which the operator or its derivative divides
   // Filled by `resolve`, with the GIL, on the first save or at the end of the first observation.
@@ -141,6 +142,7 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     const auto divisor = all.dividing.find(plain);
     if (divisor != all.dividing.end()) entry->divisor = divisor->second;
     entry->casts = entry->name == "aten::_to_copy";
+    entry->draws = plain == "aten::bernoulli";
     entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
     if (!entry->is_function) all.unresolved.push_back(entry.get());
   }
@@ -181,6 +183,7 @@ bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10
     return inputs.size() > 1 && inputs[1].isInt() &&
            c10::isIntegralType(static_cast<c10::ScalarType>(inputs[1].toInt()), /*includeBool=*/true);
   }
+  if (op.draws && inputs.size() > 1 && inputs[1].isDouble()) return false;
   // Operators also call item() internally, to read a bound or a fill value.
   const size_t depth = here.calls.size();
   return !op.asks || depth < 2 || here.calls[depth - 2].op->name.rfind("aten::", 0) != 0;

@@ -388,7 +388,8 @@ DECIDING = tuple(
 )
 """Operators that turn values into decisions: a block that runs one must rerun from exactly the same values.
 
-``item`` and ``is_nonzero`` count if the program calls them, ``_to_copy`` if the target dtype is integer or boolean.
+``item`` and ``is_nonzero`` count if the program calls them, ``_to_copy`` if the target dtype is integer or boolean,
+``bernoulli`` with a tensor of probabilities.
 """
 
 DIVIDING = {
