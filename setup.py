@@ -28,7 +28,7 @@ sys.path.insert(0, str(root))
 try:
     import pyactcomp
     pyactcomp.__path__.append(str(output))
-    from pyactcomp import extensions
+    from pyactcomp.torch_private import extensions
     from pyactcomp.allocator.build import build_torch_allocator
     if name == "_observer":
         extensions.build(name, package, source=root / "csrc")

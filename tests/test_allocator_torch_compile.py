@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyactcomp import _core, extensions
+from pyactcomp import _core
 from pyactcomp.allocator import build
 from pyactcomp.errors import PyactcompError
+from pyactcomp.torch_private import extensions
 
 # What torch's build leaves in the headers of a torch with CUDA, and alone is missing in those of one without.
 GENERATED = ("c10/cuda/impl/cuda_cmake_macros.h", "#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")

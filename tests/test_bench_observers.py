@@ -9,8 +9,8 @@ from bench_cases import ORIGIN
 
 from bench import __main__ as command_line
 from bench import observers, rows
-from pyactcomp import extensions
 from pyactcomp.readers import observer
+from pyactcomp.torch_private import extensions
 
 
 @pytest.mark.skipif(extensions.load("_observer")[0] is None, reason="_observer is not built")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pyactcomp.extensions import LIBRARIES
+from pyactcomp.torch_private.extensions import LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"

@@ -17,7 +17,7 @@ ALLOWED = {
     "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
     | {"verify"},
     "__main__": {"cli"},
-    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "extensions", "snapshots"}
+    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "snapshots"}
     | {"torch_private"},
     "integrations": {"compress", "report"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
@@ -27,12 +27,11 @@ ALLOWED = {
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},
     "engine": {"codec", "config", "errors", "readers", "torch_private"},
     "config": {"codec", "errors"},
-    "readers": {"errors", "extensions", "torch_private"},
+    "readers": {"errors", "torch_private"},
     "codec": {"_core", "errors", "torch_private"},
-    "allocator": {"_core", "errors", "extensions", "snapshots", "torch_private"},
+    "allocator": {"_core", "errors", "snapshots", "torch_private"},
     "snapshots": {"_core", "errors"},
-    "extensions": {"errors"},
-    "torch_private": set(),
+    "torch_private": {"errors"},
     "errors": set(),
     "_version": set(),
 }

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp import extensions
 from pyactcomp.cli import examine
 from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
 from pyactcomp.readers.observer import Observer, WithoutLibrary, observer
+from pyactcomp.torch_private import extensions
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
 BAR = 0.02

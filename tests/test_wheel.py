@@ -106,5 +106,5 @@ def test_the_allocator_is_in_every_wheel_and_lacks_a_gpu_alone(python: Path, whe
 def test_the_observer_is_recompiled_from_the_wheel(python: Path, tmp_path: Path) -> None:
     said = run(python, tmp_path, "-m", "pyactcomp", "build-observer", path=os.environ["PATH"])
     assert "half a minute" in said
-    code = "from pyactcomp import extensions; print(extensions.load('_observer')[1])"
+    code = "from pyactcomp.torch_private import extensions; print(extensions.load('_observer')[1])"
     assert run(python, tmp_path, "-c", code).strip() == "None"

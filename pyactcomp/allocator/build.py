@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from .. import extensions
 from ..errors import PyactcompError
+from ..torch_private import extensions
 
 # From the packages nvidia-cuda-runtime, which torch brings, and nvidia-cuda-crt.
 _CUDA_HEADERS = ("cuda_runtime_api.h", "crt/host_defines.h")

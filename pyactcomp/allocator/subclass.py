@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .. import extensions
+from ..torch_private import extensions
 
 
 def load() -> tuple[ModuleType | None, str | None]:

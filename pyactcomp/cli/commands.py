@@ -110,7 +110,7 @@ def build_allocator() -> None:
 @app.command()
 def build_observer() -> None:
     """Compile the observer, which names the operator saving a tensor, for the installed torch."""
-    from .. import extensions
+    from ..torch_private import extensions
 
     console.print(f"compiling for torch {torch.__version__}: about half a minute", soft_wrap=True)
     try:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from .. import codec, extensions
+from .. import codec
 from .._version import __version__
 from ..codec import reference
+from ..torch_private import extensions
 from ..torch_private import tests as torch_private_tests
 
 # Native device of each implementation; without CUDA, Triton can still be tested in the interpreter.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_private
-from ..extensions import load
+from ..torch_private.extensions import load
 from . import lookup
 from .forms import AS_CODES, ITSELF, Reading, strictest
 from .table import DECIDING, DIVIDING, ELEMENTWISE, READERS

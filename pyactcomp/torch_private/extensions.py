@@ -16,9 +16,9 @@ from types import ModuleType
 
 import torch
 
-from .errors import PyactcompError
+from ..errors import PyactcompError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
