@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import codec, fusions
 from .codec import Impl, Rounding
+from .compiled import marks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.marks import FUSING
 from .engine.policy import SKIPPED
@@ -28,21 +28,9 @@ from .errors import PyactcompError
 from .fusions import FusionState, unfuse
 from .fusions.scriptable import Scriptable
 from .fusions.tampering import tampering_reason
-from .torch_private import constant_in_graphs
 
 # Compressed models of this process, to detect a module inside an already compressed model.
 _roots: WeakSet[Module] = WeakSet()
-
-
-@constant_in_graphs
-def _warn_of_traced_root() -> None:
-    """Warn while torch.compile traces a compressed model: the compiler chooses the graph's saved tensors."""
-    warnings.warn(
-        "torch.compile traces a model that pyactcomp compresses, hooks included, so nothing in the model is "
-        "compressed. Leave the modules that hold most activations eager, or let torch.compile choose the tensors to "
-        "save.",
-        stacklevel=2,
-    )
 
 
 class _OpenHooks:
@@ -54,8 +42,6 @@ class _OpenHooks:
     def __call__(self, module: Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.session.open(module, active=module.training, caller=sys._getframe(1))
-        elif module.training and torch.is_grad_enabled():
-            _warn_of_traced_root()
 
 
 class _CloseHooks:
@@ -136,13 +122,17 @@ def _fusion_states(model: Module) -> Iterator[FusionState]:
 
 @contextlib.contextmanager
 def fused_by(model: Module, config: Config) -> Iterator[None]:
-    """Fuse the modules of a model by another configuration inside a ``with`` block."""
+    """Fuse and mark the modules of a model by another configuration inside a ``with`` block."""
     before = [(module, module.__class__, FUSING.get(module)) for module in model.modules()]
+    marks.unmark(model)
     unfuse(model)
     try:
-        fusions.fuse(model, config, _skipped_modules(model, config))
+        skipped = _skipped_modules(model, config)
+        fusions.fuse(model, config, skipped)
+        marks.mark(model, config, skipped)
         yield
     finally:
+        marks.unmark(model)
         unfuse(model)
         for module, cls, state in before:
             module.__class__ = cls
@@ -153,14 +143,18 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
 @contextlib.contextmanager
 def paused(model: Module) -> Iterator[None]:
     """Switch off the compression of a model and of all its modules inside a ``with`` block."""
+    classes = [(module, module.__class__) for module in model.modules()]
     states: list[Session | FusionState] = [session for _, session in _sessions(model)]
     states += {id(state): state for state in _fusion_states(model)}.values()
     before = [state.paused for state in states]
     for state in states:
         state.paused = True
+    marks.unmark(model)
     try:
         yield
     finally:
+        for module, cls in classes:
+            module.__class__ = cls
         for state, value in zip(states, before, strict=True):
             state.paused = value
 
@@ -287,6 +281,7 @@ on_conflict
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
+    marks.unmark(model)
     unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
     fusion_state = fusions.fuse(model, config, skipped)
     session = Session(config, fusion_state.seeds)
@@ -296,6 +291,7 @@ on_conflict
     _keep_exact(session, skipped)
     _offer_layer_norms(session, model)
     model.__dict__[Scriptable.NAME] = Scriptable(model)
+    marks.mark(model, config, skipped)
     _roots.add(model)
     return model
 
@@ -324,6 +320,7 @@ def decompress(model: Module) -> Module:
     >>> model = pyactcomp.decompress(pyactcomp.compress(torch.nn.Linear(2, 2)))
     """
     session_of(model)
+    marks.unmark(model)
     unfuse(model)
     model.__dict__.pop(Scriptable.NAME, None)
     for module in model.modules():

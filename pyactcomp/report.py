@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch.nn import Module
 
+from .compiled.graphs import GraphRecord
+from .compiled.marks import graphs_of
 from .compress import Compressed, session_of
 from .engine import policy
 from .engine.record import SavedTensor
@@ -54,6 +56,8 @@ class Report:
     left_alone : tuple of (str, str, str)
         Name, class and reason for each module with a fused form but not running through it: foreign hooks, a changed
         forward.
+    graphs : tuple of GraphRecord
+        The graphs compiled by torch.compile and compressed, with every value that each saves for backward.
 
     Notes
     -----
@@ -68,6 +72,7 @@ class Report:
     gradient_bytes: Mapping[str, int] = field(default_factory=dict)
     fused: tuple[tuple[str, str], ...] = ()
     left_alone: tuple[tuple[str, str, str], ...] = ()
+    graphs: tuple[GraphRecord, ...] = ()
     _total: Line = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +134,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.note:
-            return self.note
+            return "\n\n".join((self.note, *map(str, self.graphs)))
         largest = sorted(self.modules, key=lambda line: -line.unique_bytes)
         rows = [(line.name or "(root)", line) for line in largest[:_MODULE_ROWS]]
         rest = Line("")
@@ -147,7 +152,7 @@ class Report:
             table += f"\nNot fused: {name or '(root)'}, {kind}: {reason}."
         if self.kept:
             table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
-        return table
+        return "\n\n".join((table, *map(str, self.graphs)))
 
 
 _SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes", "restored_bytes")
@@ -202,11 +207,15 @@ def report(target: Module | Compressed) -> Report:
     (4194304, 1605632)
     """
     session: Session = target.session if isinstance(target, Compressed) else session_of(target)
+    compiled = graphs_of(target) if isinstance(target, Module) else None
+    graphs = () if compiled is None else tuple(compiled.records)
     if session.recorder is None:
         note = "nothing was recorded yet: run a training step first"
+        if graphs:
+            note = "the model runs as compiled graphs"
         if isinstance(target, Module) and not target.training:
             note += " (the model is in evaluation mode, in which nothing is compressed; call model.train())"
-        return Report((), note)
+        return Report((), note, graphs=graphs)
     fused = fused_modules(target) if isinstance(target, Module) else []
     alone = left_alone(target) if isinstance(target, Module) else []
     return Report(
@@ -214,4 +223,5 @@ def report(target: Module | Compressed) -> Report:
         gradient_bytes=session.recorder.gradient_bytes,
         fused=tuple(fused),
         left_alone=tuple((each.name, each.type, each.reason) for each in alone),
+        graphs=graphs,
     )

@@ -17,12 +17,12 @@ ALLOWED = {
     "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
     | {"verify"},
     "__main__": {"cli"},
-    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "snapshots"}
-    | {"torch_private"},
+    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "snapshots"} | {"torch_private"},
     "integrations": {"compress", "report"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
-    "report": {"compress", "engine", "fusions"},
-    "compress": {"codec", "config", "engine", "errors", "fusions", "torch_private"},
+    "report": {"compiled", "compress", "engine", "fusions"},
+    "compress": {"codec", "compiled", "config", "engine", "errors", "fusions"},
+    "compiled": {"_version", "codec", "config", "engine", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},
     "engine": {"codec", "config", "errors", "readers", "torch_private"},

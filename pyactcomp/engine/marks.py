@@ -74,6 +74,14 @@ FUSING = DictMark[Any]("fusing")
 FORM = DictMark[bool]("form")
 """On a fused subclass: True, to tell the subclass from the user's own class."""
 
+COMPILED = DictMark[Any]("compiled")
+"""On the class that a compressed module has for torch.compile: the :class:`~pyactcomp.compiled.marks.Mark`."""
+
+
+def unmarked(cls: Any) -> Any:
+    """Return the class of a module without the class put before it for torch.compile."""
+    return cls.__bases__[1] if COMPILED.get(cls) is not None else cls
+
 
 def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
     """Attach a recipe to an output, and a weak reference to the output to its node."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
-from ..engine.marks import FORM, FUSING
+from ..engine.marks import FORM, FUSING, unmarked
 from ..functional.codes import Codes
 from .state import FusionState, active_codes
 
@@ -81,7 +81,7 @@ def original_of(cls: type[Module]) -> type[Module]:
     original = _originals.get(cls)
     if original is None:
         # fully_shard derives a class from the fused one: search the bases.
-        original = next((base.__bases__[1] for base in cls.__mro__ if is_fused_class(base)), cls)
+        original = next((base.__bases__[1] for base in cls.__mro__ if is_fused_class(base)), unmarked(cls))
         _originals[cls] = original
     return original
 

@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch.nn import Module
 
-from ..engine.marks import FUSING
+from ..engine.marks import FUSING, unmarked
 from ..errors import PyactcompError
 from .fusion import is_fused_class, original_of
 
@@ -39,7 +39,8 @@ class Scriptable:
 
     def _twin_of(self, module: Module, twins: dict[Module, Module]) -> Module:
         if module not in twins:
-            cls = original_of(type(module)) if is_fused_class(type(module)) else type(module)
+            cls = unmarked(type(module))
+            cls = original_of(cls) if is_fused_class(cls) else cls
             twin = twins[module] = cls.__new__(cls)
             twin.__dict__.update(module.__dict__)
             for name in (FUSING.name, self.NAME):

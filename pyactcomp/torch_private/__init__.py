@@ -16,6 +16,7 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import Node
 
 __all__ = [
+    "backend_being_traced",
     "being_traced",
     "checkpointed_run",
     "constant_in_graphs",
@@ -40,6 +41,7 @@ __all__ = [
     "saves_are_dropped",
     "source_dtype",
     "top_saved_tensor_hooks",
+    "tracing_context",
     "transformed",
     "under_checkpoint",
 ]
@@ -237,6 +239,12 @@ def never_traced(function: Hook) -> Hook:
     return function
 
 
+def tracing_context() -> object | None:
+    """Return torch.compile's context of the graph being compiled in this thread, or None."""
+    context: object | None = torch._guards.TracingContext.try_get()
+    return context
+
+
 def history_enabled() -> bool:
     """Return whether torch records the history of CUDA memory."""
     # Before CUDA is initialised there is no allocator, and torch 2.11 does not check.
@@ -261,3 +269,13 @@ def pluggable_setters(allocator: object) -> dict[str, Callable[[int], None]]:
         "end_allocate_to_pool": allocator.set_end_allocate_to_pool_fn,  # type: ignore[attr-defined]
         "release_pool": allocator.set_release_pool,  # type: ignore[attr-defined]
     }
+
+
+def backend_being_traced() -> str | None:
+    """Return the registered backend for which torch.compile traces in this thread, or None for a function."""
+    from torch._dynamo.backends.registry import list_backends
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend = getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
+    name: str | None = getattr(backend, "compiler_name", None)
+    return name if name in list_backends(exclude_tags=()) else None

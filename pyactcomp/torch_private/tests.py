@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from . import (
+    backend_being_traced,
     being_traced,
     checkpointed_run,
     constant_in_graphs,
@@ -43,6 +44,7 @@ from . import (
     saves_are_dropped,
     source_dtype,
     top_saved_tensor_hooks,
+    tracing_context,
     transformed,
     under_checkpoint,
 )
@@ -370,6 +372,68 @@ def _test_pluggable_setters() -> None:
         pluggable_setters(torch._C._CUDAPluggableAllocator)  # type: ignore[attr-defined]
 
 
+def _test_partitions() -> None:
+    # Imports the compiler, so only here.
+    from .partitions import (
+        input_infos,
+        installed_partitioner,
+        is_primal,
+        is_tangent,
+        min_cut,
+        missing,
+        remember,
+        set_partitioner,
+        sizes_and_bans,
+        traced,
+    )
+
+    assert missing() is None, missing()
+    names = inspect.signature(min_cut).parameters
+    assert list(names)[:2] == ["joint", "joint_inputs"]
+    graph = torch.fx.Graph()
+    primal, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    assert is_primal(primal)
+    assert is_tangent(tangent)
+    assert not is_tangent(primal)
+    for lift in (False, True):
+        with sizes_and_bans(lambda _, size: size, lift):
+            pass
+    assert input_infos(1) is None
+    before = installed_partitioner()
+    set_partitioner(before)
+    assert installed_partitioner() is before
+
+    class Metadata:
+        input_info = ("of one input",)
+
+    fw_metadata = Metadata()
+    remember(before)
+    assert fw_metadata._pyactcomp_note is before  # type: ignore[attr-defined]
+    assert len(traced(torch.neg, torch.zeros(2)).graph.nodes) == 3
+
+
+def _test_tracing_context() -> None:
+    context = torch._guards.TracingContext(None)
+    with torch._guards.tracing(context):
+        assert tracing_context() is context
+    assert tracing_context() is None
+
+
+def _test_backend_being_traced() -> None:
+    seen: list[str | None] = []
+
+    @constant_in_graphs
+    def probe() -> None:
+        seen.append(backend_being_traced())
+
+    def step(x: Tensor) -> Tensor:
+        probe()
+        return x + 1
+
+    torch.compile(step, backend="eager")(torch.zeros(1))
+    assert seen == ["eager"]
+
+
 _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_isHistoryEnabled": _test_history_enabled,
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
@@ -389,6 +453,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "_dynamo_marked_constant": _test_constant_in_graphs,
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": _test_never_traced,
     "Tensor._base": _test_base,
+    "torch._functorch.partitioners; custom_partitioner_fn; fw_metadata": _test_partitions,
     "names and edges of autograd nodes": _test_node_names,
     "Node._raw_saved_*: SavedTensor.data and unpack_hook; Node.metadata": _test_saved_form,
     "torch._C._autograd._get_current_graph_task_keep_graph": _test_graph_is_retained,
@@ -396,6 +461,8 @@ _TESTS: dict[str, Callable[[], None]] = {
     "Node._input_metadata": _test_source_dtype,
     "Module._forward_pre_hooks, Module._forward_hooks": _test_module_hooks,
     "torch.nn.modules.module._has_any_global_hook": _test_global_module_hooks,
+    "torch._guards.TracingContext": _test_tracing_context,
+    "InstructionTranslator.current_tx().output.compiler_fn": _test_backend_being_traced,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
 }

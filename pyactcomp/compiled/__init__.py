@@ -1,0 +1,1 @@
+"""Compresses what the graphs of torch.compile save for backward."""

@@ -1,0 +1,77 @@
+"""The mark of a compressed model on the graph being traced, and the records of the model's graphs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.nn import Module
+
+from ..config import Config
+from ..engine.marks import COMPILED
+from ..torch_private import tracing_context
+from .graphs import GraphRecord
+
+_NAME = "_pyactcomp_mark"
+
+
+class Graphs:
+    """The graphs of one compressed model.
+
+    Attributes
+    ----------
+    config : Config
+    records : list of GraphRecord
+        One for each graph compiled so far in this process, or loaded from torch's cache.
+    warned : bool
+        A warning has named the reason why graphs keep what they save.
+    classes : dict
+        The marked class of each class of modules, skipped or not.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.records: list[GraphRecord] = []
+        self.warned = False
+        self.classes: dict[tuple[type[Module], bool], type[Module]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Graphs, (self.config,)
+
+    @property
+    def explained(self) -> bool:
+        """Whether a graph was compressed, or a warning has said why not."""
+        return bool(self.records) or self.warned
+
+    def add(self, record: GraphRecord) -> None:
+        """Add the record of a graph; one compiled again, after a reset, has one record."""
+        if record not in self.records:
+            self.records.append(record)
+
+
+class Mark(NamedTuple):
+    """What a marked class says of its modules: the graphs of their model, a name, and whether they are skipped."""
+
+    graphs: Graphs
+    name: str
+    skipped: bool
+
+
+def traced_mark() -> Mark | None:
+    """Return the mark of the graph being compiled in this thread, or None outside of marked modules."""
+    return getattr(tracing_context(), _NAME, None)
+
+
+def is_skipped(node: fx.Node) -> bool:
+    """Return whether a skipped module made a value of a graph."""
+    stack = node.meta.get("nn_module_stack")
+    classes = [cls for _, cls in stack.values()] if isinstance(stack, dict) else []
+    marks = [COMPILED.get(cls) for cls in classes if isinstance(cls, type)]
+    return any(mark is not None and mark.skipped for mark in marks)
+
+
+def set_traced_mark(mark: Mark) -> None:
+    """Mark the graph being traced in this thread; the mark of the outermost module stays."""
+    context = tracing_context()
+    if context is not None and not hasattr(context, _NAME):
+        setattr(context, _NAME, mark)

@@ -1,0 +1,156 @@
+"""Values behind a divisor: the derivative is largest where they are smallest, so codes are too coarse.
+
+The rule is that of ``engine/factors.py``, over a graph: what a divisor is computed from stays exact, up to an operator
+whose every result sums a whole group of elements or more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from ..readers.table import AMPLIFYING
+from .joint import VIEWS, name_of, value
+
+_NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
+_BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
+# The first factor of a matrix product: each element of the result sums over a row of this factor.
+_ROWS_OF = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1}
+_REDUCTIONS = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "logsumexp"}
+# Of every norm the input has a row or a channel for each statistic.
+_NORMS = {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"}
+_NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
+
+
+class Behind(NamedTuple):
+    """Names of values behind divisors.
+
+    Attributes
+    ----------
+    factors : set of str
+        Stay exact.
+    rows : set of str
+        A group of codes would span several rows, each with a divisor of its own: 16 bits or more.
+    """
+
+    factors: set[str]
+    rows: set[str]
+
+
+NONE_BEHIND = Behind(set(), set())
+
+
+def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
+    """Return the values from which a divisor is computed, of those that depend on no tangent."""
+    found = Behind(set(), set())
+    waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
+    seen: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        tensor = value(node)
+        if node in seen or tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        seen.add(node)
+        found.factors.add(node.name)
+        if node.op == "placeholder":
+            continue
+        name = name_of(node)
+        if name in _NORMS or "convolution" in name or "scaled_dot_product" in name:
+            continue
+        if not _gathers(node, group_size):
+            waiting.extend(node.all_input_nodes)
+        elif name in _REDUCTIONS:
+            found.rows.update(_across_rows(node, group_size))
+    # Backward may read a view of them, of another name.
+    for node in graph.nodes:
+        if name_of(node) in VIEWS or name_of(node) == "getitem":
+            for names in found:
+                if any(source.name in names for source in node.all_input_nodes):
+                    names.add(node.name)
+    return found
+
+
+def _divisors(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operands by which an operator, or its derivative, divides."""
+    name = name_of(node)
+    if name not in _NAMES or name in _NORMS or not node.args:
+        return
+    if name == "pow":
+        base, power = node.args[0], node.args[1]
+        if isinstance(power, (int, float)) and (power >= 1 or power == 0):
+            return
+        operands = [base, power]
+    elif name in _BOTH:
+        operands = list(node.args)
+    else:
+        operands = [node.args[1] if name in ("div", "true_divide") else node.args[0]]
+    for operand in operands:
+        if isinstance(operand, fx.Node) and not _is_at_least_one(operand, name == "log1p"):
+            yield operand
+
+
+def _is_at_least_one(node: fx.Node, plus_one: bool) -> bool:
+    """Return whether a divisor is 1 + exp(x), as in a sigmoid: a divisor of one or more amplifies nothing."""
+    if plus_one:
+        return name_of(node) == "exp"
+    if name_of(node) != "add":
+        return False
+    numbers = [argument for argument in node.args if isinstance(argument, (int, float))]
+    others = [argument for argument in node.args if isinstance(argument, fx.Node)]
+    return len(others) == 1 and name_of(others[0]) == "exp" and sum(numbers) >= 1
+
+
+def _gathers(node: fx.Node, group_size: int) -> bool:
+    """Return whether each element of a result sums a whole group of elements or more."""
+    name = name_of(node)
+    if name in _ROWS_OF:
+        rows = value(node.args[_ROWS_OF[name]])
+        return rows is None or _number(rows.shape[-1]) >= group_size
+    if name not in _REDUCTIONS:
+        return False
+    source, result = value(node.args[0]), value(node)
+    if result is None:  # several results, of which the first is a statistic
+        result = next((v for user in node.users if (v := value(user)) is not None), None)
+    if source is None or result is None:
+        return False
+    return math.prod(map(_number, source.shape)) >= group_size * math.prod(map(_number, result.shape))
+
+
+def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
+    """Yield the operand of a reduction, and what it is computed from, if a group spans several of the reduced rows."""
+    read = node.args[0]
+    if not isinstance(read, fx.Node):
+        return
+    dims = node.args[1] if len(node.args) > 1 else None
+    for source in (read, *read.all_input_nodes):
+        tensor = value(source)
+        if tensor is None or not tensor.dim():
+            continue
+        reduced = {dim % tensor.dim() for dim in dims} if isinstance(dims, (list, tuple)) and dims else None
+        if reduced is not None and adjacent(tensor, reduced) < group_size:
+            yield source.name
+
+
+def adjacent(tensor: Tensor, dims: Collection[int]) -> int:
+    """Return the adjacent elements in memory that lie along some dimensions alone."""
+    if all(isinstance(stride, int) for stride in tensor.stride()):
+        order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
+    else:
+        order = list(reversed(range(tensor.dim()))) if tensor.is_contiguous() else []
+    elements = 1
+    for dim in order:
+        own = tensor.shape[dim]
+        if isinstance(own, int) and own == 1:
+            continue
+        if dim not in dims or not isinstance(own, int):
+            break
+        elements *= own
+    return elements
+
+
+def _number(size: object) -> int:
+    """Return a size; a dynamic one counts as one element, the fewest."""
+    return size if isinstance(size, int) else 1

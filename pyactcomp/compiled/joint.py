@@ -1,0 +1,106 @@
+"""Dependencies of each node of a joint graph: on data, on an input that requires grad, on tangents."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..torch_private.partitions import input_infos, is_primal, is_tangent
+
+# Operators whose result has the elements of their operands.
+MERGING = {"cat", "constant_pad_nd", "where"}
+VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "squeeze", "unsqueeze", "slice"}
+VIEWS |= {"select", "clone", "alias", "detach", "_to_copy", "convert_element_type", "split", "split_with_sizes"}
+VIEWS |= {"unbind"} | MERGING
+
+
+def value(node: object) -> Tensor | None:
+    """Return the fake tensor of a node, or None if the node is no tensor."""
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, Tensor) else None
+
+
+def name_of(node: object) -> str:
+    """Return the name of a node's operator, without overload."""
+    # A placeholder may have the name of an operator.
+    target = node.target if isinstance(node, fx.Node) and node.op == "call_function" else None
+    if target is operator.getitem:
+        return "getitem"
+    packet = getattr(target, "_overloadpacket", None)
+    return str(getattr(packet, "__name__", target))
+
+
+def outputs_of(graph: fx.GraphModule) -> list[Any]:
+    """Return the outputs of a graph, symbolic sizes and None among them."""
+    found: Any = graph.graph.find_nodes(op="output")[0].args[0]
+    return list(found)
+
+
+class Joint:
+    """Names of the nodes of a joint graph, by dependency.
+
+    Attributes
+    ----------
+    static : set of str
+        Inputs that live as long as the model.
+    kept_inputs : set of str
+        Inputs that are leaves or need no gradient: another owner keeps them in memory anyway.
+    data : set of str
+        Depend on an input that is no parameter.
+    learns : set of str
+        Floating-point values that depend on an input that requires grad.
+    backward : set of str
+        Depend on a tangent, or serve no output of the forward.
+    tangent : set of str
+        Depend on a tangent.
+    """
+
+    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Collection[int]) -> None:
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        primals = [node for node in placeholders if is_primal(node)]
+        outputs = outputs_of(joint)
+        gradients = outputs[num_fwd_outputs:]
+        wanting = {p.name for p, gradient in zip(primals, gradients, strict=False) if gradient is not None}
+        self.static = {p.name for index, p in enumerate(primals) if index in static_inputs}
+        parameters = set()
+        infos = input_infos(len(primals))
+        if infos is None:
+            self.kept_inputs = {p.name for p in primals}
+        else:
+            pairs = list(zip(primals, infos, strict=True))
+            self.kept_inputs = {p.name for p, info in pairs if info.is_leaf or not info.requires_grad}
+            # No parameter of FSDP is static. Where some inputs are static, another leaf is data that requires grad.
+            if not self.static:
+                parameters = {p.name for p, info in pairs if info.is_leaf and info.requires_grad}
+        self.data: set[str] = set()
+        self.learns: set[str] = set()
+        self.tangent: set[str] = set()
+        self._follow(joint, parameters, wanting)
+        forward: set[fx.Node] = set()
+        waiting = [node for node in outputs[:num_fwd_outputs] if isinstance(node, fx.Node)]
+        while waiting:
+            node = waiting.pop()
+            if node not in forward:
+                forward.add(node)
+                waiting.extend(node.all_input_nodes)
+        self.backward = {node.name for node in joint.graph.nodes if node not in forward}
+
+    def _follow(self, joint: fx.GraphModule, parameters: set[str], wanting: set[str]) -> None:
+        for node in joint.graph.nodes:
+            if node.op == "placeholder":
+                if is_tangent(node):
+                    self.tangent.add(node.name)
+                elif node.name not in self.static and node.name not in parameters and value(node) is not None:
+                    self.data.add(node.name)
+                if node.name in wanting:
+                    self.learns.add(node.name)
+                continue
+            for names in (self.data, self.learns, self.tangent):
+                if any(source.name in names for source in node.all_input_nodes):
+                    names.add(node.name)
+            tensor = value(node)
+            if tensor is not None and not tensor.is_floating_point():
+                self.learns.discard(node.name)

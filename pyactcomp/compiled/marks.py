@@ -1,0 +1,141 @@
+"""How a compressed module is recognised while torch.compile traces: by a class that Dynamo guards."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import Module, ModuleList, Sequential
+
+from ..config import Config
+from ..engine.marks import COMPILED, unmarked
+from ..torch_private import backend_being_traced, constant_in_graphs
+from .context import Graphs, Mark, set_traced_mark, traced_mark
+
+# A model compressed again by the same configuration finds its compiled graphs again.
+_graphs: WeakKeyDictionary[Module, dict[Config, Graphs]] = WeakKeyDictionary()
+
+
+def reason_unserved(config: Config) -> str | None:
+    """Return the option that keeps graphs as they are, or None."""
+    if config.rounding == "stochastic":
+        return "rounding='stochastic': graphs round to nearest"
+    if config.impl != "auto":
+        return f"impl={config.impl!r}: the compiler generates the code of a graph"
+    return None
+
+
+def ineffective(config: Config) -> Iterator[str]:
+    """Yield the options that hold outside of graphs alone."""
+    if config.fuse_head:
+        yield "fuse_head=True: a graph computes the logits of the whole batch"
+    if config.keep_weight_copies:
+        yield "keep_weight_copies=True: the partitioner decides whether backward casts a parameter again"
+    if config.unknown == "int8":
+        yield "unknown='int8': a graph keeps the tensors of operators outside the table"
+
+
+def _tell(mark: Mark) -> None:
+    """Hand the mark of a class to the partitioner of the graph being traced; the outermost module's counts."""
+    if traced_mark() is not None or not torch.is_grad_enabled() or os.environ.get("PYACTCOMP_DISABLE") == "1":
+        return
+    reason = reason_unserved(mark.graphs.config)
+    backend = backend_being_traced()
+    # A function may go on to Inductor.
+    if reason is None and backend is not None and backend != "inductor":
+        reason = f"backend {backend!r} does not partition by Inductor; use backend='inductor'"
+    if reason is None:
+        from .partitioner import install  # imports the whole compiler
+
+        reason = install()
+    if reason is not None:
+        mark.graphs.warned = True
+        warnings.warn(f"torch.compile's graph of {mark.name} keeps the tensors that it saves: {reason}", stacklevel=2)
+    elif not mark.skipped:
+        set_traced_mark(mark)
+        for option in ineffective(mark.graphs.config):
+            warnings.warn(f"torch.compile's graph of {mark.name} has no use for {option}", stacklevel=2)
+
+
+class Marked(Module):
+    """Base of the classes given to compressed modules."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the module's own class and the configuration: the marked class is no attribute of any module."""
+        parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
+        mark: Mark | None = COMPILED.get(type(self))
+        if mark is None:  # a class derived from the marked one
+            return parts
+        return (_blank, (unmarked(type(self)), mark.graphs, mark.skipped), *parts[2:])
+
+
+def _blank(cls: type[Module], graphs: Graphs, skipped: bool) -> Module:
+    marked = _class_of(graphs, cls, skipped)
+    return marked.__new__(marked)
+
+
+def _class_of(graphs: Graphs, cls: type[Module], skipped: bool) -> type[Module]:
+    if (cls, skipped) not in graphs.classes:
+        graphs.classes[cls, skipped] = _marked(cls, Mark(graphs, cls.__name__, skipped))
+    return graphs.classes[cls, skipped]
+
+
+def _marked(cls: type[Module], mark: Mark) -> type[Module]:
+    @constant_in_graphs
+    def tell() -> None:
+        _tell(mark)
+
+    @functools.wraps(cls.forward)
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            tell()
+        return cls.forward(self, *args, **kwargs)
+
+    # Dynamo imports the module of a function: the module of the names that the function reads.
+    forward.__module__ = __name__
+    body = {"forward": forward, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return cast("type[Module]", type(cls.__name__, (Marked, cls), body))
+
+
+def blocks_of(model: Module) -> list[Module]:
+    """Return the modules that repeat: children, with children of their own, of one class in one list or sequence."""
+    found = []
+    for parent in model.modules():
+        if not isinstance(parent, (ModuleList, Sequential)):
+            continue
+        for child in parent.children():
+            alike = sum(type(other) is type(child) for other in parent.children())
+            if alike > 1 and next(child.children(), None) is not None:
+                found.append(child)
+    return list(dict.fromkeys(found))
+
+
+def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> None:
+    """Mark the root, the modules that repeat and the modules compiled in place; and the skipped ones as such."""
+    unmark(model)
+    graphs = _graphs.setdefault(model, {}).setdefault(config, Graphs(config))
+    root = cast("Module", getattr(model, "_orig_mod", model))
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    exempt = set(skipped)
+    for module in dict.fromkeys([root, *blocks_of(model), *compiled, *skipped]):
+        # A class with a metaclass of its own, as TorchScript's, takes no other class.
+        if type(type(module)) is type and not isinstance(module, torch.jit.ScriptModule):
+            module.__class__ = _class_of(graphs, type(module), module in exempt)
+
+
+def unmark(model: Module) -> None:
+    """Give the modules their classes back; Dynamo then finds the graphs compiled before :func:`mark`."""
+    for module in model.modules():
+        module.__class__ = unmarked(type(module))
+
+
+def graphs_of(model: Module) -> Graphs | None:
+    """Return the graphs of a compressed model."""
+    root = getattr(model, "_orig_mod", model)
+    mark: Mark | None = COMPILED.get(type(root))
+    return None if mark is None else mark.graphs

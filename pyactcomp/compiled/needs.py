@@ -1,0 +1,291 @@
+"""How exactly the backward graph needs each value: readers, followed through the operators that backward recomputes.
+
+The decisions agree with ``readers/table.py``, whose operators are decomposed here. An unknown operator needs its
+operands exact.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from ..config import Config
+from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
+from .divisors import NONE_BEHIND, Behind, adjacent
+from .joint import MERGING, VIEWS, name_of, value
+
+_MULTIPLIED = "the derivative multiplies the incoming gradient by it"
+_LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution_backward", "mul"}
+_ACTIVATIONS = {"gelu_backward", "silu_backward", "mish_backward", "glu_backward"}
+_SHAPES = {"max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"}
+_BOUNDED = {"tanh", "sigmoid", "erf"}
+COMPARISONS = {"le", "lt", "ge", "gt", "eq", "ne", "isinf", "isnan", "signbit"}
+_STATISTICS = {"sum", "mean", "amax", "amin", "var", "var_mean", "std", "logsumexp", "rsqrt", "sqrt", "reciprocal"}
+_STATISTICS |= {"log", "prod", "max", "min", "linalg_vector_norm"}
+# Results of these after the first are statistics.
+_NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_fused_rms_norm"}
+_NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
+_SATURATING = {"sigmoid", "tanh"}
+
+
+class Need(NamedTuple):
+    """The strictest form needed of a value, and the elements in one row.
+
+    Attributes
+    ----------
+    reading : Reading
+    row : int or None
+        Adjacent elements in memory that are divided by one statistic; no group of codes may span more. None if none is.
+    """
+
+    reading: Reading
+    row: int | None = None
+
+    @property
+    def form(self) -> Form:
+        """The cheapest form that serves every reader."""
+        return self.reading.form
+
+
+def needs(
+    graph: fx.Graph,
+    tangent: Collection[str],
+    data: Collection[str],
+    config: Config,
+    within: Collection[str] | None = None,
+    producers: Mapping[str, fx.Node] | None = None,
+    behind: Behind = NONE_BEHIND,
+) -> dict[str, Need]:
+    """Return the need of each value of a graph that depends on no tangent.
+
+    Parameters
+    ----------
+    graph : fx.Graph
+        A joint graph or a backward graph.
+    tangent, data : collection of str
+        Nodes that depend on a tangent, and on data.
+    config : Config
+    within : collection of str or None
+        Readers to count; None for all.
+    producers : mapping of str to fx.Node, optional
+        The forward's node of each input of a backward graph.
+    behind : Behind
+        The values from which the forward computes divisors.
+    """
+    found: dict[str, Need] = {}
+    for node in reversed(graph.nodes):
+        if node.name in tangent or node.op == "output":
+            continue
+        all_needs = []
+        for user in node.users:
+            if within is not None and user.name not in within:
+                continue
+            if user.op == "output":
+                all_needs.append(Need(_exactly(user, "an output of backward")))
+            elif user.name in tangent:
+                all_needs.append(_read(node, user, config))
+            else:
+                all_needs.append(_recomputed(node, user, found, data))
+        if not all_needs:
+            found[node.name] = Need(Reading("", "", AS_SHAPE, "backward reads only the shape"))
+            continue
+        rows = [need.row for need in all_needs if need.row is not None]
+        reading = strictest(need.reading for need in all_needs)
+        reading = _produced((producers or {}).get(node.name, node), reading)
+        if CODES <= reading.need < EXACT:
+            if node.name in behind.factors:
+                reading = _exactly(node, "the forward divides by what it computes from it")
+            elif node.name in behind.rows and reading.need == CODES:
+                reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
+        found[node.name] = Need(reading, min(rows) if rows else None)
+    return found
+
+
+def _exactly(user: fx.Node, why: str) -> Reading:
+    return Reading(name_of(user), "operand", ITSELF, why)
+
+
+def _unknown(user: fx.Node) -> Need:
+    return Need(Reading(name_of(user), "operand", ITSELF, "", known=False))
+
+
+def _operands(node: fx.Node, user: fx.Node) -> list[str] | None:
+    """Return the names of a user's arguments that a node is given for; None where one is in a list."""
+    schema = getattr(user.target, "_schema", None)
+    if schema is None:
+        return None
+    names = [argument.name for argument, given in zip(schema.arguments, user.args, strict=False) if given is node]
+    names += [name for name, given in user.kwargs.items() if given is node]
+    return names or None
+
+
+def _read(node: fx.Node, user: fx.Node, config: Config) -> Need:
+    """Return the need of a reader that depends on a tangent."""
+    name, operands = name_of(user), _operands(node, user)
+    if operands is None:
+        return _unknown(user)
+
+    def reading(form: Form, why: str) -> Need:
+        return Need(Reading(name, operands[0], form, why))
+
+    if name in _SHAPES:
+        return reading(AS_SHAPE, "backward reads only the shape")
+    if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
+        return reading(AS_CODES, _MULTIPLIED)
+    if name == "where" and operands == ["condition"]:
+        return reading(AS_SHAPE, "a condition")
+    if "scaled_dot_product" in name and name.endswith("_backward"):
+        if set(operands) <= {"query", "key"}:
+            form = AS_CODES if config.attention == "int8" else SCALED
+            return reading(form, "attention recomputes probabilities from it")
+        if set(operands) <= {"value", "out"}:
+            # As in eager mode: sums over fewer elements than a group do not average the errors of codes.
+            return reading(SCALED if _is_short(node, config) else AS_CODES, _MULTIPLIED)
+    if name == "div":
+        return reading(BFLOAT16, "the derivative divides by it, so relative precision counts")
+    if name == "_softmax_backward_data" and operands == ["output"]:
+        return reading(BFLOAT16, "the derivative is a multiple of it")
+    if name == "_log_softmax_backward_data" and operands == ["output"]:
+        return reading(LOG, "the derivative takes the exponential of it")
+    if name == "native_layer_norm_backward" and operands == ["input"]:
+        return Need(Reading(name, "input", AS_CODES, _MULTIPLIED), _row(node, user.args[3]))
+    return _unknown(user)
+
+
+def _recomputed(node: fx.Node, user: fx.Node, found: dict[str, Need], data: Collection[str]) -> Need:
+    """Return the need of an operator that backward runs again."""
+    name, behind = name_of(user), found[user.name]
+    if behind.reading.need == AS_SHAPE.need or name in COMPARISONS:
+        # The forward compares, see masks.py.
+        return Need(Reading(name, "operand", AS_SHAPE, "compared in the forward"))
+    if name in ("exp", "exp2"):
+        if _is_density(user) or _is_sigmoid(user):
+            return Need(Reading(name, "self", AS_CODES, "the derivative is a smooth bounded function of it"))
+        return Need(Reading(name, "self", LOG, "the derivative takes the exponential of it"))
+    if name in _BOUNDED:
+        return Need(Reading(name, "self", AS_CODES, "the derivative is a smooth bounded function of it"))
+    if name in VIEWS or (name == "getitem" and name_of(user.args[0]) in VIEWS):
+        result = value(user)
+        return behind if result is None or result.is_floating_point() else _unknown(user)
+    if name == "pow":
+        power = user.args[1]
+        passes = user.args[0] is node and isinstance(power, (int, float)) and power in (1, 2, 3, 4)
+        return _arithmetic(user, behind, behind.row) if passes else _unknown(user)
+    if name in ("mm", "bmm", "addmm", "baddbmm", "convolution"):
+        return _arithmetic(user, behind, None)
+    if name not in _LINEAR:
+        return _unknown(user)
+    first, other = user.args[0], user.args[1] if len(user.args) > 1 else None
+    statistic = isinstance(other, fx.Node) and other is not node and other.name in data and _is_broadcast(other, node)
+    if name == "div" and other is node:
+        return Need(_exactly(user, "a divisor"))
+    if name == "sub" and not (first is node and statistic) and not _is_rotation(user):
+        return Need(_exactly(user, "the difference of two values may be small"))
+    row = behind.row
+    if statistic and name in ("sub", "mul", "div"):
+        own = _row(node, other)
+        row = own if row is None else min(own, row)
+    return _arithmetic(user, behind, row)
+
+
+def _arithmetic(user: fx.Node, behind: Need, row: int | None) -> Need:
+    """Pass a need on through arithmetic: relative precision of a result needs exact operands."""
+    if behind.reading.need <= CODES or behind.form is SCALED:
+        return Need(behind.reading, row)
+    return Need(_exactly(user, "relative precision of a result needs exact operands"))
+
+
+def _produced(node: fx.Node, reading: Reading) -> Reading:
+    """Tighten a need by the operator that made the value."""
+    source = _unviewed(node)
+    name = name_of(source.args[0] if source.target is operator.getitem else source)
+    if reading.need < CODES or reading.need == EXACT:
+        return reading
+    attention = "scaled_dot_product" in name
+    if name in _STATISTICS or ((name in _NORMS or attention) and source.args[1] != 0):
+        return _exactly(source, "a statistic, one number for many elements")
+    if name in _SATURATING:
+        return _exactly(source, "the derivative takes the difference between it and one, which may be small")
+    if name in ("exp", "exp2", "_softmax") or (name == "div" and name_of(source.args[0]) == "exp"):
+        probabilities = Reading(name, "result", BFLOAT16, "the derivative is a multiple of it")
+        return strictest((reading, probabilities))
+    if reading.form is LOG:
+        is_log = name == "_log_softmax" or (name == "sub" and _is_log(source.args[1]))
+        return reading if is_log else _exactly(source, "the derivative takes the exponential of it")
+    return reading
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    while name_of(node) in VIEWS - MERGING and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_log(node: object) -> bool:
+    return isinstance(node, fx.Node) and name_of(_unviewed(node)) == "log"
+
+
+def _is_density(exp: fx.Node) -> bool:
+    """Return whether an exponential is that of GELU's derivative, exp(-x * x / 2)."""
+    scaled = exp.args[0]
+    if name_of(scaled) != "mul" or not isinstance(scaled, fx.Node):
+        return False
+    square, factor = scaled.args[:2]
+    if not isinstance(factor, (int, float)) or factor >= 0 or not isinstance(square, fx.Node):
+        return False
+    is_square = name_of(square) == "mul" and square.args[0] is square.args[1]
+    return is_square or (name_of(square) == "pow" and bool(square.args[1] == 2))
+
+
+def _is_sigmoid(exp: fx.Node) -> bool:
+    """Return whether an exponential serves only 1 / (1 + exp(-x))."""
+    if name_of(exp.args[0]) != "neg":
+        return False
+    for user in exp.users:
+        if name_of(user) != "add" or 1 not in [a for a in user.args if isinstance(a, (int, float))]:
+            return False
+        if not all(name_of(u) == "reciprocal" or (name_of(u) == "div" and u.args[1] is user) for u in user.users):
+            return False
+    return True
+
+
+def _is_rotation(user: fx.Node) -> bool:
+    """Return whether a difference is that of two products, as in a rotary embedding."""
+    return all(name_of(operand) == "mul" for operand in user.args[:2])
+
+
+def _is_short(node: fx.Node, config: Config) -> bool:
+    tensor = value(node)
+    size = None if tensor is None else tensor.shape[-1]
+    return not isinstance(size, int) or size < config.group_size
+
+
+def _is_one(size: object) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _is_broadcast(other: fx.Node, node: fx.Node) -> bool:
+    small, large = value(other), value(node)
+    if small is None or large is None:
+        return False
+    return small.dim() < large.dim() or any(
+        _is_one(a) and not _is_one(b) for a, b in zip(small.shape, large.shape, strict=False)
+    )
+
+
+def _row(node: fx.Node, other: object) -> int:
+    """Return the adjacent elements of a node in memory that share one element of a smaller tensor."""
+    large, small = value(node), value(other)
+    if large is None or small is None:
+        return 1
+    return shared_elements(large, small)
+
+
+def shared_elements(large: Tensor, small: Tensor) -> int:
+    """Return the adjacent elements of a tensor in memory that share one element of a broadcast one."""
+    sizes = [1] * (large.dim() - small.dim()) + list(small.shape)
+    return adjacent(large, {dim for dim, size in enumerate(sizes) if _is_one(size)})

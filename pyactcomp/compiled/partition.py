@@ -1,0 +1,45 @@
+"""Partitions a joint graph, and compresses the values that its forward saves for its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..config import Config
+from ..torch_private.partitions import min_cut, sizes_and_bans
+from .costs import Costs
+from .divisors import behind_divisors
+from .graphs import SavedValue
+from .joint import Joint
+from .rewrite import rewrite
+
+
+def partition(
+    joint: fx.GraphModule, joint_inputs: object, config: Config, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule, tuple[SavedValue, ...]]:
+    """Partition a joint graph with torch's min-cut, knowing what codes cost, and rewrite both graphs.
+
+    Parameters
+    ----------
+    joint : fx.GraphModule
+        Forward and backward in one graph.
+    joint_inputs : object
+        Its inputs, as AOTAutograd gives them.
+    config : Config
+        ``mode``, ``group_size``, ``min_bytes`` and ``attention`` apply.
+    **kwargs
+        As AOTAutograd gives them: ``num_fwd_outputs``, ``static_lifetime_input_indices``, ...
+
+    Returns
+    -------
+    forward, backward : fx.GraphModule
+    saved : tuple of SavedValue
+        Everything saved, parameters and other static inputs aside.
+    """
+    num_outputs = kwargs["num_fwd_outputs"]
+    known = Joint(joint, num_outputs, frozenset(kwargs.get("static_lifetime_input_indices") or ()))
+    behind = behind_divisors(joint.graph, known.tangent, config.group_size)
+    with sizes_and_bans(Costs(joint, known, config, behind), lift=config.mode == "int8"):
+        forward, backward = min_cut(joint, joint_inputs, **kwargs)
+    return forward, backward, rewrite(forward, backward, num_outputs, known, config, behind)

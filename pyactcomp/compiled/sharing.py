@@ -1,0 +1,96 @@
+"""Saved values with the same elements: stored once, and made from one another in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .costs import FLOATS
+from .joint import name_of, outputs_of, value
+from .masks import drop
+
+# Views of all elements of a tensor, in the same memory.
+_WHOLE_VIEWS = {"view", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "alias", "detach"}
+
+
+def first_operator(graph: fx.GraphModule) -> fx.Node:
+    """Return the first node of a graph behind its inputs."""
+    first: fx.Node = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    return first
+
+
+def first_use(graph: fx.GraphModule, entry: fx.Node) -> fx.Node:
+    """Return the first reader of an input."""
+    first: fx.Node = next((node for node in graph.graph.nodes if node in entry.users), first_operator(graph))
+    return first
+
+
+def share_casts(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Save only the narrower of a value and its cast to a wider dtype: backward casts again."""
+    end = forward.graph.find_nodes(op="output")[0]
+    outputs = outputs_of(forward)
+    names = {node.name: node for node in outputs[num_outputs:] if value(node) is not None}
+    entries = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    gone = set()
+    for name, node in names.items():
+        source = node.args[0] if name_of(node) in ("convert_element_type", "_to_copy") else None
+        wide, narrow = value(node), value(source)
+        if wide is None or narrow is None or not isinstance(source, fx.Node) or source.name not in names:
+            continue
+        exact = narrow.dtype in FLOATS[1:] and wide.dtype is torch.float32
+        if not exact or wide.stride() != narrow.stride() or name not in entries or source.name not in entries:
+            continue
+        entry = entries[name]
+        with backward.graph.inserting_before(first_use(backward, entry)):
+            cast = backward.graph.node_copy(node, {source: entries[source.name]}.__getitem__)
+        cast.meta = dict(node.meta)
+        entry.replace_all_uses_with(cast)
+        backward.graph.erase_node(entry)
+        gone.add(name)
+    if gone:
+        drop(end, outputs, num_outputs, gone)
+
+
+def share_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Save one of several views of the same elements: as views they share memory, as codes they would not."""
+    end = forward.graph.find_nodes(op="output")[0]
+    outputs = outputs_of(forward)
+    entries = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    bases: dict[fx.Node, list[tuple[fx.Node, list[fx.Node]]]] = {}
+    for node in outputs[num_outputs:]:
+        if value(node) is not None and node.name in entries:
+            base, chain = _view_chain(node)
+            bases.setdefault(base, []).append((node, chain))
+    gone = set()
+    for base, found in bases.items():
+        if len(found) == 1:
+            continue
+        if all(chain for _, chain in found):
+            first = found[0][0]
+            outputs[outputs.index(first)] = base
+            with backward.graph.inserting_before(entries[first.name]):
+                entries[base.name] = backward.graph.placeholder(base.name)
+            entries[base.name].meta = {key: base.meta[key] for key in ("val", "tensor_meta") if key in base.meta}
+            if first.meta.get("saved_tensor_with_no_vc_check"):
+                base.meta["saved_tensor_with_no_vc_check"] = True
+        for node, chain in found:
+            if not chain:
+                continue
+            entry, made = entries[node.name], {base: entries[base.name]}
+            with backward.graph.inserting_before(first_use(backward, entry)):
+                for each in chain:
+                    made[each] = backward.graph.node_copy(each, made.__getitem__)
+            entry.replace_all_uses_with(made[node])
+            backward.graph.erase_node(entry)
+            gone.add(node.name)
+    if gone:
+        drop(end, outputs, num_outputs, gone)
+
+
+def _view_chain(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Return the node of which another is a view of all elements, and the views between, that one last."""
+    chain: list[fx.Node] = []
+    while name_of(node) in _WHOLE_VIEWS and node.all_input_nodes == [node.args[0]]:
+        chain.insert(0, node)
+        node = node.all_input_nodes[0]
+    return node, chain

@@ -1,0 +1,132 @@
+"""The private names of AOTAutograd's partitioner; imported only where graphs are compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._functorch import partitioners
+
+__all__ = [
+    "input_infos",
+    "installed_partitioner",
+    "is_primal",
+    "is_tangent",
+    "min_cut",
+    "missing",
+    "remember",
+    "set_partitioner",
+    "sizes_and_bans",
+    "traced",
+]
+
+
+def min_cut(joint: fx.GraphModule, joint_inputs: object, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph as torch does."""
+    forward, backward = partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    return forward, backward
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Return whether a node of the joint graph is an input of the forward."""
+    return bool(partitioners._is_primal(node))  # type: ignore[attr-defined]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Return whether a node of the joint graph is the gradient of an output."""
+    return bool(partitioners._is_tangent(node))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def sizes_and_bans(size: Callable[[fx.Node, int], int], lift: bool) -> Iterator[None]:
+    """Partition with other sizes, and recompute for backward's matrix products too if ``lift``.
+
+    Parameters
+    ----------
+    size : callable
+        Maps a node and its size in bytes to the bytes to count.
+    lift : bool
+        Torch saves the operand of a product of the backward, since a recomputed one is written out again. So is one
+        restored from codes.
+    """
+    original = partitioners._size_of
+    partitioners._size_of = lambda node: size(node, original(node))
+    try:
+        with functorch_config.patch({"ban_recompute_materialized_backward": False} if lift else {}):
+            yield
+    finally:
+        partitioners._size_of = original
+
+
+def missing() -> str | None:
+    """Return the name that this release of torch does not have, or None."""
+    for owner, name in (
+        (partitioners, "min_cut_rematerialization_partition"),
+        (partitioners, "_size_of"),
+        (partitioners, "_is_primal"),
+        (partitioners, "_is_tangent"),
+        (functorch_config, "ban_recompute_materialized_backward"),
+        (_inductor_config(), "custom_partitioner_fn"),
+    ):
+        if not hasattr(owner, name):
+            return f"torch {torch.__version__} has no {owner.__name__}.{name}"
+    return None
+
+
+def _inductor_config() -> Any:
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
+def installed_partitioner() -> Any:
+    """Return the partitioner that Inductor calls in place of torch's, or None."""
+    return _inductor_config().custom_partitioner_fn
+
+
+def set_partitioner(partitioner: object) -> None:
+    """Let Inductor call a partitioner in place of torch's."""
+    _inductor_config().custom_partitioner_fn = partitioner
+
+
+def _metadata(names: tuple[str, ...]) -> Iterator[Any]:
+    """Yield AOTAutograd's metadata of the graph being partitioned.
+
+    AOTAutograd gives the partitioner no metadata of the inputs, but has them on the stack (2.11 to 2.13).
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for name in names:
+            metadata = frame.f_locals.get(name)
+            if getattr(metadata, "input_info", None):
+                yield metadata
+        frame = frame.f_back
+
+
+def input_infos(count: int) -> list[Any] | None:
+    """Return torch's ``InputAliasInfo`` of each input, or None where unknown or the inputs are wrapped."""
+    metadata = next(_metadata(("inner_meta", "fw_metadata")), None)
+    infos = [] if metadata is None else list(metadata.input_info)
+    return infos if len(infos) == count else None
+
+
+def remember(note: object) -> None:
+    """Attach a note to the graph being partitioned; AOTAutograd's cache pickles the note with the graph."""
+    metadata = next(_metadata(("fw_metadata",)), None)
+    if metadata is not None:
+        metadata._pyactcomp_note = note
+
+
+def traced(function: Callable[..., object], *arguments: torch.Tensor) -> fx.GraphModule:
+    """Trace a function on fake tensors, with Inductor's decompositions and without autocast."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch._C._DisableAutocast(), torch.no_grad():
+        return make_fx(function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*arguments)

@@ -1,0 +1,70 @@
+"""A backend of torch.compile that partitions as Inductor would, and runs the graphs without code generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pyactcomp.compiled.graphs import GraphRecord
+from pyactcomp.compiled.partition import partition
+from pyactcomp.config import Config
+from pyactcomp.torch_private.partitions import installed_partitioner, min_cut
+
+
+def backend(config: Config | None, records: list[GraphRecord]) -> Callable[..., Any]:
+    """Return the backend; without a configuration the partition is torch's."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.decomposition import select_decomp_table
+
+    def parts(joint: fx.GraphModule, inputs: object, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if config is None:
+            return min_cut(joint, inputs, **kwargs)
+        forward, backward, saved = partition(joint, inputs, config, **kwargs)
+        records.append(GraphRecord("", saved))
+        return forward, backward
+
+    chosen: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=parts, decompositions=select_decomp_table()
+    )
+    return chosen
+
+
+def as_inductor(graph: fx.GraphModule, inputs: Any) -> Any:
+    """Compile as Inductor, with the partitioner that Inductor has, without code generation."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.decomposition import select_decomp_table
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=lambda joint, inputs, **kwargs: (installed_partitioner() or min_cut)(joint, inputs, **kwargs),
+        decompositions=select_decomp_table(),
+    )
+    return compiler(graph, inputs)
+
+
+def gradients(
+    function: Callable[..., Tensor], tensors: list[Tensor], config: Config | None, *arguments: Tensor, **options: Any
+) -> tuple[Tensor, list[Tensor], list[GraphRecord]]:
+    """Return loss, gradients of tensors, and the records of the graphs."""
+    torch._dynamo.reset()
+    records: list[GraphRecord] = []
+    for tensor in tensors:
+        tensor.grad = None
+    torch.manual_seed(0)
+    loss = torch.compile(function, backend=backend(config, records), fullgraph=True, **options)(*arguments)
+    loss.backward()
+    return loss.detach(), [t.grad.clone() for t in tensors if t.grad is not None], records
+
+
+def off(got: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative L2 error of a list of gradients."""
+    assert len(got) == len(expected)
+    return max(
+        float((a - b).double().norm() / b.double().norm().clamp(min=1e-30)) for a, b in zip(got, expected, strict=True)
+    )

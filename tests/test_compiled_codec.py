@@ -1,0 +1,64 @@
+"""The codec in aten gives the bytes of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyactcomp.codec import format as fmt
+from pyactcomp.codec import reference
+from pyactcomp.compiled import codec
+
+CASES = {
+    "normal": lambda: torch.randn(4, 512),
+    "positive": lambda: torch.randn(4, 512).relu(),
+    "tiny": lambda: torch.randn(4, 512) * 2.0**-140,
+    "huge": lambda: torch.randn(4, 512) * 2.0**127,
+    "constant": lambda: torch.full((4, 512), -3.1),
+    "zero": lambda: torch.zeros(4, 512) * -1,
+    "one outlier": lambda: torch.randn(4, 512).index_fill(1, torch.tensor([7]), 1e30),
+    "non-finite": lambda: (
+        torch.randn(4, 512)
+        .index_fill(1, torch.tensor([0, 65]), float("inf"))
+        .index_fill(1, torch.tensor([1, 130]), float("nan"))
+        .index_fill(1, torch.tensor([2, 200]), -float("inf"))
+    ),
+    "nothing finite": lambda: torch.full((4, 512), float("nan")),
+}
+
+
+@pytest.mark.parametrize("group_size", fmt.GROUP_SIZES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keep_positive", [False, True])
+def test_codes_and_parameters_are_those_of_the_reference(
+    case: str, group_size: int, dtype: torch.dtype, keep_positive: bool
+) -> None:
+    x = CASES[case]().to(dtype)
+    packed = reference.quantize(x.flatten(), group_size=group_size, keep_positive=keep_positive)
+    codes, groups = codec.quantize(x, group_size, keep_positive)
+    at = fmt.parameters_offset(x.numel(), 8)
+    assert torch.equal(codes.flatten(), packed[: x.numel()])
+    halves = packed[at:].clone().view(torch.int16).view(-1, 2)
+    assert torch.equal((groups.flatten() >> 16).to(torch.int16), halves[:, 0])
+    assert torch.equal(groups.flatten().to(torch.int16), halves[:, 1])
+    expected = reference.dequantize(packed, x.numel(), dtype=dtype, group_size=group_size)
+    restored = codec.dequantize(codes, groups, group_size, dtype).flatten()
+    assert torch.equal(restored.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(restored.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-120, 1.0, 2.0**127])
+def test_scaled_halves_are_exact_to_half_an_ulp_of_float16(magnitude: float) -> None:
+    x = torch.randn(4096).clamp(-1.9, 1.9) * magnitude
+    restored = codec.unscale(*codec.scale(x))
+    # 2**-11 of an element, and half the smallest float16 of the largest, which is scaled to at least 2**14.
+    bound = x.abs() * 2.0**-11 + x.abs().amax() * 2.0**-39
+    assert bool(((restored - x).abs() <= bound).all())
+
+
+def test_bits_return() -> None:
+    x = torch.rand(8, 64) < 0.5
+    packed = codec.pack_bits(x)
+    assert torch.equal(packed.flatten(), reference.pack_bool(x.flatten()))
+    assert torch.equal(codec.unpack_bits(packed), x)

@@ -1,0 +1,264 @@
+"""Compressed graphs: gradients, bytes and reasons against the same graphs without compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_backend import backend, gradients, off
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pyactcomp.compiled import partition
+from pyactcomp.compiled.divisors import NONE_BEHIND
+from pyactcomp.compiled.graphs import GraphRecord
+from pyactcomp.config import Config
+
+INT8 = Config(min_bytes=4096)
+BAR = 0.02
+LOSSLESS = Config(mode="lossless", min_bytes=4096)
+
+
+class Attention(nn.Module):
+    def __init__(self, math: bool, dropout: float = 0.0, heads: int = 2) -> None:
+        super().__init__()
+        self.qkv, self.out, self.math, self.dropout = nn.Linear(128, 384), nn.Linear(128, 128), math, dropout
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = *x.shape[:2], self.heads, 128 // self.heads
+        q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        if self.math:
+            p = F.dropout((q @ k.transpose(-1, -2) * (128 // self.heads) ** -0.5).softmax(-1), self.dropout)
+            y = p @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+class Block(nn.Module):
+    def __init__(self, math: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention, self.dropout = Attention(math, dropout), dropout
+        self.first, self.second = nn.LayerNorm(128), nn.LayerNorm(128)
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attention(self.first(x)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), self.dropout)
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList([torch.ones(128), torch.ones(128)])
+        self.q, self.k, self.v, self.o = (nn.Linear(128, 128, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((128, 384), (128, 384), (384, 128)))
+        angle = torch.arange(64.0)[:, None] * 10.0 ** -torch.arange(32.0)
+        self.register_buffer("cos", angle.cos().repeat(1, 2))
+        self.register_buffer("sin", angle.sin().repeat(1, 2))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+    def rotate(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat([-b, a], -1) * self.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x, self.norms[0])
+        q, k, v = (f(h).view(*x.shape[:2], 2, 64).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        h = self.norm(x, self.norms[1])
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def _chain(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+def _rows() -> Tensor:
+    return torch.randn(4, 64, 128)
+
+
+# Model, input, and the largest share of the bytes of torch's saved tensors in float32: the measured share and a
+# twentieth. The model's input is kept, so a deep model has smaller shares than these few layers.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
+    "gelu": (
+        lambda: _chain(*(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU()) for _ in range(3))),
+        _rows,
+        0.48,
+    ),
+    "relu": (lambda: _chain(*(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(3))), _rows, 0.42),
+    "gpt, math": (lambda: _chain(Block(True), Block(True)), _rows, 0.44),
+    "gpt, fused": (lambda: _chain(Block(False), Block(False)), _rows, 0.36),
+    "bert": (lambda: _chain(Block(True, 0.1), Block(True, 0.1)), _rows, 0.42),
+    "llama": (lambda: _chain(Llama(), Llama()), _rows, 0.35),
+    "conv": (
+        lambda: _chain(
+            nn.Conv2d(8, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        ),
+        lambda: torch.randn(8, 8, 16, 16),
+        0.4,
+    ),
+}
+
+
+FORMS = [*((name, torch.float32) for name in MODELS), ("bert", torch.bfloat16), ("llama", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMS)
+def test_gradients_and_bytes(name: str, dtype: torch.dtype) -> None:
+    build, draw, bar = MODELS[name]
+    model, x = build().to(dtype), draw().to(dtype)
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).float().square().mean()
+
+    parameters = list(model.parameters())
+    loss, expected, _ = gradients(step, parameters, None, x)
+    packed_loss, got, records = gradients(step, parameters, INT8, x)
+    assert torch.equal(loss, packed_loss)
+    assert off(got, expected) < 0.02 * (1 if dtype is torch.float32 else 2)
+    if dtype is torch.float32:
+        assert records[0].after < bar * records[0].before
+
+
+@pytest.mark.parametrize("name", ["relu", "gpt, fused", "bert", "llama", "conv"])
+def test_lossless_is_bitwise(name: str) -> None:
+    build, draw, _ = MODELS[name]
+    model, x = build(), draw()
+    parameters = list(model.parameters())
+    expected = gradients(lambda x: model(x).square().mean(), parameters, None, x)[1]
+    got = gradients(lambda x: model(x).square().mean(), parameters, LOSSLESS, x)[1]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("mask", [None, -1e9, -float("inf")])
+def test_cross_entropy_with_masked_logits(mask: float | None) -> None:
+    head, x = nn.Linear(128, 512), torch.randn(64, 128)
+    target = torch.randint(0, 256, (64,)).index_fill(0, torch.tensor([3, 9]), -100)
+
+    def step(x: Tensor) -> Tensor:
+        logits = head(x)
+        if mask is not None:
+            logits = logits.masked_fill(torch.arange(512) >= 256, mask)
+        return F.cross_entropy(logits, target, ignore_index=-100)
+
+    expected = gradients(step, list(head.parameters()), None, x)[1]
+    got, records = gradients(step, list(head.parameters()), INT8, x)[1:]
+    assert off(got, expected) < 0.02
+    assert {
+        v.form for v in records[0].saved if v.dtype is torch.float32 and v.before >= 4096 and v.operator == "sub"
+    } <= {"16 bits"}
+
+
+def test_dynamic_shapes_make_one_graph() -> None:
+    model = MODELS["gelu"][0]()
+    torch._dynamo.reset()
+    records: list[GraphRecord] = []
+    compiled = torch.compile(model, backend=backend(INT8, records), fullgraph=True)
+    for size in (48, 64, 80):
+        x = torch.randn(4, size, 128)
+        torch._dynamo.mark_dynamic(x, 1)
+        model.zero_grad()
+        compiled(x).square().mean().backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert off(got, [p.grad for p in model.parameters()]) < 0.02
+    assert len(records) == 1
+    assert records[0].after < 0.48 * records[0].before
+
+
+def test_checkpoint_inside_the_graph() -> None:
+    model, x = Block(False), _rows()
+
+    def step(x: Tensor) -> Tensor:
+        y = checkpoint(model, x.square(), use_reentrant=False)
+        return checkpoint(model, y, use_reentrant=False).square().mean()
+
+    expected = gradients(step, list(model.parameters()), None, x)[1]
+    assert off(gradients(step, list(model.parameters()), INT8, x)[1], expected) < 0.02
+
+
+def test_mutated_inputs_and_aliased_outputs() -> None:
+    layer, x = nn.Linear(128, 128), torch.randn(64, 128)
+    state = torch.zeros(64, 128)
+
+    def step(x: Tensor, state: Tensor) -> Tensor:
+        y = F.gelu(layer(x))
+        state.add_(y.detach())
+        view = y.view(-1)
+        return (view * view).mean() + layer(y).square().mean()
+
+    exact = state.clone()
+    expected = gradients(step, list(layer.parameters()), None, x, exact)[1]
+    mutated = state.clone()
+    got = gradients(step, list(layer.parameters()), INT8, x, mutated)[1]
+    assert off(got, expected) < 0.02
+    assert torch.equal(mutated, exact)
+
+
+def test_static_inputs_and_leaves_are_never_packed() -> None:
+    layer, x = nn.Linear(128, 128), torch.randn(64, 128, requires_grad=True)
+    records = gradients(lambda x: layer(F.gelu(layer(x))).square().mean(), [*layer.parameters(), x], INT8, x)[2]
+    packed = {v.name for v in records[0].saved if v.form != "kept"}
+    assert packed
+    assert not {name for name in packed if name.startswith("primals")}
+
+
+def test_a_difference_that_may_be_small_is_exact() -> None:
+    x = torch.randn(64, 128, requires_grad=True)
+    near = (x + 1e-4 * torch.randn(64, 128)).detach().requires_grad_()
+    step = lambda x, y: F.mse_loss(x * 3, y * 3)  # noqa: E731
+    expected = gradients(step, [x, near], None, x, near)[1]
+    assert off(gradients(step, [x, near], INT8, x, near)[1], expected) < 1e-6
+
+
+def test_views_of_one_tensor_share_its_codes() -> None:
+    torch.manual_seed(0)
+    model = Attention(False)
+    x = torch.randn(4, 64, 128, requires_grad=True)
+    (record,) = gradients(lambda x: model(x * 1).square().sum(), [x], INT8, x)[2]
+    # Attention's result, read by attention's backward and, in another shape, by that of the projection.
+    results = [v for v in record.saved if v.form == "codes" and v.before == x.nbytes and v.operator == "getitem"]
+    assert len(results) == 1
+
+
+def test_factors_of_a_divisor_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((4096, 16), (16, 4), (4, 4))]
+    # One row in 16 is a thousandth of the others, and shares a group with 15 of them.
+    small = torch.where(torch.arange(4096) % 16 == 0, 1e-3, 1.0)[:, None]
+
+    def step(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        # Backward does not recompute products of matrices.
+        return (1 / ((x * small @ w) @ m)).square().mean()
+
+    _, exact, _ = gradients(step, leaves, None, *leaves)
+    _, got, _ = gradients(step, leaves, INT8, *leaves)
+    assert off(got, exact) <= BAR
+    monkeypatch.setattr(partition, "behind_divisors", lambda *_: NONE_BEHIND)
+    _, got, _ = gradients(step, leaves, INT8, *leaves)
+    assert off(got, exact) > BAR
+
+
+def test_results_of_attention_with_heads_shorter_than_a_group_take_16_bits() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 128, requires_grad=True)
+    forms = {}
+    for heads in (2, 4):
+        model = Attention(False, heads=heads)
+        (record,) = gradients(lambda x, model=model: model(x * 1).square().sum(), [x], INT8, x)[2]
+        forms[heads] = {v.form for v in record.saved if v.before == x.nbytes and v.operator == "getitem"}
+    assert forms == {2: {"codes"}, 4: {"16 bits"}}
