@@ -118,6 +118,14 @@ def _compile_fp8(quant_type: str) -> Apply:
     return apply
 
 
+def _then(first: Apply, second: Apply) -> Apply:
+    def apply(module: nn.Module, blocks: Blocks) -> Context:
+        first(module, blocks)
+        return second(module, blocks)
+
+    return apply
+
+
 def _compile_blocks(_: nn.Module, blocks: Blocks) -> Context:
     import torch._dynamo.config
 
@@ -147,11 +155,7 @@ def _compress(*, head: bool = True, **options: Any) -> Apply:
 
 def _then_checkpoint(first: Apply) -> Apply:
     # In this order: a block whose forward is patched already would not be fused.
-    def apply(module: nn.Module, blocks: Blocks) -> Context:
-        first(module, blocks)
-        return _checkpoint(1)(module, blocks)
-
-    return apply
+    return _then(first, _checkpoint(1))
 
 
 _ours = functools.partial(Method, cost=3.0, compared=True, ours=True)
@@ -180,6 +184,13 @@ METHODS = {
         # As a whole, transformers gives attention a mask while it is traced, which keeps it from torch's flash kernel.
         Method("compile-blocks", _compile_blocks, compile_s=40.0, alone=True),
         Method("compile0.3", _compile(memory_budget=0.3), compile_s=60.0, alone=True),
+        _compiled("compile+int8", _then(_compress(head=False), _compile()), ours=True),
+        _compiled("compile+lossless", _then(_compress(mode="lossless", head=False), _compile()), ours=True),
+        # Half of what codes take: about the bytes of a budget of 0.3 without codes.
+        _compiled("compile+int8+budget", _then(_compress(head=False), _compile(memory_budget=0.5)), ours=True),
+        _compiled(
+            "compile-blocks+int8", _then(_compress(head=False), _compile_blocks), reference=_compile_blocks, ours=True
+        ),
         _compiled("compile-fp8-e4m3", _compile_fp8("float8_e4m3fn")),
         _compiled("compile-fp8-e5m2", _compile_fp8("float8_e5m2")),
         _ours(
@@ -197,7 +208,8 @@ STAGES = (
     ("compile",),
     ("compile0.5",),
     ("compile-blocks",),
-    ("compile-fp8-e4m3", "compile-fp8-e5m2", "compile0.3"),
+    ("compile+int8", "compile-blocks+int8", "compile+lossless"),
+    ("compile-fp8-e4m3", "compile-fp8-e5m2", "compile0.3", "compile+int8+budget"),
 )
 """What to measure first on all workloads, so that a budget that ends early keeps what tells most."""
 
