@@ -8,13 +8,13 @@ import pytest
 import torch
 from compiled_backend import backend
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_databases import operators
 
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.config import Config
 
-OPERATORS = {f"{op.name} {op.variant_test_name}".strip(): op for op in op_db if torch.float32 in op.dtypes}
+OPERATORS = {f"{op.name} {op.variant_test_name}".strip(): op for op in operators if torch.float32 in op.dtypes}
 # Each takes most of a second to compile three times; all of them take minutes.
 DRAWN = list(OPERATORS)
 random.Random(1).shuffle(DRAWN)
