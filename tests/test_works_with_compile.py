@@ -217,8 +217,12 @@ def test_a_failure_while_rewriting_gives_torchs_own_partition(
     assert assert_agrees(model, loss, exact, step(exact, "cpu")) <= REORDERED
 
 
-def test_a_marked_model_is_copied_and_pickled(exact: Transformer) -> None:
-    model = pyactcomp.compress(copy.deepcopy(exact), min_bytes=MIN_BYTES, fuse=False)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_marked_model_is_copied_and_pickled(exact: Transformer, fuse: bool) -> None:
+    model = pyactcomp.compress(copy.deepcopy(exact), min_bytes=MIN_BYTES, fuse=fuse)
+    # A block with a fused class of its own is marked too.
+    model.blocks[0].mlp_norm.compile(backend=as_inductor)
+    pyactcomp.compress(pyactcomp.decompress(model), min_bytes=MIN_BYTES, fuse=fuse)
     assert isinstance(model, Transformer)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin).__name__ == "Transformer"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -67,16 +68,19 @@ class Marked(Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the module's own class and the configuration: the marked class is no attribute of any module."""
-        parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
+        make, arguments, *state = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
         mark: Mark | None = COMPILED.get(type(self))
         if mark is None:  # a class derived from the marked one
-            return parts
-        return (_blank, (unmarked(type(self)), mark.graphs, mark.skipped), *parts[2:])
+            return (make, arguments, *state)
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            arguments = (unmarked(type(self)),)
+        return (_blank, (make, arguments, mark.graphs, mark.skipped), *state)
 
 
-def _blank(cls: type[Module], graphs: Graphs, skipped: bool) -> Module:
-    marked = _class_of(graphs, cls, skipped)
-    return marked.__new__(marked)
+def _blank(make: Callable[..., Module], arguments: tuple[Any, ...], graphs: Graphs, skipped: bool) -> Module:
+    module = make(*arguments)
+    module.__class__ = _class_of(graphs, type(module), skipped)
+    return module
 
 
 def _class_of(graphs: Graphs, cls: type[Module], skipped: bool) -> type[Module]:

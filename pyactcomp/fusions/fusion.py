@@ -30,7 +30,8 @@ class Fused(Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the two base classes: the fused class built from them is no attribute of any module."""
         parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
-        return (_blank, type(self).__bases__, *parts[2:]) if is_fused_class(type(self)) else parts
+        cls = unmarked(type(self))
+        return (_blank, cls.__bases__, *parts[2:]) if is_fused_class(cls) else parts
 
 
 @dataclass(frozen=True)
