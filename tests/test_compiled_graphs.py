@@ -11,7 +11,7 @@ from compiled_backend import backend, gradients, off
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyactcomp.compiled import partition
+from pyactcomp.compiled import needs, partition
 from pyactcomp.compiled.divisors import NONE_BEHIND
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.config import Config
@@ -262,3 +262,23 @@ def test_results_of_attention_with_heads_shorter_than_a_group_take_16_bits() -> 
         (record,) = gradients(lambda x, model=model: model(x * 1).square().sum(), [x], INT8, x)[2]
         forms[heads] = {v.form for v in record.saved if v.before == x.nbytes and v.operator == "getitem"}
     assert forms == {2: {"codes"}, 4: {"16 bits"}}
+
+
+def test_a_masked_factor_keeps_its_small_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(256, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)]
+    mask = torch.arange(64) % 8 == 0
+    factor = torch.randn(256, 64, requires_grad=True)
+
+    def step(x: Tensor, w: Tensor, factor: Tensor) -> Tensor:
+        masked = torch.where(mask, 1e4, x @ w)
+        # The second product has backward save the masked values themselves.
+        products = (masked * factor).masked_fill(mask, 0.0)
+        return products.sum() + 1e-12 * (masked @ w).sum()
+
+    _, exact, _ = gradients(step, [*leaves, factor], None, *leaves, factor)
+    _, got, _ = gradients(step, [*leaves, factor], INT8, *leaves, factor)
+    assert off(got, exact) <= BAR
+    monkeypatch.setattr(needs, "_WIDE", set())
+    _, got, _ = gradients(step, [*leaves, factor], INT8, *leaves, factor)
+    assert off(got, exact) > BAR

@@ -29,6 +29,10 @@ _STATISTICS |= {"log", "prod", "max", "min", "linalg_vector_norm"}
 # Results of these after the first are statistics.
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_fused_rms_norm"}
 _NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
+# Results that may span orders of magnitude; operators that leave the range as it is.
+_WIDE = {"_log_softmax", "log", "masked_fill", "where", "exp", "expm1", "reciprocal"}
+_RANGE_KEPT = {"clamp", "clamp_min", "clamp_max", "sub", "add", "neg"} | (VIEWS - MERGING)
+_RANGE_WALK = 4
 _SATURATING = {"sigmoid", "tanh"}
 
 
@@ -210,6 +214,10 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         return _exactly(source, "a statistic, one number for many elements")
     if name in _SATURATING:
         return _exactly(source, "the derivative takes the difference between it and one, which may be small")
+    if reading.need == CODES and _spans_magnitudes(source):
+        return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
+    if reading.form is SCALED and _spans_magnitudes(source):
+        return _exactly(source, "some elements are magnitudes larger")
     if name in ("exp", "exp2", "_softmax") or (name == "div" and name_of(source.args[0]) == "exp"):
         probabilities = Reading(name, "result", BFLOAT16, "the derivative is a multiple of it")
         return strictest((reading, probabilities))
@@ -217,6 +225,19 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         is_log = name == "_log_softmax" or (name == "sub" and _is_log(source.args[1]))
         return reading if is_log else _exactly(source, "the derivative takes the exponential of it")
     return reading
+
+
+def _spans_magnitudes(node: fx.Node) -> bool:
+    """Return whether a value may span orders of magnitude, as in ``engine/policy.py``: masked, or a logarithm."""
+    for _ in range(_RANGE_WALK):
+        name = name_of(node)
+        if name in _WIDE or (name == "sub" and _is_log(node.args[1])):
+            return True
+        scaled = name == "mul" and not isinstance(node.args[1], fx.Node)
+        if not (scaled or name in _RANGE_KEPT) or not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return False
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
