@@ -15,6 +15,7 @@ from pyactcomp.compiled import needs, partition
 from pyactcomp.compiled.divisors import NONE_BEHIND
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.config import Config
+from pyactcomp.readers.forms import AS_CODES, BFLOAT16, Form
 
 INT8 = Config(min_bytes=4096)
 BAR = 0.02
@@ -282,3 +283,23 @@ def test_a_masked_factor_keeps_its_small_elements(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(needs, "_WIDE", set())
     _, got, _ = gradients(step, [*leaves, factor], INT8, *leaves, factor)
     assert off(got, exact) > BAR
+
+
+@pytest.mark.parametrize(("divisors", "form"), [((256, 64), BFLOAT16), ((256, 1), AS_CODES)])
+def test_a_quotient_by_elements_keeps_its_small_elements(divisors: tuple[int, int], form: Form) -> None:
+    forward, backward = torch.fx.Graph(), torch.fx.Graph()
+
+    def placeholder(graph: torch.fx.Graph, name: str, *shape: int) -> torch.fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = torch.empty(*shape, device="meta")
+        return node
+
+    operands = placeholder(forward, "x", 256, 64), placeholder(forward, "y", *divisors)
+    quotient = forward.call_function(torch.ops.aten.div.Tensor, operands)
+    saved, tangent = placeholder(backward, quotient.name, 256, 64), placeholder(backward, "tangent", 256, 64)
+    for node in (quotient, product := backward.call_function(torch.ops.aten.mul.Tensor, (tangent, saved))):
+        node.meta["val"] = torch.empty(256, 64, device="meta")
+    backward.output((product,))
+    tangents = {tangent.name, product.name}
+    found = needs.needs(backward, tangents, {"x", "y"}, INT8, producers={saved.name: quotient})
+    assert found[saved.name].form is form

@@ -240,6 +240,21 @@ def test_verify_compares_compiled_graphs_with_uncompressed_ones(exact: Transform
     assert REORDERED < found.error <= GRADIENT_BOUND
 
 
+@pytest.mark.parametrize(("name", "head"), [("Bert", "ForMaskedLM"), ("Llama", "ForCausalLM")])
+def test_fused_models_of_transformers_make_one_graph(name: str, head: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="builds the model")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256}
+    config = getattr(transformers, f"{name}Config")(vocab_size=256, **sizes)
+    torch.manual_seed(0)
+    model = pyactcomp.compress(getattr(transformers, name + head)(config), min_bytes=MIN_BYTES)
+    tokens = torch.randint(256, (4, 64))
+    # A fused forward that breaks the graph is an error here.
+    run = torch.compile(model, backend=as_inductor, fullgraph=True)
+    run(input_ids=tokens, labels=tokens).loss.backward()
+    (graph,) = pyactcomp.report(model).graphs
+    assert any(value.form == "codes" for value in graph.saved)
+
+
 _IN_A_PROCESS = """
 import sys, torch
 from torch import nn

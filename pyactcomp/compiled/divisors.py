@@ -88,11 +88,11 @@ def _divisors(node: fx.Node) -> Iterator[fx.Node]:
     else:
         operands = [node.args[1] if name in ("div", "true_divide") else node.args[0]]
     for operand in operands:
-        if isinstance(operand, fx.Node) and not _is_at_least_one(operand, name == "log1p"):
+        if isinstance(operand, fx.Node) and not is_at_least_one(operand, name == "log1p"):
             yield operand
 
 
-def _is_at_least_one(node: fx.Node, plus_one: bool) -> bool:
+def is_at_least_one(node: fx.Node, plus_one: bool) -> bool:
     """Return whether a divisor is 1 + exp(x), as in a sigmoid: a divisor of one or more amplifies nothing."""
     if plus_one:
         return name_of(node) == "exp"

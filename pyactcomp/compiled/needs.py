@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..config import Config
 from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
-from .divisors import NONE_BEHIND, Behind, adjacent
+from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
 from .joint import MERGING, VIEWS, name_of, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
@@ -216,6 +216,8 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         return _exactly(source, "the derivative takes the difference between it and one, which may be small")
     if reading.need == CODES and _spans_magnitudes(source):
         return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
+    if reading.need == CODES and _is_quotient(source):
+        return Reading(name, "result", BFLOAT16, "the derivative of a quotient is the quotient over the divisor")
     if reading.form is SCALED and _spans_magnitudes(source):
         return _exactly(source, "some elements are magnitudes larger")
     if name in ("exp", "exp2", "_softmax") or (name == "div" and name_of(source.args[0]) == "exp"):
@@ -225,6 +227,20 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         is_log = name == "_log_softmax" or (name == "sub" and _is_log(source.args[1]))
         return reading if is_log else _exactly(source, "the derivative takes the exponential of it")
     return reading
+
+
+def _is_quotient(node: fx.Node) -> bool:
+    """Return whether each element is divided by another of its own, which may be small, or is no whole power."""
+    name = name_of(node)
+    if name == "pow":
+        power = node.args[1]
+        return not (isinstance(power, (int, float)) and power == int(power) and power >= 0)
+    if name == "atan2":
+        return True
+    divisor = node.args[1] if name == "div" else None
+    if not isinstance(divisor, fx.Node) or is_at_least_one(divisor, False):
+        return False
+    return value(divisor) is not None and not _is_broadcast(divisor, node)
 
 
 def _spans_magnitudes(node: fx.Node) -> bool:

@@ -157,10 +157,13 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
     spans = need.reading.need <= CODES and need.row is not None and need.row < config.group_size
     if need.reading.need > RELATIVE:
         return need.reading.reason
-    if need.reading.need == RELATIVE or spans:
+    # Less than one group: no sum averages out the errors of codes.
+    few = need.reading.need <= CODES and all(isinstance(size, int) for size in tensor.shape)
+    few = few and tensor.numel() < config.group_size
+    if need.reading.need == RELATIVE or spans or few:
         if tensor.dtype is not torch.float32:
             return "16 bits already" if not spans else "a group of codes would span rows"
-        return _halves_plan(BFLOAT16 if spans else need.form)
+        return _halves_plan(BFLOAT16 if spans or few else need.form)
     if order is None:
         return "elements overlap or have gaps"
     return _code_plan(tensor, order, config.group_size, positive)
