@@ -303,3 +303,28 @@ def test_a_quotient_by_elements_keeps_its_small_elements(divisors: tuple[int, in
     tangents = {tangent.name, product.name}
     found = needs.needs(backward, tangents, {"x", "y"}, INT8, producers={saved.name: quotient})
     assert found[saved.name].form is form
+
+
+def test_statistics_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4096, 64, requires_grad=True)
+    # Each row's scale is a product of matrices, which backward does not compute again. The scale of one row in 64 is
+    # larger by far, and would share a group with the others; the loss counts all rows alike.
+    scales = torch.where(torch.arange(4096) % 64 == 0, 1e3, 1.0)[:, None]
+    weight = torch.randn(64, 1)
+    step = lambda x: ((x * ((x * scales) @ weight) / scales) * torch.arange(64)).sum()  # noqa: E731
+    expected = gradients(step, [x], None, x)[1]
+    assert off(gradients(step, [x], INT8, x)[1], expected) <= BAR
+    monkeypatch.setattr(needs, "_is_statistic", lambda *_: False)
+    assert off(gradients(step, [x], INT8, x)[1], expected) > BAR
+
+
+def test_values_in_memory_that_is_kept_are_not_packed_on_top() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(False).to(torch.bfloat16), torch.randn(4, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+    (record,) = gradients(lambda x: model(x).float().square().sum(), [x], INT8, x)[2]
+    kept = [value for value in record.saved if value.reason == "16 bits already"]
+    held = [value for value in record.saved if "which is kept" in value.reason]
+    # Queries and keys, and the values beside them.
+    assert (len(kept), len(held)) == (2, 1)
+    assert held[0].after == held[0].before == x.nbytes

@@ -1,6 +1,6 @@
 """The codec as ``torch.library`` operators, for traced graphs.
 
-``torch.ops.pyactcomp.quantize(x, bits, group_size, stochastic, seed, impl) -> uint8`` and
+``torch.ops.pyactcomp.quantize(x, bits, group_size, stochastic, seed, impl, keep_positive=False) -> uint8`` and
 ``torch.ops.pyactcomp.dequantize(packed, shape, stride, dtype, bits, group_size, impl)``, with fake
 implementations. Neither is differentiable. The engine calls the kernels directly, to avoid an operator's few
 microseconds of dispatch for each saved tensor.
@@ -19,7 +19,12 @@ from . import format as fmt
 from .layouts import is_dense
 
 _library: Any = torch.library.Library("pyactcomp", "DEF")  # type: ignore[no-untyped-call]
-_library.define("quantize(Tensor x, int bits, int group_size, bool stochastic, int seed, str impl) -> Tensor")
+_library.define(
+    "quantize(Tensor x, int bits, int group_size, bool stochastic, int seed, str impl, bool keep_positive=False) "
+    "-> Tensor",
+    # Packed in storage order, so Inductor must not give an operand another layout than the traced one.
+    tags=(torch.Tag.needs_exact_strides,),
+)
 _library.define(
     "dequantize(Tensor packed, SymInt[] shape, SymInt[] stride, ScalarType dtype, int bits, int group_size, "
     "str impl) -> Tensor"
@@ -31,16 +36,20 @@ def _check_format(dtype: torch.dtype, bits: int, group_size: int) -> None:
         raise TypeError(f"the operators do not pack {dtype} with {bits} bits in groups of {group_size}")
 
 
-def _quantize(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str) -> Tensor:
+def _quantize(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str, keep_positive: bool = False
+) -> Tensor:
     _check_format(x.dtype, bits, group_size)
     if not is_dense(tuple(x.shape), x.stride()):
         raise ValueError(f"the operator takes dense tensors, got shape {tuple(x.shape)}, strides {x.stride()}")
     out = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8, device=x.device)
-    codec.bind(impl, x.dtype, bits, group_size, stochastic, False, x.device).encode(x, out, seed)
+    codec.bind(impl, x.dtype, bits, group_size, stochastic, keep_positive, x.device).encode(x, out, seed)
     return out
 
 
-def _quantize_fake(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str) -> Tensor:
+def _quantize_fake(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str, keep_positive: bool = False
+) -> Tensor:
     return x.new_empty((fmt.packed_nbytes(x.numel(), bits, group_size),), dtype=torch.uint8)
 
 
@@ -82,3 +91,5 @@ _library.impl("quantize", _quantize, "CompositeExplicitAutograd")
 _library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 torch.library.register_fake("pyactcomp::quantize", _quantize_fake, lib=_library)
 torch.library.register_fake("pyactcomp::dequantize", _dequantize_fake, lib=_library)
+
+quantize = torch.ops.pyactcomp.quantize.default

@@ -1,7 +1,9 @@
-"""The packed format in aten operators, which Inductor fuses into producers and consumers.
+"""The packed format inside graphs: an operator packs, operators of aten restore, which Inductor fuses into readers.
 
-The numbers are those of ``codec/reference.py``, in two tensors: codes in the tensor's own shape and one int32 a group,
-bfloat16 minimum in the upper half and bfloat16 step in the lower half.
+Packing is the library's kernel. Inductor fuses the reduction to a group's minimum and maximum with no row's, and its
+code is bound by arithmetic: on an H200, 157 us for 16384 x 4096 bfloat16, where the kernel takes 52. Codes and
+parameters of the groups leave as two views of one buffer, codes in the tensor's own shape, so the backward graph needs
+no sizes.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..codec import format as fmt
+from ..codec import ops as _ops  # registers the operator
 
-_UPPER = -65536
+_HALF = 0x7FFF0000
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -23,68 +26,41 @@ def _number(bits: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, group_size: int, keep_positive: bool = False) -> tuple[Tensor, Tensor]:
-    """Pack a contiguous tensor whose innermost size is a multiple of ``group_size``.
+    """Pack a contiguous tensor.
 
     Parameters
     ----------
-    x : Tensor, [..., n], float32 | bfloat16 | float16
+    x : Tensor, any shape, float32 | bfloat16 | float16
     group_size : {64, 128, 256}
     keep_positive : bool
         Give an element above zero in a group with minimum zero a code of at least 1.
 
     Returns
     -------
-    codes : Tensor, uint8, [..., n]
-    groups : Tensor, int32, [..., n / group_size]
-        Minimum and step of each group.
+    codes : Tensor, uint8, the shape of ``x``
+    groups : Tensor, int32, [ceil(numel / group_size)]
+        Minimum (lower half) and step of each group, bfloat16 each.
     """
-    shape = x.shape
-    values = x.to(torch.float32).view(*shape[:-1], shape[-1] // group_size, group_size)
-    magnitude = values.abs()
-    # Also true of NaN; a reduction to the largest magnitude may drop NaN.
-    flagged = (~(magnitude <= fmt.MAX_FINITE)).any(dim=-1, keepdim=True)
-    inf = float("inf")
-    finite = magnitude < inf
-    clamped = values.clamp(-fmt.MAX_FINITE, fmt.MAX_FINITE)
-    lowest = torch.where(finite, clamped, inf).amin(dim=-1, keepdim=True)
-    highest = torch.where(finite, clamped, -inf).amax(dim=-1, keepdim=True)
-    empty = lowest > highest
-    lowest, highest = torch.where(empty, 0.0, lowest), torch.where(empty, 0.0, highest)
-    largest = torch.where(flagged, float(fmt.flagged_levels(8)), float(fmt.levels(8)))
-    low = _bits(lowest + 0.0)
-    # Towards minus infinity; the step towards plus infinity.
-    low = (low + torch.where(low < 0, 0xFFFF, 0).to(torch.int32)) & _UPPER
-    minimum = _number(low)
-    width = (_bits((highest - minimum) / largest) + 0xFFFF) & _UPPER
-    step = _number(width).clamp(min=fmt.MIN_STEP)
-    codes = ((clamped - minimum) / step).round()
-    if keep_positive:
-        codes = torch.where((minimum == 0.0) & (clamped > 0.0), codes.clamp(min=1.0), codes)
-    codes = torch.minimum(codes.clamp(min=0.0), largest)
-    codes = torch.where(values == -inf, largest + 1, codes)
-    codes = torch.where(values == inf, largest + 2, codes)
-    codes = torch.where(values.isnan(), largest + 3, codes)
-    upper = torch.where(empty, 0, _bits(step)) | torch.where(flagged, -(2**31), 0).to(torch.int32)
-    groups = low | ((upper >> 16) & 0xFFFF)
-    return codes.to(torch.uint8).view(shape), groups.squeeze(-1)
+    # In its own shape: as one dimension it would not fuse with the row that a norm reduces.
+    packed = _ops.quantize(x, 8, group_size, False, 0, "auto", keep_positive)
+    elements = x.numel()
+    return packed[:elements].view(x.shape), packed[fmt.parameters_offset(elements, 8) :].view(torch.int32)
 
 
 def dequantize(codes: Tensor, groups: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """Restore a tensor packed by :func:`quantize`, contiguous."""
-    shape = codes.shape
-    parameters = groups.unsqueeze(-1)
-    upper = parameters << 16
-    flagged = upper < 0
-    step, minimum = _number(upper & 0x7FFFFFFF), _number(parameters & _UPPER)
-    numbers = codes.view(*shape[:-1], shape[-1] // group_size, group_size)
-    values = numbers.to(torch.float32) * step + minimum
+    # Elements in the order of the codes: loops over groups and their elements would not fuse with the readers' loops.
+    parameters = groups.unsqueeze(-1).expand(-1, group_size).reshape(-1)
+    parameters = parameters[: codes.numel()].view(codes.shape)
+    numbers = codes.to(torch.float32)
+    values = numbers * _number(parameters & _HALF) + _number(parameters << 16)
     first = fmt.flagged_levels(8)
-    values = torch.where(flagged & (numbers == first + 1), -float("inf"), values)
-    values = torch.where(flagged & (numbers == first + 2), float("inf"), values)
-    values = torch.where(flagged & (numbers == first + 3), float("nan"), values)
+    # -inf, inf and NaN for the next three codes.
+    special = (numbers - (first + 1.5)) * (first + 3 - numbers) * float("inf")
+    values = torch.where((parameters < 0) & (codes > first), special, values)
     if dtype is torch.float16:
         values = saturate(values)
-    return values.to(dtype).view(shape)
+    return values.to(dtype)
 
 
 def saturate(x: Tensor) -> Tensor:

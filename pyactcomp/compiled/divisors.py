@@ -6,14 +6,13 @@ whose every result sums a whole group of elements or more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, fx
 
 from ..readers.table import AMPLIFYING
-from .joint import VIEWS, name_of, value
+from .joint import VIEWS, fewest, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
@@ -108,7 +107,7 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
     name = name_of(node)
     if name in _ROWS_OF:
         rows = value(node.args[_ROWS_OF[name]])
-        return rows is None or _number(rows.shape[-1]) >= group_size
+        return rows is None or fewest(rows.shape[-1:]) >= group_size
     if name not in _REDUCTIONS:
         return False
     source, result = value(node.args[0]), value(node)
@@ -116,7 +115,7 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
         result = next((v for user in node.users if (v := value(user)) is not None), None)
     if source is None or result is None:
         return False
-    return math.prod(map(_number, source.shape)) >= group_size * math.prod(map(_number, result.shape))
+    return fewest(source.shape) >= group_size * fewest(result.shape)
 
 
 def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
@@ -149,8 +148,3 @@ def adjacent(tensor: Tensor, dims: Collection[int]) -> int:
             break
         elements *= own
     return elements
-
-
-def _number(size: object) -> int:
-    """Return a size; a dynamic one counts as one element, the fewest."""
-    return size if isinstance(size, int) else 1

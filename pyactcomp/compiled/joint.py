@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, fx
@@ -31,6 +32,11 @@ def name_of(node: object) -> str:
         return "getitem"
     packet = getattr(target, "_overloadpacket", None)
     return str(getattr(packet, "__name__", target))
+
+
+def fewest(shape: Iterable[object]) -> int:
+    """Return the elements of a shape; a dynamic size counts as one, the fewest."""
+    return math.prod(size if isinstance(size, int) else 1 for size in shape)
 
 
 def outputs_of(graph: fx.GraphModule) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ..config import Config
 from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
-from .joint import MERGING, VIEWS, name_of, value
+from .joint import MERGING, VIEWS, fewest, name_of, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
@@ -138,6 +138,8 @@ def _read(node: fx.Node, user: fx.Node, config: Config) -> Need:
 
     if name in _SHAPES:
         return reading(AS_SHAPE, "backward reads only the shape")
+    if _is_statistic(node, user, config):
+        return reading(ITSELF, "a statistic: less than one element for a group of the result")
     if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
         return reading(AS_CODES, _MULTIPLIED)
     if name == "where" and operands == ["condition"]:
@@ -299,6 +301,14 @@ def _is_short(node: fx.Node, config: Config) -> bool:
     tensor = value(node)
     size = None if tensor is None else tensor.shape[-1]
     return not isinstance(size, int) or size < config.group_size
+
+
+def _is_statistic(node: fx.Node, user: fx.Node, config: Config) -> bool:
+    """Return whether an operand of elementwise arithmetic scales a whole group of elements or more."""
+    factor, product = value(node), value(user)
+    if name_of(user) not in ("mul", "div") or factor is None or product is None:
+        return False
+    return fewest(factor.shape) * config.group_size <= fewest(product.shape)
 
 
 def _is_one(size: object) -> bool:

@@ -126,7 +126,19 @@ def _plans(
             reasons[name] = plan
         else:
             plans[name] = plan
+    kept = {_memory(saved[name]): name for name in reasons}
+    for name in [name for name in plans if _memory(saved[name]) in kept]:
+        # Codes would come on top of the memory: values, beside queries and keys in 16 bits, of one projection.
+        reasons[name] = f"in the memory of {kept[_memory(saved[name])]}, which is kept"
+        del plans[name]
     return plans, reasons
+
+
+def _memory(node: fx.Node) -> int:
+    """Return the identity of a tensor's storage."""
+    tensor = value(node)
+    assert tensor is not None
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positive: bool) -> Plan | str:
@@ -166,7 +178,7 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
         return _halves_plan(BFLOAT16 if spans or few else need.form)
     if order is None:
         return "elements overlap or have gaps"
-    return _code_plan(tensor, order, config.group_size, positive)
+    return _code_plan(tensor.dtype, order, config.group_size, positive)
 
 
 def _halves_plan(form: object) -> Plan | str:
@@ -182,17 +194,12 @@ def _halves_plan(form: object) -> Plan | str:
     return Plan("16 bits", ("halves_of_",), pack, lambda x: x.to(torch.float32), dtype)
 
 
-def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool) -> Plan | str:
-    flat = _Flat.of(tensor, order, group_size)
-    if flat is None:
-        return f"no static sizes give a multiple of {group_size} elements"
-    dtype = tensor.dtype
-
+def _code_plan(dtype: torch.dtype, order: list[int], group_size: int, positive: bool) -> Plan:
     def pack(x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize(flat.flatten(x), group_size, positive)
+        return quantize(x.permute(order).contiguous(), group_size, positive)
 
     def restore(codes: Tensor, groups: Tensor) -> Tensor:
-        return flat.unflatten(dequantize(codes, groups, group_size, dtype))
+        return dequantize(codes, groups, group_size, dtype).permute([order.index(dim) for dim in range(len(order))])
 
     return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, positive)
 
