@@ -17,7 +17,7 @@ DRAWN = {
     "vanilla": INK, "lossless": OURS, "int8": OURS, "int8+ckpt": OURS, "ckpt": PEERS, "ckpt2": PEERS, "liger": PEERS,
     "liger+ckpt": PEERS, "compile": PEERS, "compile0.5": PEERS, "compile-blocks": PEERS, "save_on_cpu": PEERS,
     "compile0.3": PEERS, "compile-fp8-e4m3": PEERS, "compile-fp8-e5m2": PEERS, "compile+int8": OURS,
-    "compile-blocks+int8": OURS, "compile+lossless": OURS, "compile+int8+budget": OURS,
+    "compile+int8+head": OURS, "compile-blocks+int8": OURS, "compile+lossless": OURS, "compile+int8+budget": OURS,
 }  # fmt: skip
 """The methods that are drawn, and their colours; variants of int8 are in the tables only."""
 RIGHT, TOP = 1.14, 1.5

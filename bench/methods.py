@@ -41,6 +41,11 @@ def _suits_language_models(workload: Workload) -> str | None:
     return None if workload.language_model else "there is no language-model head, so it is int8"
 
 
+def _suits_chunked_graphs(workload: Workload) -> str | None:
+    suits = workload.language_model or workload.written_loss
+    return None if suits else "there is no language-model head, so it is compile+int8"
+
+
 @dataclass(frozen=True)
 class Method:
     """``apply(module, blocks)`` changes the module and returns the context that each forward runs in."""
@@ -153,6 +158,11 @@ def _compress(*, head: bool = True, **options: Any) -> Apply:
     return apply
 
 
+def _compress_chunked(module: nn.Module, _: Blocks) -> Context:
+    pyactcomp.compress(module, fuse_head=True)
+    return nullcontext
+
+
 def _then_checkpoint(first: Apply) -> Apply:
     # In this order: a block whose forward is patched already would not be fused.
     return _then(first, _checkpoint(1))
@@ -185,6 +195,9 @@ METHODS = {
         Method("compile-blocks", _compile_blocks, compile_s=40.0, alone=True),
         Method("compile0.3", _compile(memory_budget=0.3), compile_s=60.0, alone=True),
         _compiled("compile+int8", _then(_compress(head=False), _compile()), ours=True),
+        _compiled(
+            "compile+int8+head", _then(_compile(), _compress_chunked), ours=True, unsuitable=_suits_chunked_graphs
+        ),
         _compiled("compile+lossless", _then(_compress(mode="lossless", head=False), _compile()), ours=True),
         # Half of what codes take: about the bytes of a budget of 0.3 without codes.
         _compiled("compile+int8+budget", _then(_compress(head=False), _compile(memory_budget=0.5)), ours=True),
@@ -208,7 +221,7 @@ STAGES = (
     ("compile",),
     ("compile0.5",),
     ("compile-blocks",),
-    ("compile+int8", "compile-blocks+int8", "compile+lossless"),
+    ("compile+int8", "compile+int8+head", "compile-blocks+int8", "compile+lossless"),
     ("compile-fp8-e4m3", "compile-fp8-e5m2", "compile0.3", "compile+int8+budget"),
 )
 """What to measure first on all workloads, so that a budget that ends early keeps what tells most."""

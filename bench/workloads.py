@@ -59,6 +59,8 @@ class Workload:
     first_batch: int = 8
     language_model: bool = False
     """Whether the loss is that of a Hugging Face language model, whose head can be fused with it."""
+    written_loss: bool = False
+    """Whether the module calls the head and a cross-entropy itself: a compiled graph can take that loss in chunks."""
     liger: bool = False
     """Whether Liger-Kernel has a patch for the architecture."""
 
@@ -195,6 +197,7 @@ WORKLOADS = {
         Workload(
             "plain_gpt_amp", _plain_gpt, _tokens(50257, 1024, True), lambda m: list(m.blocks), 16,
             "GPT in plain PyTorch, 24 layers of 1024, 16 x 1024 tokens, bf16 autocast", autocast=True, first_batch=2,
+            written_loss=True,
         ),
         Workload(
             "plain_vit_amp", _plain_vit, _images(False), lambda m: list(m.blocks), 128,

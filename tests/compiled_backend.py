@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.compiled.partition import partition
 from pyactcomp.config import Config
-from pyactcomp.torch_private.partitions import installed_partitioner, min_cut
+from pyactcomp.torch_private.partitions import installed_partitioner, installed_pre_grad_passes, min_cut
 
 
 def backend(config: Config | None, records: list[GraphRecord]) -> Callable[..., Any]:
@@ -39,6 +39,9 @@ def as_inductor(graph: fx.GraphModule, inputs: Any) -> Any:
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor.decomposition import select_decomp_table
 
+    for graph_pass in installed_pre_grad_passes():
+        graph_pass(graph.graph)
+    graph.recompile()
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,

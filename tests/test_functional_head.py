@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional.head.linear_cross_entropy import _Loss, linear_cross_entropy
+from pyactcomp.functional.head.linear_cross_entropy import RowLoss, linear_cross_entropy
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
@@ -151,7 +151,7 @@ def test_logits_of_more_than_a_chunk_are_never_made(dtype: torch.dtype) -> None:
 
 
 def test_chunks_by_default_are_few_and_of_one_size() -> None:
-    loss_of = _Loss(-100, None, "auto")
+    loss_of = RowLoss(-100, None, "auto")
     assert loss_of.rows(16384, 32000 * 2) == 4096
     for rows, row_bytes in [(16384, 50304 * 2), (100, 10), (1, 10), (10**6, 2**19), (0, 10)]:
         chunk = loss_of.rows(rows, row_bytes)

@@ -33,8 +33,6 @@ def reason_unserved(config: Config) -> str | None:
 
 def ineffective(config: Config) -> Iterator[str]:
     """Yield the options that hold outside of graphs alone."""
-    if config.fuse_head:
-        yield "fuse_head=True: a graph computes the logits of the whole batch"
     if config.keep_weight_copies:
         yield "keep_weight_copies=True: the partitioner decides whether backward casts a parameter again"
     if config.unknown == "int8":

@@ -212,6 +212,8 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
     if reading.need < CODES or reading.need == EXACT:
         return reading
     attention = "scaled_dot_product" in name
+    if name == "linear_cross_entropy":
+        return _exactly(source, "a gradient, which backward scales")
     if name in _STATISTICS or ((name in _NORMS or attention) and source.args[1] != 0):
         return _exactly(source, "a statistic, one number for many elements")
     if name in _SATURATING:

@@ -10,9 +10,18 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .._version import __version__
-from ..torch_private.partitions import installed_partitioner, min_cut, missing, remember, set_partitioner
+from ..torch_private.partitions import (
+    installed_partitioner,
+    installed_pre_grad_passes,
+    min_cut,
+    missing,
+    remember,
+    set_partitioner,
+    set_pre_grad_pass,
+)
 from .context import traced_mark
 from .graphs import GraphRecord
+from .head import HeadPass
 from .partition import partition
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -89,10 +98,13 @@ def _warn_of_failure(name: str, cause: str) -> None:
 
 
 def install() -> str | None:
-    """Give Inductor the partitioner; return why this is not possible, or None."""
+    """Give Inductor the partitioner and the pass over losses; return why this is not possible, or None."""
     reason = missing()
     if reason is None:
         before = installed_partitioner()
         if not isinstance(before, Partitioner):
             set_partitioner(Partitioner(before))
+        passes = installed_pre_grad_passes()
+        if not any(isinstance(graph_pass, HeadPass) for graph_pass in passes):
+            set_pre_grad_pass(HeadPass(passes))
     return reason

@@ -51,11 +51,13 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
             plan[module] = fusion.fused
         else:
             alone.append(LeftAlone(name, type(module).__name__, reason))
-    if config.fuse_head and not any(issubclass(fused, head.Head) for fused in plan.values()):
+    headed = any(issubclass(fused, head.Head) for fused in plan.values())
+    if config.fuse_head and not headed and not _is_compiled(model):
         headless = _headless(model)
         raise ValueError(
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
-            f"{headless.reason}; leave fuse_head out"
+            f"{headless.reason}; leave fuse_head out, or compile the module with the loss before compress: a graph "
+            "takes torch.nn.functional.cross_entropy of a Linear's result in chunks"
         )
     state = FusionState(config, tuple(alone), seeds)
     try:
@@ -122,6 +124,11 @@ def _mixes_rows(module: Module, fusion: Fusion, config: Config) -> bool:
         return False
     length = fusion.fused.row_length(module)
     return length is not None and length < config.group_size
+
+
+def _is_compiled(model: Module) -> bool:
+    """Return whether ``torch.compile`` traces the model or a module inside."""
+    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _headless(model: Module) -> LeftAlone:

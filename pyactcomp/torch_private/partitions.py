@@ -16,12 +16,14 @@ from torch._functorch import partitioners
 __all__ = [
     "input_infos",
     "installed_partitioner",
+    "installed_pre_grad_passes",
     "is_primal",
     "is_tangent",
     "min_cut",
     "missing",
     "remember",
     "set_partitioner",
+    "set_pre_grad_pass",
     "sizes_and_bans",
     "traced",
 ]
@@ -73,6 +75,7 @@ def missing() -> str | None:
         (partitioners, "_is_tangent"),
         (functorch_config, "ban_recompute_materialized_backward"),
         (_inductor_config(), "custom_partitioner_fn"),
+        (_inductor_config(), "pre_grad_custom_pass"),
     ):
         if not hasattr(owner, name):
             return f"torch {torch.__version__} has no {owner.__name__}.{name}"
@@ -93,6 +96,17 @@ def installed_partitioner() -> Any:
 def set_partitioner(partitioner: object) -> None:
     """Let Inductor call a partitioner in place of torch's."""
     _inductor_config().custom_partitioner_fn = partitioner
+
+
+def installed_pre_grad_passes() -> list[Any]:
+    """Return the passes that Inductor runs over a graph before autograd."""
+    found = _inductor_config().pre_grad_custom_pass
+    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def set_pre_grad_pass(graph_pass: object) -> None:
+    """Let Inductor run a pass over each graph before autograd."""
+    _inductor_config().pre_grad_custom_pass = graph_pass
 
 
 def _metadata(names: tuple[str, ...]) -> Iterator[Any]:

@@ -34,7 +34,7 @@ BLOCK, WARPS = 8192, 16
 
 
 @dataclass(frozen=True)
-class _Loss:
+class RowLoss:
     """The loss of each row, as a callable on chunks of logits."""
 
     ignore_index: int
@@ -114,7 +114,7 @@ def _walk(
     labels: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype,
-    loss_of: _Loss,
+    loss_of: RowLoss,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the losses of all rows, and the needed gradients of x, weight and bias, times scale."""
@@ -152,6 +152,29 @@ def _first(gradient: Tensor | None, count: int) -> Tensor | None:
     return None if gradient is None else gradient[:count]
 
 
+def loss_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    divisor: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    loss_of: RowLoss,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the loss, a power of two, and the needed gradients of x, weight and bias without that power."""
+    # The gradients are those times the mantissa of scale, in [1/2, 1); backward multiplies by the power of two. So they
+    # are rounded once, and neither underflow nor overflow in float16.
+    mantissa = torch.frexp(scale).mantissa
+    losses, *gradients = _walk(x, weight, bias, labels, mantissa, dtype, loss_of, needs)
+    if gradients[1] is not None and weight.dtype is torch.bfloat16:
+        # Only bfloat16: float16 has too few exponents for a sum over all rows.
+        gradients[1] = gradients[1].to(torch.bfloat16)
+    grad_x, grad_weight, grad_bias = gradients
+    return losses.sum() / divisor, scale / mantissa, grad_x, grad_weight, grad_bias
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -163,21 +186,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         divisor: Tensor,
         scale: Tensor,
         dtype: torch.dtype,
-        loss_of: _Loss,
+        loss_of: RowLoss,
     ) -> Tensor:
         needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
         read = x if needs_weight else None, weight if needs_x else None
         begin(ctx, labels, *(t for t in read if t is not None and t.dtype is dtype))
-        # Save the gradients times the mantissa of scale, in [1/2, 1); backward multiplies by the power of two. So they
-        # are rounded once, and neither underflow nor overflow in float16.
-        mantissa = torch.frexp(scale).mantissa
-        losses, *gradients = _walk(x, weight, bias, labels, mantissa, dtype, loss_of, ctx.needs_input_grad[:3])
-        if gradients[1] is not None and weight.dtype is torch.bfloat16:
-            # Only bfloat16: float16 has too few exponents for a sum over all rows.
-            gradients[1] = gradients[1].to(torch.bfloat16)
-        ctx.save_for_backward(scale / mantissa, *gradients)
+        needs = ctx.needs_input_grad[:3]
+        loss, *saved = loss_and_gradients(x, weight, bias, labels, divisor, scale, dtype, loss_of, needs)
+        ctx.save_for_backward(*saved)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return losses.sum() / divisor
+        return loss
 
     @staticmethod
     @differentiable_once
@@ -197,6 +215,16 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: b
     if not in_place or gradient.dtype is not dtype:
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     return torch.mul(gradient, factor, out=gradient)
+
+
+def counted_labels(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """Return which labels count; raise IndexError if one on the CPU is out of range."""
+    counted = labels != ignore_index
+    if labels.device.type == "cpu":
+        wrong = labels[counted & ((labels < 0) | (labels >= vocabulary))]
+        if len(wrong):
+            raise IndexError(f"labels must be from 0 to {vocabulary - 1} or {ignore_index}, got {int(wrong[0])}")
+    return counted
 
 
 @one_option
@@ -307,14 +335,9 @@ def linear_cross_entropy(
     elif any(t is not None and t.dtype is not dtype for t in (weight, bias)):
         raise ValueError(f"x, weight and bias must have one dtype without autocast, got {dtype} and {weight.dtype}")
     labels = labels.reshape(-1).contiguous()
-    counted = labels != ignore_index
-    if labels.device.type == "cpu":
-        wrong = labels[counted & ((labels < 0) | (labels >= weight.shape[0]))]
-        if len(wrong):
-            raise IndexError(f"labels must be from 0 to {weight.shape[0] - 1} or {ignore_index}, got {int(wrong[0])}")
-
+    counted = counted_labels(labels, ignore_index, weight.shape[0])
     exact = wide(dtype)
-    rows, loss_of = x.reshape(-1, x.shape[-1]), _Loss(ignore_index, chunk, impl)
+    rows, loss_of = x.reshape(-1, x.shape[-1]), RowLoss(ignore_index, chunk, impl)
     if reduction == "mean":
         by = counted.sum().to(exact)
     elif isinstance(divisor, Tensor):
