@@ -1,0 +1,291 @@
+"""Decides how each saved value of a graph is stored: codes, 16 bits, bits, as it is, or as a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from ..config import Config
+from ..readers.forms import BFLOAT16, CODES, LOG, RELATIVE, SCALED
+from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits, unscale
+from .context import is_skipped
+from .costs import FLOATS
+from .divisors import Behind
+from .joint import Joint, outputs_of, value
+from .needs import Need, needs
+
+Function = Callable[..., object]
+SKIPPED = "skipped"
+# Share of a memory that copies of what is kept of it must save: reading and writing them takes time. Queries and keys
+# of one projection, with codes for the values, save 0.16, at 2 % of a step of GPT-2 medium's sizes on an H200.
+_WORTH_A_COPY = 1 / 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one saved value is stored.
+
+    Attributes
+    ----------
+    form : {"codes", "16 bits", "bits", "kept"}
+        "kept" is a copy out of a larger tensor.
+    parts : tuple of str
+        Prefixes of the names of the stored tensors.
+    pack : callable
+        Maps the value to the stored tensors.
+    restore : callable
+        Maps the stored tensors to the value.
+    variant : object
+        What else the functions depend on, beside the tensor's layout and dtype.
+    """
+
+    form: str
+    parts: tuple[str, ...]
+    pack: Function
+    restore: Function
+    variant: object = None
+
+
+def plans_of(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_outputs: int,
+    known: Joint,
+    config: Config,
+    behind: Behind,
+    positive: set[str],
+) -> tuple[dict[str, Plan], dict[str, str]]:
+    """Return a plan or the reason to keep, for each saved tensor."""
+    outputs = outputs_of(forward)
+    saved = {node.name: node for node in outputs[num_outputs:] if value(node) is not None}
+    tangent = set()
+    for node in backward.graph.nodes:
+        is_gradient = node.op == "placeholder" and node.name not in saved and value(node) is not None
+        if is_gradient or any(source.name in tangent for source in node.all_input_nodes):
+            tangent.add(node.name)
+    found = needs(backward.graph, tangent, known.data, config, producers=saved, behind=behind)
+    # Codes of a result of ReLU serve its comparison too.
+    plans, reasons = {}, {}
+    for name, node in saved.items():
+        plan = _plan(node, found.get(name), known, config, name in positive)
+        if isinstance(plan, str):
+            reasons[name] = plan
+        else:
+            plans[name] = plan
+    inputs = [node for node in forward.graph.find_nodes(op="placeholder") if value(node) is not None]
+    living = {_memory(node): node.name for node in inputs if node.name in known.static | known.kept_inputs}
+    returned = {_memory(node) for node in outputs[:num_outputs] if value(node) is not None}
+    _settle(saved, plans, reasons, living, returned, config)
+    return plans, reasons
+
+
+def _settle(
+    saved: dict[str, fx.Node],
+    plans: dict[str, Plan],
+    reasons: dict[str, str],
+    living: dict[int, str],
+    returned: set[int],
+    config: Config,
+) -> None:
+    """Pack nothing in memory that stays anyway; copy kept views, as queries and keys of one projection, out of memory.
+
+    Parameters
+    ----------
+    saved : dict
+        Saved values by name.
+    plans, reasons : dict
+        Changed in place.
+    living : dict
+        Name of the input, by the memory of inputs that live anyway.
+    returned : set of int
+        Memory of the results of the graph.
+    config : Config
+    """
+    by_memory: dict[int, list[str]] = {}
+    for name, node in saved.items():
+        by_memory.setdefault(_memory(node), []).append(name)
+    for memory, names in by_memory.items():
+        kept = [name for name in names if name in reasons]
+        tensors = {name: tensor for name in names if (tensor := value(saved[name])) is not None}
+        whole = hint(tensors[names[0]].untyped_storage().nbytes())
+        after = sum(_stored(tensor, plans.get(name), config) for name, tensor in tensors.items())
+        copies = {name: _copy_plan(tensors[name], reasons[name]) for name in kept}
+        stays = memory in living or memory in returned or None in copies.values()
+        if not stays and after <= whole * (1 - _WORTH_A_COPY):
+            plans.update({name: plan for name, plan in copies.items() if plan is not None})
+            continue
+        owner = living.get(memory, kept[0] if kept else None)
+        for name in [name for name in names if owner is not None and name in plans]:
+            del plans[name]
+            reasons[name] = f"in the memory of {owner}, which is kept"
+
+
+def _memory(node: fx.Node) -> int:
+    """Return the identity of a tensor's storage."""
+    tensor = value(node)
+    assert tensor is not None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _stored(tensor: Tensor, plan: Plan | None, config: Config) -> float:
+    """Return the bytes of a tensor as planned."""
+    elements = nbytes(tensor) / tensor.element_size()
+    if plan is None:
+        return nbytes(tensor)
+    return elements * {"codes": 1 + 4 / config.group_size, "16 bits": 2.0, "bits": 1 / 8}[plan.form]
+
+
+def _copy_plan(tensor: Tensor, reason: str) -> Plan | None:
+    order = storage_order(tensor) if type(tensor) is torch._subclasses.FakeTensor else None
+    if order is None or reason == SKIPPED:
+        return None
+    back = [order.index(dim) for dim in range(len(order))]
+
+    def pack(x: Tensor) -> tuple[Tensor]:
+        return (x.permute(order).clone(memory_format=torch.contiguous_format),)
+
+    return Plan("kept", ("copy_of_",), pack, lambda x: x.permute(back))
+
+
+def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positive: bool) -> Plan | str:
+    tensor = value(node)
+    if tensor is None or need is None:
+        return "unknown to backward"
+    if node.name in known.static:
+        return "static input"
+    if node.op == "placeholder" and node.name in known.kept_inputs:
+        return "an input that is a leaf or needs no gradient"
+    if type(tensor) is not torch._subclasses.FakeTensor:
+        return "a subclass of Tensor"
+    if nbytes(tensor) < config.min_bytes:
+        return "small"
+    if is_skipped(node):
+        return SKIPPED
+    order = storage_order(tensor)
+    if tensor.dtype is torch.bool:
+        return "elements overlap or have gaps" if order is None else _bit_plan(tensor, order)
+    if tensor.dtype not in FLOATS:
+        return "integers"
+    if config.mode == "lossless":
+        return "lossless mode"
+    if node.name not in known.learns:
+        return "needs no gradient"
+    if node.name not in known.data:
+        return "depends on parameters alone"
+    spans = need.reading.need <= CODES and need.row is not None and need.row < config.group_size
+    if need.reading.need > RELATIVE:
+        return need.reading.reason
+    # Less than one group: no sum averages out the errors of codes.
+    few = need.reading.need <= CODES and all(isinstance(size, int) for size in tensor.shape)
+    few = few and tensor.numel() < config.group_size
+    if need.reading.need == RELATIVE or spans or few:
+        if tensor.dtype is not torch.float32:
+            return "16 bits already" if not spans else "a group of codes would span rows"
+        return _halves_plan(BFLOAT16 if spans or few else need.form)
+    if order is None:
+        return "elements overlap or have gaps"
+    return _code_plan(tensor.dtype, order, config.group_size, positive)
+
+
+def _halves_plan(form: object) -> Plan | str:
+    if form is SCALED:
+        return Plan("16 bits", ("halves_of_", "exponent_of_"), scale, unscale)
+    dtype = torch.float16 if form is LOG else torch.bfloat16
+    if form not in (LOG, BFLOAT16):
+        return "no graph stores this form"
+
+    def pack(x: Tensor) -> tuple[Tensor]:
+        return ((saturate(x) if dtype is torch.float16 else x).to(dtype),)
+
+    return Plan("16 bits", ("halves_of_",), pack, lambda x: x.to(torch.float32), dtype)
+
+
+def _code_plan(dtype: torch.dtype, order: list[int], group_size: int, positive: bool) -> Plan:
+    def pack(x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(x.permute(order).contiguous(), group_size, positive)
+
+    def restore(codes: Tensor, groups: Tensor) -> Tensor:
+        return dequantize(codes, groups, group_size, dtype).permute([order.index(dim) for dim in range(len(order))])
+
+    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, positive)
+
+
+def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:
+    flat = _Flat.of(tensor, order, 8)
+    if flat is None:
+        return "no static sizes give a multiple of 8 elements"
+    return Plan(
+        "bits", ("bits_of_",), lambda x: (pack_bits(flat.flatten(x)),), lambda x: flat.unflatten(unpack_bits(x))
+    )
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A tensor in storage order, with enough innermost dimensions joined that groups fit, and padded if static."""
+
+    order: list[int]
+    outer: int
+    inner: list[int]
+    padding: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, order: list[int], unit: int) -> _Flat | None:
+        inner: list[int] = []
+        total, outer = 1, len(order)
+        while outer and isinstance(size := tensor.shape[order[outer - 1]], int):
+            total, outer = total * size, outer - 1
+            inner.insert(0, size)
+            if total % unit == 0:
+                return cls(order, outer, inner, 0)
+        return cls(order, 0, inner, -total % unit) if not outer and total else None
+
+    def flatten(self, x: Tensor) -> Tensor:
+        x = x.permute(self.order).contiguous()
+        # Sizes of the tensor at hand, so no symbolic one has to be saved.
+        x = x.view(*x.shape[: self.outer], -1)
+        if self.padding:
+            # Copies of an element leave minimum and maximum of the last group as they are.
+            x = torch.cat([x, x[-1:].expand(self.padding)])
+        return x
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        if self.padding:
+            x = x[: x.shape[0] - self.padding]
+        x = x.view(*x.shape[: self.outer], *self.inner)
+        return x.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+def storage_order(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions from outermost to innermost in memory; None where elements overlap or none are neighbours.
+
+    A view with gaps, as queries and keys of one projection, is stored without them.
+    """
+    if not tensor.dim():
+        return None
+    if tensor.is_contiguous():
+        return list(range(tensor.dim()))
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        if isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 1):
+            return None
+    order = sorted(range(tensor.dim()), key=lambda dim: (-hint(tensor.stride(dim)), dim))
+    innermost = tensor.stride(order[-1])
+    return order if isinstance(innermost, int) and innermost == 1 else None
+
+
+def hint(size: object) -> int:
+    """Return a size; for a dynamic one its value in the call that compiles, without a guard."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return 4096 if hint is None else int(hint)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements; a dynamic size counts as in the call that compiles."""
+    elements = 1
+    for size in tensor.shape:
+        elements *= hint(size)
+    return elements * tensor.element_size()
