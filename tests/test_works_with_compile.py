@@ -148,6 +148,20 @@ def test_a_backend_without_a_partitioner_keeps_what_graphs_save_and_says_so_once
     assert error <= REORDERED or any(tensor.kept is None for tensor in report.tensors)
 
 
+def test_a_batch_of_another_size_makes_graphs_for_all_sizes(exact: Transformer) -> None:
+    torch._dynamo.utils.counters.clear()
+    model, _ = compressed_then_blocks_compiled(copy.deepcopy(exact), {"backend": as_inductor, "fullgraph": True})
+    graphs = []
+    for batch in (4, 6, 7):
+        inputs, targets = regression("cpu", batch)
+        F.mse_loss(model(inputs), targets).backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    # Nothing but torch.compile reads sizes while a block is traced. Static and dynamic graphs of inputs that are views,
+    # as the first block's, and of others.
+    assert graphs[1:] == graphs[1:2] * 2
+    assert graphs[1] <= 4
+
+
 def test_graphs_are_told_apart_and_none_is_stale(exact: Transformer) -> None:
     model, other = copy.deepcopy(exact), copy.deepcopy(exact)
     run, run_other = (torch.compile(m, backend=as_inductor, fullgraph=True) for m in (model, other))

@@ -197,7 +197,10 @@ void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IVa
     const c10::IValue& exponent = inputs[1];
     if ((exponent.isInt() && exponent.toInt() >= 0) || (exponent.isDouble() && exponent.toDouble() >= 1)) return;
   }
-  here.largest_divisor = std::max(here.largest_divisor, distinct(*inputs[index].toTensor().unsafeGetTensorImpl()));
+  const c10::TensorImpl& divisor = *inputs[index].toTensor().unsafeGetTensorImpl();
+  // torch.compile is tracing, and reading the size would fix the size in the graph.
+  if (divisor.has_symbolic_sizes_strides()) return;
+  here.largest_divisor = std::max(here.largest_divisor, distinct(divisor));
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {

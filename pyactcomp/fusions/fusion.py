@@ -104,7 +104,8 @@ def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
     module's own class, to be refused there.
     """
     state: FusionState | None = FUSING.get(module)
-    if state is None:
+    # Before the sizes: a size that is read while torch.compile traces ends the graph, or is fixed there.
+    if state is None or torch.compiler.is_compiling():
         return None
     for x in inputs:
         if type(x) not in (Tensor, Parameter) or not x.requires_grad or x.is_meta or x.is_nested:
