@@ -172,7 +172,16 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
             if not found:
                 raise ValueError(f"skip names a type of which the model has no module: {item.__name__}")
             skipped.extend(found)
-    return list(dict.fromkeys(skipped))
+    return list(dict.fromkeys(module for each in skipped for module in _called(each)))
+
+
+def _called(module: Module) -> Iterator[Module]:
+    """Yield a module, and for a list or a dict of modules, which nothing calls, its children instead."""
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
 
 
 def _offer_layer_norms(session: Session, model: Module) -> list[RemovableHandle]:

@@ -364,6 +364,23 @@ def test_skipped_modules_keep_everything_exact() -> None:
         pyactcomp.decompress(model)
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(64, 64), nn.ModuleList([nn.GELU(), nn.ModuleList([nn.SiLU()])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1][0](self.layers[0](self.first(x)))
+
+
+def test_a_skipped_list_of_modules_keeps_the_modules_exact() -> None:
+    # Nothing calls the list itself.
+    model = pyactcomp.compress(Listed(), min_bytes=0, skip=["layers"])
+    model(torch.randn(32, 64, requires_grad=True) * 1).sum().backward()
+    by_module = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (32, 64)}
+    assert by_module == {"first": None, "layers.0": policy.SKIPPED, "layers.1.0": policy.SKIPPED}
+
+
 NUMEL = 256 * 64
 ONE_BIT = fmt.packed_nbytes(NUMEL, 1, 64)
 

@@ -123,7 +123,7 @@ def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Non
     graphs = _graphs.setdefault(model, {}).setdefault(config, Graphs(config))
     root = cast("Module", getattr(model, "_orig_mod", model))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
-    exempt = set(skipped)
+    exempt = {module for outer in skipped for module in outer.modules()}
     for module in dict.fromkeys([root, *blocks_of(model), *compiled, *skipped]):
         # A class with a metaclass of its own, as TorchScript's, takes no other class.
         if type(type(module)) is type and not isinstance(module, torch.jit.ScriptModule):
