@@ -201,9 +201,7 @@ METHODS = {
         _compiled("compile+lossless", _then(_compress(mode="lossless", head=False), _compile()), ours=True),
         # Half of what codes take: about the bytes of a budget of 0.3 without codes.
         _compiled("compile+int8+budget", _then(_compress(head=False), _compile(memory_budget=0.5)), ours=True),
-        _compiled(
-            "compile-blocks+int8", _then(_compress(head=False), _compile_blocks), reference=_compile_blocks, ours=True
-        ),
+        _compiled("compile-blocks+int8", _compress(compile_blocks=True), reference=_compile_blocks, ours=True),
         _compiled("compile-fp8-e4m3", _compile_fp8("float8_e4m3fn")),
         _compiled("compile-fp8-e5m2", _compile_fp8("float8_e5m2")),
         _ours(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from . import codec, fusions
 from .codec import Impl, Rounding
 from .compiled import marks
+from .compiled.blocks import reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.marks import FUSING
 from .engine.policy import SKIPPED
@@ -28,6 +31,9 @@ from .errors import PyactcompError
 from .fusions import FusionState, unfuse
 from .fusions.scriptable import Scriptable
 from .fusions.tampering import tampering_reason
+
+MODULE_OPTIONS = ("fuse", "fuse_head", "compile_blocks")
+"""The options of compress that compressed does not have."""
 
 # Compressed models of this process, to detect a module inside an already compressed model.
 _roots: WeakSet[Module] = WeakSet()
@@ -149,7 +155,7 @@ def paused(model: Module) -> Iterator[None]:
     before = [state.paused for state in states]
     for state in states:
         state.paused = True
-    marks.unmark(model)
+    marks.pause(model)
     try:
         yield
     finally:
@@ -195,8 +201,20 @@ def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle
     handles: list[RemovableHandle] = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(_EnterExact(session, SKIPPED), prepend=True))
-        handles.append(module.register_forward_hook(_LeaveExact(session), always_call=True))
+        handles.append(_with_common_key(module, module.register_forward_hook(_LeaveExact(session), always_call=True)))
     return handles
+
+
+def _with_common_key(module: Module, last: RemovableHandle) -> RemovableHandle:
+    """Give the last forward hook a key that other modules have too: Dynamo guards keys, and equal blocks share a graph.
+
+    Torch's own keys are positive, and no two modules have one in common.
+    """
+    hooks, always = module._forward_hooks, module._forward_hooks_always_called
+    key = min(0, *hooks) - 1
+    hooks[key], always[key] = hooks.pop(last.id), always.pop(last.id)
+    last.id = key
+    return last
 
 
 def _check_implementation(model: Module, config: Config) -> None:
@@ -205,6 +223,23 @@ def _check_implementation(model: Module, config: Config) -> None:
         device = next((parameter.device for parameter in model.parameters()), None)
         if device is not None and device.type != "meta":
             codec.resolve(config.impl, device)
+
+
+def _check_blocks(model: Module, config: Config, skipped: list[Module]) -> Config:
+    """Return the configuration, without ``compile_blocks`` if this torch cannot; raise if no block repeats."""
+    if not config.compile_blocks:
+        return config
+    if not repeating_blocks(model, skipped):
+        raise ValueError(
+            f"compile_blocks=True found no block to compile in this {type(model).__name__}: at least two children of "
+            "one ModuleList or Sequential, with children of their own, of one class and with equal parameters and "
+            "buffers, and not skipped. Drop compile_blocks=True, and compile modules by torch.compile"
+        )
+    reason = reason_unavailable()
+    if reason is not None:
+        warnings.warn(f"compile_blocks=True compiles nothing: {reason}", stacklevel=3)
+        return replace(config, compile_blocks=False)
+    return config
 
 
 def compress(
@@ -223,6 +258,7 @@ def compress(
     attention: Exactness = "exact",
     keep_weight_copies: bool = False,
     on_conflict: OnConflict = "raise",
+    compile_blocks: bool = False,
 ) -> Module:
     """Compress the tensors saved by autograd in the forward of ``model``, to 8 bits or without loss.
 
@@ -235,7 +271,7 @@ def compress(
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
     mode, fuse, fuse_head, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, \
-on_conflict
+on_conflict, compile_blocks
         As in :class:`Config`.
 
     Returns
@@ -246,7 +282,8 @@ on_conflict
     Raises
     ------
     TypeError, ValueError
-        If the model is not a Module, or an option is unknown or has a wrong value. The model is then unchanged.
+        If the model is not a Module, or an option is unknown or has a wrong value, or with ``compile_blocks`` no block
+        repeats. The model is then unchanged.
     PyactcompError
         If the model, a module inside or a model around it is already compressed, or ``impl`` cannot run.
 
@@ -282,6 +319,7 @@ on_conflict
         attention=attention,
         keep_weight_copies=keep_weight_copies,
         on_conflict=on_conflict,
+        compile_blocks=compile_blocks,
     )
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
@@ -290,6 +328,7 @@ on_conflict
             raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
+    config = _check_blocks(model, config, skipped)
     marks.unmark(model)
     unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
     fusion_state = fusions.fuse(model, config, skipped)
@@ -396,7 +435,7 @@ def compressed(
         model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
     mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict
         As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
-        ``fuse`` and ``fuse_head``.
+        ``fuse``, ``fuse_head`` and ``compile_blocks``.
 
     Raises
     ------

@@ -65,11 +65,15 @@ class Config:
         backward. Needed if an optimizer changes parameters between forward and backward.
     on_conflict : {"raise", "skip"}
         Raise, or step aside, if another pair of saved-tensor hooks is active: ours would silence the other pair.
+    compile_blocks : bool
+        Compile the blocks that repeat in the model, each by itself, with torch.compile; equal blocks share one
+        compilation. The rest of the model runs as without.
 
     Raises
     ------
     TypeError, ValueError
-        For a value outside of the choices above, and for ``fuse_head`` in lossless mode.
+        For a value outside of the choices above, for ``fuse_head`` in lossless mode, and for ``compile_blocks`` with
+        ``rounding`` or ``impl`` of which the compiler has no use.
     """
 
     mode: Mode = "int8"
@@ -85,6 +89,7 @@ class Config:
     attention: Exactness = "exact"
     keep_weight_copies: bool = False
     on_conflict: OnConflict = "raise"
+    compile_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -98,12 +103,23 @@ class Config:
             ("fuse", self.fuse, (True, False)),
             ("fuse_head", self.fuse_head, (True, False)),
             ("keep_weight_copies", self.keep_weight_copies, (True, False)),
+            ("compile_blocks", self.compile_blocks, (True, False)),
         ):
             check_choice(name, value, allowed)
         if self.fuse_head and self.mode == "lossless":
             raise ValueError(
                 "fuse_head=True sums in another order than torch, so it cannot be lossless: drop fuse_head=True or "
                 "mode='lossless'"
+            )
+        if self.compile_blocks and self.rounding != "nearest":
+            raise ValueError(
+                f"compile_blocks=True rounds to nearest in the compiled blocks: drop compile_blocks=True or "
+                f"rounding={self.rounding!r}"
+            )
+        if self.compile_blocks and self.impl != "auto":
+            raise ValueError(
+                f"compile_blocks=True leaves the kernels of the blocks to the compiler: drop compile_blocks=True or "
+                f"impl={self.impl!r}"
             )
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)

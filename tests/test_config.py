@@ -16,6 +16,7 @@ import torch
 import pyactcomp
 from pyactcomp import Config, codec
 from pyactcomp.codec import format as fmt
+from pyactcomp.compress import MODULE_OPTIONS
 
 
 def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:
@@ -35,6 +36,7 @@ def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:
         ("impl", codec.IMPLS),
         ("on_conflict", ("raise", "skip")),
         ("keep_weight_copies", (True, False)),
+        ("compile_blocks", (True, False)),
         ("seed", (0, 1, 2**64 - 1)),
         ("min_bytes", (0, 1, 2**63 - 1)),
         ("skip", ((), ("layer.0", torch.nn.Linear))),
@@ -82,6 +84,8 @@ WRONG = [
     ("on_conflict", "ignore", ValueError),
     ("keep_weight_copies", "yes", ValueError),
     ("keep_weight_copies", None, ValueError),
+    ("compile_blocks", "yes", ValueError),
+    ("compile_blocks", None, ValueError),
     ("seed", -1, ValueError),
     ("seed", 2**64, ValueError),
     ("seed", 1.0, TypeError),
@@ -127,7 +131,7 @@ def test_every_field_is_documented() -> None:
 
 @pytest.mark.parametrize(
     ("function", "without"),
-    [(pyactcomp.compress, set()), (pyactcomp.compressed, {"fuse", "fuse_head"})],
+    [(pyactcomp.compress, set()), (pyactcomp.compressed, set(MODULE_OPTIONS))],
     ids=["compress", "compressed"],
 )
 def test_signatures_spell_out_every_option(function: Callable[..., Any], without: set[str]) -> None:
@@ -145,6 +149,7 @@ def test_signatures_spell_out_every_option(function: Callable[..., Any], without
         *(("mode", "lossless"), ("group_size", 128), ("rounding", "stochastic"), ("seed", 7), ("min_bytes", 0)),
         *(("skip", [torch.nn.Linear]), ("impl", "reference"), ("unknown", "int8"), ("attention", "int8")),
         *(("keep_weight_copies", True), ("on_conflict", "skip"), ("fuse", False), ("fuse_head", True)),
+        ("compile_blocks", True),
     ],
 )
 def test_every_option_reaches_the_configuration(option: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +159,7 @@ def test_every_option_reaches_the_configuration(option: str, value: Any, monkeyp
     )
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     calls = [lambda: pyactcomp.compress(model, **{option: value})]
-    if option not in ("fuse", "fuse_head"):
+    if option not in MODULE_OPTIONS:
         calls.append(lambda: pyactcomp.compressed(model, **{option: value}))
     for call in calls:
         with contextlib.suppress(ValueError):  # this model has no head to fuse

@@ -26,14 +26,14 @@ class Graphs:
     warned : bool
         A warning has named the reason why graphs keep what they save.
     classes : dict
-        The marked class of each class of modules, skipped or not.
+        The marked class of each class of modules, skipped or not, and compiled under a name or not.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.records: list[GraphRecord] = []
         self.warned = False
-        self.classes: dict[tuple[type[Module], bool], type[Module]] = {}
+        self.classes: dict[tuple[type[Module], bool, str], type[Module]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graphs, (self.config,)
@@ -50,11 +50,15 @@ class Graphs:
 
 
 class Mark(NamedTuple):
-    """What a marked class says of its modules: the graphs of their model, a name, and whether they are skipped."""
+    """What a marked class says of its modules: the graphs of their model, a name, and whether they are skipped.
+
+    ``compiled`` is the name under which a block compiles itself, or empty.
+    """
 
     graphs: Graphs
     name: str
     skipped: bool
+    compiled: str
 
 
 def traced_mark() -> Mark | None:

@@ -16,6 +16,7 @@ from torch.nn import Module, ModuleList, Sequential
 from ..config import Config
 from ..engine.marks import COMPILED, unmarked
 from ..torch_private import backend_being_traced, constant_in_graphs
+from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
 
 # A model compressed again by the same configuration finds its compiled graphs again.
@@ -72,19 +73,22 @@ class Marked(Module):
             return (make, arguments, *state)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (unmarked(type(self)),)
-        return (_blank, (make, arguments, mark.graphs, mark.skipped), *state)
+        return (_blank, (make, arguments, mark.graphs, mark.skipped, mark.compiled), *state)
 
 
-def _blank(make: Callable[..., Module], arguments: tuple[Any, ...], graphs: Graphs, skipped: bool) -> Module:
+def _blank(
+    make: Callable[..., Module], arguments: tuple[Any, ...], graphs: Graphs, skipped: bool, compiled: str
+) -> Module:
     module = make(*arguments)
-    module.__class__ = _class_of(graphs, type(module), skipped)
+    module.__class__ = _class_of(graphs, type(module), skipped, compiled)
     return module
 
 
-def _class_of(graphs: Graphs, cls: type[Module], skipped: bool) -> type[Module]:
-    if (cls, skipped) not in graphs.classes:
-        graphs.classes[cls, skipped] = _marked(cls, Mark(graphs, cls.__name__, skipped))
-    return graphs.classes[cls, skipped]
+def _class_of(graphs: Graphs, cls: type[Module], skipped: bool, compiled: str = "") -> type[Module]:
+    key = cls, skipped, compiled
+    if key not in graphs.classes:
+        graphs.classes[key] = _marked(cls, Mark(graphs, cls.__name__, skipped, compiled))
+    return graphs.classes[key]
 
 
 def _marked(cls: type[Module], mark: Mark) -> type[Module]:
@@ -100,7 +104,8 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
 
     # Dynamo imports the module of a function: the module of the names that the function reads.
     forward.__module__ = __name__
-    body = {"forward": forward, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    called = compiled_forward(forward, cls.__name__, mark.compiled) if mark.compiled else forward
+    body = {"forward": called, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return cast("type[Module]", type(cls.__name__, (Marked, cls), body))
 
 
@@ -118,16 +123,30 @@ def blocks_of(model: Module) -> list[Module]:
 
 
 def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> None:
-    """Mark the root, the modules that repeat and the modules compiled in place; and the skipped ones as such."""
+    """Mark the root, the modules that repeat and the modules compiled in place; and the skipped ones as such.
+
+    With ``compile_blocks`` the marked blocks compile themselves.
+    """
     unmark(model)
     graphs = _graphs.setdefault(model, {}).setdefault(config, Graphs(config))
     root = cast("Module", getattr(model, "_orig_mod", model))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     exempt = {module for outer in skipped for module in outer.modules()}
-    for module in dict.fromkeys([root, *blocks_of(model), *compiled, *skipped]):
+    to_compile = repeating_blocks(model, exempt) if config.compile_blocks else {}
+    for module in dict.fromkeys([root, *blocks_of(model), *compiled, *to_compile, *skipped]):
         # A class with a metaclass of its own, as TorchScript's, takes no other class.
         if type(type(module)) is type and not isinstance(module, torch.jit.ScriptModule):
-            module.__class__ = _class_of(graphs, type(module), module in exempt)
+            module.__class__ = _class_of(graphs, type(module), module in exempt, to_compile.get(module, ""))
+
+
+def pause(model: Module) -> None:
+    """Have graphs keep what they save: unmark all modules but the blocks that compile themselves."""
+    for module in model.modules():
+        mark: Mark | None = COMPILED.get(type(module))
+        cls = unmarked(type(module))
+        if mark is not None and mark.compiled:
+            cls = _class_of(mark.graphs, cls, True, mark.compiled)
+        module.__class__ = cls
 
 
 def unmark(model: Module) -> None:

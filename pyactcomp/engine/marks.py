@@ -83,6 +83,12 @@ def unmarked(cls: Any) -> Any:
     return cls.__bases__[1] if COMPILED.get(cls) is not None else cls
 
 
+def compiles_itself(module: Any) -> bool:
+    """Return whether a module has the class of a compiled block; its hooks then run outside of its graph."""
+    mark = COMPILED.get(type(module))
+    return mark is not None and bool(mark.compiled)
+
+
 def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
     """Attach a recipe to an output, and a weak reference to the output to its node."""
     RECIPE.set(out, recipe)

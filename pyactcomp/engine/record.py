@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from . import policy
-from .marks import Packs
+from .marks import Packs, compiles_itself
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def _eager_children(module: Module, prefix: str) -> Iterator[tuple[str, Module]]
             continue
         if child._compiled_call_impl is None:
             yield prefix + name, child
-        yield from _eager_children(child, f"{prefix}{name}.")
+        if not compiles_itself(child):
+            yield from _eager_children(child, f"{prefix}{name}.")
 
 
 _recording = threading.local()

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
-from ..compress import compress, compressed, decompress
+from ..compress import MODULE_OPTIONS, compress, compressed, decompress
 from ..report import Report, report
 
 
@@ -53,7 +53,7 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Compress the module, and run ``training_step`` (called instead of the module) inside ``compressed``."""
-        around = {name: value for name, value in self.options.items() if name not in ("fuse", "fuse_head")}
+        around = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
         compress(pl_module, **self.options)
         self._step = compressed(pl_module, **around)
         pl_module.training_step = self._step(pl_module.training_step)

@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Module
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..compress import compress, compressed, decompress
+from ..compress import MODULE_OPTIONS, compress, compressed, decompress
 from ..report import Report, report
 
 
@@ -51,7 +51,7 @@ class CompressionCallback(TrainerCallback):
     def cover_loss(self, trainer: Trainer) -> None:
         """Compress the tensors ``trainer.compute_loss`` saves outside the model; raise if the trainer offloads."""
         _refuse_offload(trainer.args)
-        options = {name: value for name, value in self.options.items() if name not in ("fuse", "fuse_head")}
+        options = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
         trainer.compute_loss = compressed(trainer.model, **options)(trainer.compute_loss)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

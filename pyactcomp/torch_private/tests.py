@@ -434,6 +434,32 @@ def _test_backend_being_traced() -> None:
     assert seen == ["eager"]
 
 
+def _test_dynamo() -> None:
+    # Imports the compiler, so only here.
+    from .dynamo import compile_errors, missing, raised_recompile_limit, recompile_limit
+
+    assert missing() is None, missing()
+    limit = recompile_limit()
+
+    def step(x: Tensor, name: str) -> Tensor:
+        if not name:
+            torch._dynamo.graph_break()
+        return x + len(name)
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    with raised_recompile_limit(1):
+        assert recompile_limit() == 1
+        compiled(torch.zeros(1), "a")
+        for name in ("", "bb"):
+            try:
+                compiled(torch.zeros(1), name)
+            except compile_errors():
+                continue
+            raise AssertionError(f"{name!r} was compiled")
+    assert recompile_limit() == limit
+    compiled(torch.zeros(1), "bb")
+
+
 _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_isHistoryEnabled": _test_history_enabled,
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
@@ -463,6 +489,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch.nn.modules.module._has_any_global_hook": _test_global_module_hooks,
     "torch._guards.TracingContext": _test_tracing_context,
     "InstructionTranslator.current_tx().output.compiler_fn": _test_backend_being_traced,
+    "torch._dynamo.exc, torch._dynamo.config.recompile_limit": _test_dynamo,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
 }

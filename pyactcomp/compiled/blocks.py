@@ -1,0 +1,193 @@
+"""Compiles the blocks that repeat in a model, each by itself; equal blocks share their graphs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn.parameter import is_lazy
+
+from ..torch_private import constant_in_graphs, transformed
+
+# A line on the standard error, unless the program configures logging; before that much, nobody wonders.
+_log = logging.getLogger("pyactcomp")
+_PATIENCE_S = 2.0
+
+Forward = Callable[..., Any]
+
+
+def repeating_blocks(model: Module, skipped: Collection[Module] = ()) -> dict[Module, str]:
+    """Return the outermost blocks that repeat, each with the name that equal blocks share.
+
+    Parameters
+    ----------
+    model : Module
+    skipped : collection of Module
+        Left out, with all that they contain.
+
+    Returns
+    -------
+    dict of Module to str
+        The children of a ``ModuleList`` or ``Sequential`` that have children of their own, and a sibling of the same
+        class with the same names, shapes and dtypes of parameters and buffers.
+    """
+    names = {child: _name(child) for child in model.children() if _is_block(child)}
+    counts = Counter(names.values()) if isinstance(model, (ModuleList, Sequential)) else Counter()
+    found: dict[Module, str] = {}
+    for child in model.children():
+        if child in skipped:
+            continue
+        if counts[names.get(child, "")] > 1:
+            found[child] = names[child]
+        else:
+            found |= repeating_blocks(child, skipped)
+    return found
+
+
+def _is_block(module: Module) -> bool:
+    # TorchScript has a graph of its own; a forward of the instance would pass by the class's.
+    excluded = isinstance(module, (ModuleList, ModuleDict, torch.jit.ScriptModule)) or "forward" in module.__dict__
+    return not excluded and type(type(module)) is type and next(module.children(), None) is not None
+
+
+def _name(block: Module) -> str:
+    """Return the class of a block with a digest of its structure."""
+    tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+    structure = [(name, None if is_lazy(t) else tuple(t.shape), str(t.dtype)) for name, t in tensors]
+    cls = type(block)
+    digest = hashlib.sha256(repr((cls.__module__, cls.__qualname__, structure)).encode()).hexdigest()
+    return f"{cls.__name__}_{digest[:8]}"
+
+
+class CompiledForward:
+    """The forward of equal blocks: compiled at the first call, and eager where torch.compile cannot.
+
+    Parameters
+    ----------
+    forward : function
+        Takes the block first.
+    cls : str
+        Name of the class, for messages.
+    name : str
+        As from :func:`repeating_blocks`. Dynamo keeps graphs, their number and the sizes that changed by the code of a
+        function, so each structure has code of its own under a name of its own.
+    """
+
+    def __init__(self, forward: Forward, cls: str, name: str) -> None:
+        self._eager, self._cls, self._name = forward, cls, name
+        self._compiled: Forward | None = None
+        self._errors: tuple[type[Exception], ...] = ()
+        self._refused: set[tuple[bool, bool]] = set()
+        self._traced: WeakSet[Module] = WeakSet()
+        self._traces = 0
+
+    def __call__(self, block: Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, compiled or not."""
+        # One mode alone may have a construct that cannot be compiled, as evaluation a cache of keys and values.
+        mode = block.training, torch.is_grad_enabled()
+        if mode in self._refused or os.environ.get("PYACTCOMP_DISABLE") == "1" or transformed():
+            return self._eager(block, *args, **kwargs)
+        traces = self._traces
+        try:
+            if self._compiled is not None:
+                with self._limit(block):
+                    return self._compiled(block, *args, **kwargs)
+            with _announced(self._cls):
+                return self._compile()(block, *args, **kwargs)
+        except self._errors as error:
+            problem = error
+        finally:
+            if self._traces != traces:
+                self._traced.add(block)
+        # An error of the block's own is raised here, as without compilation.
+        output = self._eager(block, *args, **kwargs)
+        self._refused.add(mode)
+        warnings.warn(f"{self._cls} runs uncompiled: {_reason(problem)}", stacklevel=3)
+        return output
+
+    def _compile(self) -> Forward:
+        from ..torch_private.dynamo import compile_errors  # imports the compiler
+
+        self._errors = compile_errors()
+        # Dynamo would compile the pieces between graph breaks, which keep what they save: eager code keeps less.
+        self._compiled = torch.compile(_renamed(self._traceable(), self._name), fullgraph=True)
+        return self._compiled
+
+    def _traceable(self) -> FunctionType:
+        eager = self._eager
+
+        @constant_in_graphs
+        def count() -> None:
+            self._traces += 1
+
+        def forward(block: Module, *args: Any, **kwargs: Any) -> Any:
+            count()
+            return eager(block, *args, **kwargs)
+
+        return cast("FunctionType", forward)
+
+    def _limit(self, block: Module) -> AbstractContextManager[object]:
+        """Allow each block the graphs that Dynamo allows a function: blocks that differ in a number have their own."""
+        from ..torch_private.dynamo import raised_recompile_limit, recompile_limit
+
+        limit = recompile_limit()
+        if self._traces < limit:
+            return nullcontext()
+        return raised_recompile_limit(limit * len({*self._traced, block}))
+
+
+def _renamed(function: FunctionType, name: str) -> Forward:
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+@contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Say that a first call compiles, if this takes long."""
+    message = "pyactcomp: torch.compile compiles %s, once for all equal blocks; the first step waits"
+    timer = threading.Timer(_PATIENCE_S, _log.warning, (message, name))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _reason(problem: Exception) -> str:
+    """Return the first lines of an error of the compiler, which go on for pages."""
+    lines = [line.strip() for line in str(problem.__cause__ or problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {' '.join(lines[:2])}"
+
+
+def compiled_forward(forward: Forward, cls: str, name: str) -> Forward:
+    """Return a forward that compiles itself, as :class:`CompiledForward` does."""
+    run = CompiledForward(forward, cls, name)
+
+    @functools.wraps(forward)
+    def compiled(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside a graph around the block
+            return forward(self, *args, **kwargs)
+        return run(self, *args, **kwargs)
+
+    compiled.__module__ = __name__
+    return compiled
+
+
+def reason_unavailable() -> str | None:
+    """Return why this release of torch compiles no blocks, or None."""
+    from ..torch_private import dynamo, partitions
+
+    return dynamo.missing() or partitions.missing()
