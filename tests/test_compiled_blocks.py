@@ -9,6 +9,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from compiled_backend import as_inductor
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 from works_with import GRADIENT_BOUND, MIN_BYTES, Block, Transformer, gradients, regression, relative_error
 
 import pyactcomp
@@ -323,10 +328,74 @@ def test_everything_off_is_eager(exact: Transformer, compiler: Compiler, monkeyp
     model = compress(copy.deepcopy(exact))
     monkeypatch.setenv("PYACTCOMP_DISABLE", "1")
     assert error(model, exact) == 0.0
-    monkeypatch.delenv("PYACTCOMP_DISABLE")
-    inputs = regression("cpu")[0][:, None]
-    assert torch.equal(torch.func.vmap(model)(inputs), torch.func.vmap(exact)(inputs))
     assert compiler.graphs == 0
+
+
+def flops(model: nn.Module, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        out = model(x)
+    assert counter.get_total_flops() > 0
+    return out
+
+
+CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "script": lambda model, x: torch.jit.script(model)(x),
+    "trace": lambda model, x: torch.jit.trace(model, x, check_trace=False)(x),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model)(x),
+    "make_fx": lambda model, x: make_fx(model)(x)(x),
+    "export": lambda model, x: torch.export.export(model, (x,)).module()(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x[:, None])[:, 0],
+    "dispatch mode": flops,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.jit.script takes the model without pyactcomp:UserWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_other_tracers_and_modes_see_eager_blocks(name: str, compiler: Compiler) -> None:
+    torch.manual_seed(0)
+    exact, x = nn.Sequential(pair(64), pair(64)), torch.randn(16, 64)
+    assert torch.equal(CALLS[name](compress(copy.deepcopy(exact)), x), exact(x))
+    assert compiler.graphs == 0
+
+
+def test_threads_share_the_graph(exact: Transformer, compiler: Compiler) -> None:
+    model, inputs = compress(copy.deepcopy(exact)), regression("cpu")[0]
+    with ThreadPoolExecutor(4) as threads:
+        outputs = list(threads.map(lambda _: model(inputs), range(8)))
+    expected = exact(inputs)
+    for output in outputs:
+        torch.testing.assert_close(output, expected, rtol=REORDERED, atol=REORDERED)
+    assert 1 <= compiler.graphs <= 4
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+@pytest.mark.parametrize("order", ["shard, compress", "compress, shard", "compress, replicate"])
+@pytest.mark.usefixtures("process_group")
+def test_sharded_and_replicated_blocks_share_the_graph(exact: Transformer, compiler: Compiler, order: str) -> None:
+    model = copy.deepcopy(exact)
+    called: nn.Module = model
+    for change in order.split(", "):
+        if change == "compress":
+            compress(model)
+        elif change == "replicate":
+            called = DistributedDataParallel(model)
+        else:
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+    for _ in range(2):
+        step(called)
+    got = {name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in gradients(model).items()}
+    assert REORDERED < relative_error(got, step(exact)) <= GRADIENT_BOUND
+    assert compiler.graphs == len(pyactcomp.report(model).graphs) == 1
 
 
 def test_verify_compares_with_the_same_blocks_without_compression(exact: Transformer, compiler: Compiler) -> None:

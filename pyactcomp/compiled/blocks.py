@@ -16,14 +16,17 @@ from typing import Any, cast
 from weakref import WeakSet
 
 import torch
+from torch.fx import Proxy
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parameter import is_lazy
 
-from ..torch_private import constant_in_graphs, transformed
+from ..torch_private import constant_in_graphs, dispatch_mode_active, transformed
 
 # A line on the standard error, unless the program configures logging; before that much, nobody wonders.
 _log = logging.getLogger("pyactcomp")
 _PATIENCE_S = 2.0
+
+_NOTHING = nullcontext()
 
 Forward = Callable[..., Any]
 
@@ -88,25 +91,25 @@ class CompiledForward:
     def __init__(self, forward: Forward, cls: str, name: str) -> None:
         self._eager, self._cls, self._name = forward, cls, name
         self._compiled: Forward | None = None
-        self._errors: tuple[type[Exception], ...] = ()
         self._refused: set[tuple[bool, bool]] = set()
         self._traced: WeakSet[Module] = WeakSet()
-        self._traces = 0
+        self._traces = self._limit = 0
 
     def __call__(self, block: Module, *args: Any, **kwargs: Any) -> Any:
         """Run the block, compiled or not."""
         # One mode alone may have a construct that cannot be compiled, as evaluation a cache of keys and values.
         mode = block.training, torch.is_grad_enabled()
-        if mode in self._refused or os.environ.get("PYACTCOMP_DISABLE") == "1" or transformed():
+        if mode in self._refused or _must_be_eager(args, kwargs):
             return self._eager(block, *args, **kwargs)
         traces = self._traces
         try:
-            if self._compiled is not None:
-                with self._limit(block):
-                    return self._compiled(block, *args, **kwargs)
-            with _announced(self._cls):
-                return self._compile()(block, *args, **kwargs)
-        except self._errors as error:
+            with self._around(block):
+                return (self._compiled or self._compile())(block, *args, **kwargs)
+        except Exception as error:
+            from ..torch_private.dynamo import is_refusal
+
+            if not is_refusal(error):
+                raise
             problem = error
         finally:
             if self._traces != traces:
@@ -117,10 +120,23 @@ class CompiledForward:
         warnings.warn(f"{self._cls} runs uncompiled: {_reason(problem)}", stacklevel=3)
         return output
 
-    def _compile(self) -> Forward:
-        from ..torch_private.dynamo import compile_errors  # imports the compiler
+    def _around(self, block: Module) -> AbstractContextManager[object]:
+        """Tell of a first compilation; allow each block the graphs that Dynamo allows a function.
 
-        self._errors = compile_errors()
+        Blocks that differ in a number have graphs of their own.
+        """
+        if self._compiled is None:
+            return _announced(self._cls)
+        if self._traces < self._limit:
+            return _NOTHING
+        from ..torch_private.dynamo import raised_recompile_limit
+
+        return raised_recompile_limit(self._limit * len({*self._traced, block}))
+
+    def _compile(self) -> Forward:
+        from ..torch_private.dynamo import recompile_limit
+
+        self._limit = recompile_limit()
         # Dynamo would compile the pieces between graph breaks, which keep what they save: eager code keeps less.
         self._compiled = torch.compile(_renamed(self._traceable(), self._name), fullgraph=True)
         return self._compiled
@@ -138,14 +154,13 @@ class CompiledForward:
 
         return cast("FunctionType", forward)
 
-    def _limit(self, block: Module) -> AbstractContextManager[object]:
-        """Allow each block the graphs that Dynamo allows a function: blocks that differ in a number have their own."""
-        from ..torch_private.dynamo import raised_recompile_limit, recompile_limit
 
-        limit = recompile_limit()
-        if self._traces < limit:
-            return nullcontext()
-        return raised_recompile_limit(limit * len({*self._traced, block}))
+def _must_be_eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether all is switched off, or the call is traced or watched by others than torch.compile."""
+    if os.environ.get("PYACTCOMP_DISABLE") == "1" or transformed() or dispatch_mode_active():
+        return True
+    # Not a generator, which takes a microsecond more.
+    return any([isinstance(value, Proxy) for value in (*args, *kwargs.values())])
 
 
 def _renamed(function: FunctionType, name: str) -> Forward:

@@ -8,7 +8,7 @@ from torch import fx
 from torch.nn import Module
 
 from ..config import Config
-from ..engine.marks import COMPILED
+from ..engine.marks import compiled_mark
 from ..torch_private import tracing_context
 from .graphs import GraphRecord
 
@@ -70,7 +70,7 @@ def is_skipped(node: fx.Node) -> bool:
     """Return whether a skipped module made a value of a graph."""
     stack = node.meta.get("nn_module_stack")
     classes = [cls for _, cls in stack.values()] if isinstance(stack, dict) else []
-    marks = [COMPILED.get(cls) for cls in classes if isinstance(cls, type)]
+    marks = [compiled_mark(cls) for cls in classes if isinstance(cls, type)]
     return any(mark is not None and mark.skipped for mark in marks)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.nn import Module, ModuleList, Sequential
 
 from ..config import Config
-from ..engine.marks import COMPILED, unmarked
-from ..torch_private import backend_being_traced, constant_in_graphs
+from ..engine.marks import COMPILED, compiled_mark, unmarked
+from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
 
@@ -42,7 +42,14 @@ def ineffective(config: Config) -> Iterator[str]:
 
 def _tell(mark: Mark) -> None:
     """Hand the mark of a class to the partitioner of the graph being traced; the outermost module's counts."""
-    if traced_mark() is not None or not torch.is_grad_enabled() or os.environ.get("PYACTCOMP_DISABLE") == "1":
+    # An exported program has no backward; and another thread may trace, for which torch has one flag.
+    if (
+        tracing_context() is None
+        or torch.compiler.is_exporting()
+        or traced_mark() is not None
+        or not torch.is_grad_enabled()
+        or os.environ.get("PYACTCOMP_DISABLE") == "1"
+    ):
         return
     reason = reason_unserved(mark.graphs.config)
     backend = backend_being_traced()
@@ -158,5 +165,5 @@ def unmark(model: Module) -> None:
 def graphs_of(model: Module) -> Graphs | None:
     """Return the graphs of a compressed model."""
     root = getattr(model, "_orig_mod", model)
-    mark: Mark | None = COMPILED.get(type(root))
+    mark: Mark | None = compiled_mark(type(root))
     return None if mark is None else mark.graphs

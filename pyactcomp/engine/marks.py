@@ -83,9 +83,14 @@ def unmarked(cls: Any) -> Any:
     return cls.__bases__[1] if COMPILED.get(cls) is not None else cls
 
 
+def compiled_mark(cls: type) -> Any:
+    """Return the mark of a class, or of the class behind, as ``fully_shard`` derives one; None without a mark."""
+    return next((mark for base in cls.__mro__ if (mark := COMPILED.get(base)) is not None), None)
+
+
 def compiles_itself(module: Any) -> bool:
     """Return whether a module has the class of a compiled block; its hooks then run outside of its graph."""
-    mark = COMPILED.get(type(module))
+    mark = compiled_mark(type(module))
     return mark is not None and bool(mark.compiled)
 
 

@@ -34,7 +34,7 @@ from ..readers.forms import (
     Reading,
 )
 from .halves import BitsKernel, half_kernel, half_nbytes
-from .marks import COMPILED
+from .marks import compiled_mark
 from .policy import CARRIER
 from .saved import Storing
 
@@ -145,7 +145,7 @@ class Packing:
     def warn_of_compiled_graph(self) -> None:
         """Warn, once, if the tensor being packed is saved by a compiled graph; not if the compiler has."""
         root = self.root() if self.root is not None else None
-        mark = COMPILED.get(type(getattr(root, "_orig_mod", root)))
+        mark = compiled_mark(type(getattr(root, "_orig_mod", root)))
         if mark is not None and mark.graphs.explained:
             self.warned_of_compile = True
             return

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch._dynamo import config, exc
 
-__all__ = ["compile_errors", "missing", "raised_recompile_limit", "recompile_limit"]
+__all__ = ["is_refusal", "missing", "raised_recompile_limit", "recompile_limit"]
 
 
 def missing() -> str | None:
@@ -23,9 +23,11 @@ def missing() -> str | None:
     return None
 
 
-def compile_errors() -> tuple[type[Exception], ...]:
-    """Return the errors raised in place of a compiled call, before any of its operators ran."""
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+def is_refusal(error: Exception) -> bool:
+    """Return whether torch.compile raised an error because it cannot compile the called function."""
+    refusals = exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+    # Raised after the call, which torch 2.13 ran uncompiled.
+    return isinstance(error, refusals) or "fullgraph=True found no compiled frames" in str(error)
 
 
 def recompile_limit() -> int:
