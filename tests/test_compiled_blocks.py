@@ -187,6 +187,40 @@ def test_a_block_that_cannot_be_compiled_runs_as_without(exact: Transformer, com
     assert report.stored_bytes == pyactcomp.report(plain).stored_bytes
 
 
+def test_a_failure_of_the_backend_is_named(
+    exact: Transformer, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise FileNotFoundError("no C++ compiler")
+
+    monkeypatch.setattr(compiler, "_inner", fails)
+    model = compress(copy.deepcopy(exact))
+    with pytest.warns(UserWarning, match="Block runs uncompiled: BackendCompilerFailed: .*FileNotFoundError: no C"):
+        assert 0.0 < error(model, exact) <= GRADIENT_BOUND
+    assert 0.0 < error(model, exact) <= GRADIENT_BOUND
+    assert compiler.graphs == 1
+
+
+class Named(nn.Module):
+    """A block whose keywords are the names of the wrapper's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, block: Tensor, name: str = "") -> Tensor:
+        return x + self.linear(x) * block
+
+
+def test_a_block_takes_any_keyword(compiler: Compiler) -> None:
+    torch.manual_seed(0)
+    exact = nn.ModuleList([Named(), Named()])
+    model, x = compress(copy.deepcopy(exact)), torch.randn(16, 64)
+    got = [each[1](x, block=x, name="a") for each in (model, exact)]
+    torch.testing.assert_close(*got, rtol=REORDERED, atol=REORDERED)
+    assert compiler.graphs == 1
+
+
 def test_a_construct_of_evaluation_leaves_training_compiled(
     exact: Transformer, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

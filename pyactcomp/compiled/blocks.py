@@ -95,7 +95,7 @@ class CompiledForward:
         self._traced: WeakSet[Module] = WeakSet()
         self._traces = self._limit = 0
 
-    def __call__(self, block: Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, block: Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run the block, compiled or not."""
         # One mode alone may have a construct that cannot be compiled, as evaluation a cache of keys and values.
         mode = block.training, torch.is_grad_enabled()
@@ -148,7 +148,7 @@ class CompiledForward:
         def count() -> None:
             self._traces += 1
 
-        def forward(block: Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(block: Module, /, *args: Any, **kwargs: Any) -> Any:
             count()
             return eager(block, *args, **kwargs)
 
