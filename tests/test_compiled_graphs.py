@@ -11,7 +11,7 @@ from compiled_backend import backend, gradients, off
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyactcomp.compiled import needs, partition
+from pyactcomp.compiled import divisors, needs, partition
 from pyactcomp.compiled.divisors import NONE_BEHIND
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.config import Config
@@ -348,3 +348,20 @@ def test_nothing_is_packed_beside_a_kept_view_of_most_of_a_memory() -> None:
 
     (record,) = gradients(step, [x], INT8, x)[2]
     assert {value.form for value in record.saved} == {"kept"}
+
+
+@pytest.mark.parametrize("solution", [torch.linalg.pinv, lambda x: torch.linalg.qr(x)[1]], ids=["pinv", "qr"])
+def test_operands_and_results_of_solutions_are_exact(
+    solution: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(128, 128) * 0.1 + torch.eye(128)).requires_grad_()
+
+    def step(x: Tensor, data: Tensor) -> Tensor:
+        # Backward does not compute a product of matrices again.
+        return (solution(x @ data) * torch.arange(128)).sum()
+
+    expected = gradients(step, [x], None, x, torch.eye(128))[1]
+    assert torch.equal(gradients(step, [x], INT8, x, torch.eye(128))[1][0], expected[0])
+    monkeypatch.setattr(divisors, "SOLUTIONS", ())
+    assert not torch.equal(gradients(step, [x], INT8, x, torch.eye(128))[1][0], expected[0])

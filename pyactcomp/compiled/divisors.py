@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
-from ..readers.table import AMPLIFYING
+from ..readers.table import AMPLIFYING, SOLUTIONS
 from .joint import VIEWS, fewest, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
@@ -65,6 +65,8 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
             found.rows.update(_across_rows(node, group_size))
     # Backward may read a view of them, of another name.
     for node in graph.nodes:
+        if name_of(node) in SOLUTIONS:
+            found.factors.add(node.name)
         if name_of(node) in VIEWS or name_of(node) == "getitem":
             for names in found:
                 if any(source.name in names for source in node.all_input_nodes):
@@ -75,6 +77,9 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
 def _divisors(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operands by which an operator, or its derivative, divides."""
     name = name_of(node)
+    if name in SOLUTIONS:
+        yield from node.all_input_nodes
+        return
     if name not in _NAMES or name in _NORMS or not node.args:
         return
     if name == "pow":

@@ -52,6 +52,14 @@ _ATTENTIONS = (
     "_efficient_attention_forward",
     "_cudnn_attention_forward",
 )
+SOLUTIONS = (
+    *("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex"),
+    *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_lstsq", "linalg_lu", "linalg_qr"),
+    *("linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_solve_triangular"),
+    *("cholesky", "cholesky_inverse", "cholesky_solve", "ormqr", "triangular_solve"),
+)
+"""Solutions of linear equations and decompositions: all operands and results are exact."""
+
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _SMOOTH = "the derivative is a smooth bounded function of it"
 _RATIO = "the derivative divides by it or takes the log or a power of it, so relative precision counts"
@@ -221,10 +229,7 @@ _GROUPS = (
     _Group(
         ITSELF,
         "a solution of linear equations or a decomposition amplifies errors by its condition number",
-        *("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex"),
-        *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_lstsq", "linalg_lu", "linalg_qr"),
-        *("linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_solve_triangular"),
-        *("cholesky", "cholesky_inverse", "cholesky_solve", "ormqr", "triangular_solve"),
+        *SOLUTIONS,
     ),
     _Group(
         ITSELF,
