@@ -68,6 +68,7 @@ bench: $(VENV)/package
 sweep: $(VENV)/package $(VENV)/tools
 	$(RUN) tests/operators.py
 	$(RUN) tests/programs.py --count $(PROGRAMS)
+	$(RUN) tests/compiled_operators.py
 	$(RUN) tests/compiled_programs.py --count 500
 	$(RUN) -m bench breadth
 

@@ -22,7 +22,7 @@ from compiled_backend import as_inductor
 from programs_check import ALLOWED, TIMES_BFLOAT16, Outcome, all_same, relative_error, same_error
 
 import pyactcomp
-from pyactcomp.compiled import rewrite
+from pyactcomp.compiled import plans
 from pyactcomp.readers.forms import BFLOAT16
 
 
@@ -67,7 +67,7 @@ def failures(namespace: dict[str, Any]) -> tuple[list[str], int] | None:
         found.append("int8 not finite")
     error = relative_error(int8, plain)
     if error > ALLOWED:
-        with mock.patch.object(rewrite, "_code_plan", return_value=rewrite._halves_plan(BFLOAT16)):
+        with mock.patch.object(plans, "_code_plan", return_value=plans._halves_plan(BFLOAT16)):
             rounded, _ = compiled(namespace, min_bytes=1)
         of_rounding = relative_error(rounded, plain) if same_error(rounded, plain) else math.inf
         allowed = max(ALLOWED, TIMES_BFLOAT16 * of_rounding)

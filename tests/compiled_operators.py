@@ -1,0 +1,187 @@
+"""PyTorch's operators through compressed graphs, without code generation: ``python tests/compiled_operators.py``.
+
+Gradients are compared with those of the same graph without compression, and the need of each operand with that in
+``readers/table.py``: a graph may ask for more than eager code, never for less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from compiled_backend import backend
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_databases import operators
+
+import pyactcomp
+from pyactcomp.compiled import plans
+from pyactcomp.compiled.graphs import GraphRecord
+from pyactcomp.compiled.sharing import _view_chain
+from pyactcomp.config import Config
+from pyactcomp.engine.frame import Frame
+from pyactcomp.readers.forms import CODES, RELATIVE
+
+OPERATORS = {f"{op.name} {op.variant_test_name}".strip(): op for op in operators if torch.float32 in op.dtypes}
+DRAWN = list(OPERATORS)
+random.Random(1).shuffle(DRAWN)
+BOUND = 0.02
+"""Largest relative L2 error over all gradients of a sample in int8; gradients below ZERO are rounding."""
+ZERO = 1e-5
+CONFIGS = (Config(min_bytes=0), Config(mode="lossless", min_bytes=0))
+
+
+class Case(NamedTuple):
+    """An operator's sample: the leaves, and a loss of them whose inputs are results of other operators."""
+
+    leaves: list[Tensor]
+    loss: Callable[..., Tensor]
+    inputs: list[Tensor]
+    """The operator's inputs that require grad, of the last call outside of a trace."""
+
+
+def cases(name: str, dtype: torch.dtype, samples: int) -> Iterator[Case]:
+    """Yield the first samples of an operator that have a gradient."""
+    op = OPERATORS[name]
+    if not op.supports_autograd or dtype not in op.dtypes:
+        return
+    for sample in list(op.sample_inputs("cpu", dtype, requires_grad=True))[:samples]:
+        yield _case(op, sample)
+
+
+def _case(op: Any, sample: Any) -> Case:
+    flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    at = [k for k, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+    seen: list[Tensor] = []
+
+    def loss(*leaves: Tensor) -> Tensor:
+        values = list(flat)
+        for k, x in zip(at, leaves, strict=True):
+            values[k] = x * 1.5
+        if not torch.compiler.is_compiling():
+            seen[:] = [values[k] for k in at]
+        first, args, kwargs = tree_unflatten(values, spec)
+        outputs = [y for y in tree_flatten(op(first, *args, **kwargs))[0] if isinstance(y, Tensor)]
+        return sum((y.float() * y.float().detach().cos()).sum() for y in outputs if y.is_floating_point())
+
+    return Case([flat[k].detach().clone().requires_grad_() for k in at], loss, seen)
+
+
+def gradients(case: Case, config: Config | None) -> list[Tensor | None]:
+    """Return the gradients by a graph; without a configuration by torch's own partition."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    records: list[GraphRecord] = []
+    loss = torch.compile(case.loss, backend=backend(config, records), fullgraph=True)(*case.leaves)
+    return list(torch.autograd.grad(loss, case.leaves, allow_unused=True))
+
+
+def difference(case: Case, config: Config, expected: list[Tensor | None]) -> str | None:
+    """Return how the gradients by a compressed graph differ from the expected ones, or None."""
+    squares = [0.0, 0.0]
+    for a, b in zip(gradients(case, config), expected, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return "a gradient is missing"
+            continue
+        if not bool(b.isfinite().all()):
+            continue
+        if config.mode == "lossless" and not torch.equal(a, b):
+            return "not bitwise the same"
+        if not bool(a.isfinite().all()):
+            return "non-finite where torch is not"
+        squares = [
+            squares[0] + float((a - b).abs().double().norm()) ** 2,
+            squares[1] + float(b.abs().double().norm()) ** 2,
+        ]
+    error, size = (square**0.5 for square in squares)
+    return f"{error / size:.2%} off" if config.mode == "int8" and error > BOUND * size + ZERO else None
+
+
+def laxer(case: Case) -> str | None:
+    """Return an operand of which the graph needs less than the table of eager code, or None."""
+    by_name: dict[str, int] = {}
+    by_memory: dict[int, int] = {}
+
+    def plan(node: Any, need: Any, *arguments: Any) -> Any:
+        if need is not None:
+            name = _view_chain(node)[0].name
+            by_name[name] = max(by_name.get(name, 0), need.reading.need)
+        return original_plan(node, need, *arguments)
+
+    def pack(self: Any, tensor: Tensor, saved: Tensor, reading: Any, form: Any) -> Any:
+        memory = saved.untyped_storage().data_ptr()
+        by_memory[memory] = max(by_memory.get(memory, 0), form.need)
+        return original_pack(self, tensor, saved, reading, form)
+
+    class Eager(nn.Module):
+        def forward(self, *leaves: Tensor) -> Tensor:
+            return case.loss(*leaves)
+
+    original_plan, original_pack = plans._plan, Frame._pack_for
+    with mock.patch.object(plans, "_plan", plan):
+        gradients(case, CONFIGS[0])
+    with mock.patch.object(Frame, "_pack_for", pack):
+        torch.manual_seed(0)
+        pyactcomp.compress(Eager(), min_bytes=0, fuse=False)(*case.leaves)
+    for number, x in enumerate(case.inputs):
+        needed = by_name.get(f"mul_{number}" if number else "mul")
+        eager = by_memory.get(x.untyped_storage().data_ptr())
+        if needed is None or eager is None or needed < CODES:  # bits, of a comparison in the forward
+            continue
+        # Less than one group is stored in 16 bits.
+        needed = max(needed, RELATIVE) if x.numel() < CONFIGS[0].group_size else needed
+        if needed < eager:
+            return f"input {number}: {needed} in the graph, {eager} in eager code"
+    return None
+
+
+def failures(name: str, dtype: torch.dtype, samples: int = 1) -> list[str] | None:
+    """Return what is wrong for an operator, or None if torch compiles no such step or it has no gradient."""
+    found: list[str] | None = None
+    for case in cases(name, dtype, samples):
+        try:
+            expected = gradients(case, None)
+        except Exception:
+            return found
+        found = found or []
+        problems = [(config.mode, difference(case, config, expected)) for config in CONFIGS]
+        found += [f"{mode}: {problem}" for mode, problem in problems if problem is not None]
+        problem = laxer(case) if dtype is torch.float32 else None
+        found += [] if problem is None else [problem]
+    return found
+
+
+def main() -> None:
+    """Run all operators; print each failure, and the place on a terminal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--only", metavar="NAME")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    begin, failed, run = time.monotonic(), 0, 0
+    names = [arguments.only] if arguments.only else DRAWN
+    for number, name in enumerate(names, 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = failures(name, dtype, arguments.samples)
+            run += found is not None
+            failed += bool(found)
+            for problem in found or []:
+                sys.stdout.write(f"{name} {dtype}: {problem}\n")
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r[{number}/{len(names)} {time.monotonic() - begin:.0f} s] {name:60.60}")
+    sys.stdout.write(f"{run} runs of {len(names)} operators, {failed} failed\n")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
