@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -9,7 +10,7 @@ from torch.nn import Module
 
 from ..config import Config
 from ..engine.marks import compiled_mark
-from ..torch_private import tracing_context
+from ..torch_private import owner_being_traced, tracing_context
 from .graphs import GraphRecord
 
 _NAME = "_pyactcomp_mark"
@@ -62,8 +63,22 @@ class Mark(NamedTuple):
 
 
 def traced_mark() -> Mark | None:
-    """Return the mark of the graph being compiled in this thread, or None outside of marked modules."""
+    """Return the mark of the graph being traced in this thread, or None outside of marked modules."""
     return getattr(tracing_context(), _NAME, None)
+
+
+def partitioned_mark() -> Mark | None:
+    """Return the mark of the graph being partitioned in this thread, or None outside of marked modules.
+
+    Around a graph break Dynamo compiles the parts of a forward as functions of their own, outside of the marked
+    forward. The ``self`` of such a part has the mark.
+    """
+    owner = owner_being_traced()
+    if isinstance(owner, Module) and owner.training and os.environ.get("PYACTCOMP_DISABLE") != "1":
+        mark: Mark | None = compiled_mark(type(owner))
+        if mark is not None and not mark.skipped and not mark.graphs.warned:
+            return mark
+    return traced_mark()
 
 
 def is_skipped(node: fx.Node) -> bool:

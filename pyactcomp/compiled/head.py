@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .._version import __version__
 from ..functional.head.operator import linear_cross_entropy
-from .context import traced_mark
+from .context import partitioned_mark
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _OPTIONS = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
@@ -38,7 +38,7 @@ class HeadPass(CustomGraphPass):
         """Rewrite a graph in place."""
         for graph_pass in self.before:
             graph_pass(graph)
-        mark = traced_mark()
+        mark = partitioned_mark()
         if mark is None or not mark.graphs.config.fuse_head:
             return
         for reason in chunk_losses(graph):
@@ -46,7 +46,7 @@ class HeadPass(CustomGraphPass):
 
     def uuid(self) -> object:
         """Return the key of the graph at hand in torch's caches."""
-        mark = traced_mark()
+        mark = partitioned_mark()
         keys = [getattr(graph_pass, "uuid", None) for graph_pass in self.before]
         if any(key is None for key in keys):
             return None  # torch then takes no graph from its caches

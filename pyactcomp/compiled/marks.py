@@ -6,6 +6,7 @@ import copyreg
 import functools
 import os
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -105,7 +106,7 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.training:
             tell()
         return cls.forward(self, *args, **kwargs)
 
@@ -129,6 +130,17 @@ def blocks_of(model: Module) -> list[Module]:
     return list(dict.fromkeys(found))
 
 
+def _unwrapped(module: Module) -> Iterator[Module]:
+    """Yield a module and, inside wrappers such as DDP, the modules that a graph of their own may begin with."""
+    while True:
+        module = cast("Module", getattr(module, "_orig_mod", module))
+        yield module
+        children = list(module.children())
+        if len(children) != 1 or next(children[0].children(), None) is None:
+            return
+        module = children[0]
+
+
 def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> None:
     """Mark the root, the modules that repeat and the modules compiled in place; and the skipped ones as such.
 
@@ -136,13 +148,12 @@ def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Non
     """
     unmark(model)
     graphs = _graphs.setdefault(model, {}).setdefault(config, Graphs(config))
-    root = cast("Module", getattr(model, "_orig_mod", model))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     exempt = {module for outer in skipped for module in outer.modules()}
     to_compile = repeating_blocks(model, exempt) if config.compile_blocks else {}
-    for module in dict.fromkeys([root, *blocks_of(model), *compiled, *to_compile, *skipped]):
-        # A class with a metaclass of its own, as TorchScript's, takes no other class.
-        if type(type(module)) is type and not isinstance(module, torch.jit.ScriptModule):
+    for module in dict.fromkeys([*_unwrapped(model), *blocks_of(model), *compiled, *to_compile, *skipped]):
+        # A class with a metaclass of its own, as TorchScript's, takes no other class; DDP is an abstract base class.
+        if type(type(module)) in (type, ABCMeta) and not isinstance(module, torch.jit.ScriptModule):
             module.__class__ = _class_of(graphs, type(module), module in exempt, to_compile.get(module, ""))
 
 

@@ -19,7 +19,7 @@ from ..torch_private.partitions import (
     set_partitioner,
     set_pre_grad_pass,
 )
-from .context import traced_mark
+from .context import partitioned_mark
 from .graphs import GraphRecord
 from .head import HeadPass
 from .partition import partition
@@ -41,7 +41,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
         """Return the forward and the backward graph of a joint graph."""
-        mark = traced_mark()
+        mark = partitioned_mark()
         if mark is None:
             return self._as_without(gm, joint_inputs, **kwargs)
         untouched = _copy(gm)
@@ -57,7 +57,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> object:
         """Return the key of the graph at hand in torch's caches: a compressed graph is another graph."""
-        mark = traced_mark()
+        mark = partitioned_mark()
         inner = getattr(self.inner, "uuid", None)
         return __version__, None if mark is None else repr(mark.graphs.config), None if inner is None else inner()
 
@@ -83,7 +83,7 @@ class Remembered:
 
 
 def _recall(record: GraphRecord) -> Remembered:
-    mark = traced_mark()
+    mark = partitioned_mark()
     if mark is not None:
         mark.graphs.add(record)
     return Remembered(record)

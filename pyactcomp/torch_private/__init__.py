@@ -32,6 +32,7 @@ __all__ = [
     "module_hooks_are_global",
     "never_traced",
     "normalises_by_cudnn",
+    "owner_being_traced",
     "pluggable_setters",
     "profiler_enabled",
     "replace_entry_points",
@@ -279,3 +280,19 @@ def backend_being_traced() -> str | None:
     backend = getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
     name: str | None = getattr(backend, "compiler_name", None)
     return name if name in list_backends(exclude_tags=()) else None
+
+
+def owner_being_traced() -> object | None:
+    """Return the argument ``self`` of the function that torch.compile compiles in this thread, if its class is guarded.
+
+    A function that only passes ``self`` on serves objects of all classes.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    with suppress(AttributeError):  # of no trace in progress
+        output = InstructionTranslator.current_tx().output
+        for guard in output.guards:
+            if guard.name == "L['self']" and guard.create_fn_name() == "TYPE_MATCH":
+                owner: object = output.root_tx.f_locals["self"]
+                return owner
+    return None

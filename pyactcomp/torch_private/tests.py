@@ -34,6 +34,7 @@ from . import (
     module_hooks_are_global,
     never_traced,
     normalises_by_cudnn,
+    owner_being_traced,
     pluggable_setters,
     profiler_enabled,
     replace_entry_points,
@@ -461,6 +462,29 @@ def _test_dynamo() -> None:
     compiled(torch.zeros(1), "bb")
 
 
+def _test_owner_being_traced() -> None:
+    seen: list[object] = []
+
+    class Owner:
+        one = 1
+
+        def step(self, x: Tensor) -> Tensor:
+            x = x + self.one
+            torch._dynamo.graph_break()
+            x = x + 2  # self is passed on
+            torch._dynamo.graph_break()
+            return x + self.one
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        seen.append(owner_being_traced())
+        return graph.forward
+
+    owner = Owner()
+    assert owner_being_traced() is None
+    torch.compile(owner.step, backend=backend)(torch.zeros(1))
+    assert seen == [owner, None, owner]
+
+
 _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_isHistoryEnabled": _test_history_enabled,
     "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
@@ -491,6 +515,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._guards.TracingContext": _test_tracing_context,
     "InstructionTranslator.current_tx().output.compiler_fn": _test_backend_being_traced,
     "torch._dynamo.exc, torch._dynamo.config.recompile_limit": _test_dynamo,
+    "InstructionTranslator.current_tx().output: guards, root_tx.f_locals": _test_owner_being_traced,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
 }
