@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.compiled.partition import partition
@@ -71,3 +72,22 @@ def off(got: list[Tensor], expected: list[Tensor]) -> float:
     return max(
         float((a - b).double().norm() / b.double().norm().clamp(min=1e-30)) for a, b in zip(got, expected, strict=True)
     )
+
+
+def _nodes(root: Node | None) -> Iterator[Any]:
+    seen: set[Node] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+            if "CompiledFunction" in type(node).__name__:
+                yield node
+
+
+def held_by_graphs(loss: Tensor, model: nn.Module) -> tuple[int, int]:
+    """Return the bytes that compiled graphs hold for backward, parameters aside, and the number of graphs that ran."""
+    parameters = {p.data_ptr() for p in model.parameters()}
+    found = [node.saved_tensors for node in _nodes(loss.grad_fn)]
+    return sum(t.nbytes for saved in found for t in saved if t.data_ptr() not in parameters), len(found)
