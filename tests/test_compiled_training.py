@@ -477,6 +477,8 @@ def test_lora_on_a_frozen_base_under_autocast() -> None:
 
 
 @pytest.mark.gpu
+# Torch's own, where its tree manager captures an empty graph to begin with.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("compiled", ["model", "blocks"])
 def test_cuda_graph_trees_replay_compressed_graphs(compiled: str) -> None:
     model = transformer(2).cuda()

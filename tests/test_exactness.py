@@ -367,6 +367,22 @@ def test_norms_of_few_elements_beside_larger_neighbours(name: str) -> None:
     assert error(loss, leaf(1024, 4)) <= BAR
 
 
+PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer norm": lambda x: F.layer_norm(x, (2,)),
+    "batch norm": lambda x: F.batch_norm(x.t(), None, None, training=True),
+    "group norm": lambda x: F.group_norm(x[..., None], 1),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("rows", [16, 1024])
+def test_norms_of_two_elements_that_nearly_agree(name: str, rows: int) -> None:
+    """A hundredth apart, where bfloat16 rounds one in 512."""
+    function, w = PAIRS[name], torch.randn(rows * 2)
+    x = (1 + torch.rand(rows, 1) + torch.tensor([-0.005, 0.005])).requires_grad_()
+    assert error(lambda x: (function(x * 1.5).flatten() * w).sum(), x) <= BAR
+
+
 TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
     "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),

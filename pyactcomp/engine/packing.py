@@ -40,6 +40,9 @@ from .saved import Storing
 
 # Batches of vectors, or of sequences of vectors, have at most three dimensions; images have more.
 _VECTORS = 3
+# Fewer elements with a statistic of their own than this are kept: of two normal elements one pair in a hundred differs
+# by less than a hundredth of itself, and bfloat16, which rounds 1 in 512, moves the pair's gradient by a fifth.
+SCATTERED = 4
 HALF_BYTES = 2
 # Cached shapes; the cache is cleared when full, since old shapes are useless to a model with new shapes each step.
 _MOST_STORINGS = 4096
@@ -110,7 +113,9 @@ class Packing:
         elif form is ROWS or form is VECTORS:
             images = form is VECTORS and tensor.dim() > _VECTORS
             # A group lies in memory, and spans rows that are shorter or transposed.
-            if few or (not images and (tensor.shape[-1] < config.group_size or tensor.stride(-1) != 1)):
+            if form is ROWS and (few or tensor.shape[-1] < SCATTERED):
+                form = ITSELF
+            elif few or (not images and (tensor.shape[-1] < config.group_size or tensor.stride(-1) != 1)):
                 form = BFLOAT16
             else:
                 form = AS_CODES
@@ -121,7 +126,10 @@ class Packing:
         elif form is CHANNELS:
             # Strides of a channel tell whether groups lie within channels: channels may be orders of magnitude apart.
             within = tensor.is_contiguous() and tensor.dim() > 2 and tensor.stride(1) % config.group_size == 0
-            form = AS_CODES if within else BFLOAT16
+            # A statistic of a group norm may be of one channel of one sample, of a batch norm it is of all samples.
+            statistics = tensor.shape[1] * (tensor.shape[0] if "group_norm" in reading.operator else 1)
+            scattered = few or tensor.numel() < SCATTERED * statistics
+            form = AS_CODES if within else ITSELF if scattered else BFLOAT16
         if not reading.known and config.unknown == "int8":
             return AS_CODES
         if form is SCALED and config.attention == "int8":
