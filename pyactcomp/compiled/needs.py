@@ -34,6 +34,9 @@ _WIDE = {"_log_softmax", "log", "masked_fill", "where", "exp", "expm1", "recipro
 _RANGE_KEPT = {"clamp", "clamp_min", "clamp_max", "sub", "add", "neg"} | (VIEWS - MERGING)
 _RANGE_WALK = 4
 _SATURATING = {"sigmoid", "tanh"}
+# Operators that hand each element of a product on, and how many of them stand before a quotient.
+_HANDED_ON = VIEWS | {"mul", "neg", "gather", "index", "index_select"}
+_QUOTIENT_WALK = 8
 
 
 class Need(NamedTuple):
@@ -140,6 +143,8 @@ def _read(node: fx.Node, user: fx.Node, config: Config) -> Need:
         return reading(AS_SHAPE, "backward reads only the shape")
     if _is_statistic(node, user, config):
         return reading(ITSELF, "a statistic: less than one element for a group of the result")
+    if name == "mul" and _is_divided(user):
+        return reading(BFLOAT16, "the derivative is a quotient of it, so relative precision counts")
     if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
         return reading(AS_CODES, _MULTIPLIED)
     if name == "where" and operands == ["condition"]:
@@ -245,6 +250,21 @@ def _is_quotient(node: fx.Node) -> bool:
     if not isinstance(divisor, fx.Node) or is_at_least_one(divisor, False):
         return False
     return value(divisor) is not None and not _is_broadcast(divisor, node)
+
+
+def _is_divided(product: fx.Node) -> bool:
+    """Return whether backward divides each element of a product by another of its own, as the derivative of prod."""
+    found = {product}
+    waiting = [(product, 0)]
+    while waiting:
+        node, steps = waiting.pop()
+        for user in node.users:
+            if name_of(user) == "div" and user.args[0] is node and _is_quotient(user):
+                return True
+            if name_of(user) in _HANDED_ON and user not in found and steps < _QUOTIENT_WALK:
+                found.add(user)
+                waiting.append((user, steps + 1))
+    return False
 
 
 def _spans_magnitudes(node: fx.Node) -> bool:
