@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from compiled_backend import gradients, off
@@ -26,5 +28,41 @@ def test_a_product_that_backward_divides_keeps_its_small_elements(monkeypatch: p
     expected = gradients(step, leaves, None, *leaves)[1]
     # Two roundings to bfloat16, of one part in 256 each.
     assert off(gradients(step, leaves, INT8, *leaves)[1], expected) <= 2 / 256
-    monkeypatch.setattr(needs, "_is_divided", lambda _: False)
+    monkeypatch.setattr(needs, "_is_divided", lambda *_: False)
     assert off(gradients(step, leaves, INT8, *leaves)[1], expected) > BAR
+
+
+def _gradients_are_close_only_with(name: str, patch: pytest.MonkeyPatch, function: Callable[..., Tensor]) -> None:
+    """Compare gradients where the loss counts only the small results, with and without a decision of ``needs``."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(64, 64, requires_grad=True) for _ in range(2)]
+    # Backward does not compute a product of matrices again.
+    weight = torch.randn(64, 64) / 4
+    results = function(*(x @ weight for x in leaves)).detach().abs()
+    counts = (results <= results.quantile(0.1)).float()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return (function(x @ weight, y @ weight) * counts).sum()
+
+    expected = gradients(step, leaves, None, *leaves)[1]
+    # Two roundings to bfloat16, of one part in 256 each.
+    assert off(gradients(step, leaves, INT8, *leaves)[1], expected) <= 2 / 256
+    patch.setattr(needs, name, lambda *_: False)
+    assert off(gradients(step, leaves, INT8, *leaves)[1], expected) > BAR
+
+
+def test_derivatives_that_span_magnitudes_keep_their_small_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, scale = torch.randn(64, 64, requires_grad=True), torch.full((64, 64), 4.0)
+    # The gradient is zero at the largest elements of each group.
+    counts = ((x * scale).sinh().abs() < 10).float().detach()
+    step = lambda x, scale, counts: ((x * scale).sinh() * counts).sum()  # noqa: E731
+    leaves = [x]
+    expected = gradients(step, leaves, None, x, scale, counts)[1]
+    assert off(gradients(step, leaves, INT8, x, scale, counts)[1], expected) <= 2 / 256
+    monkeypatch.setattr(needs, "_grows", lambda _: False)
+    assert off(gradients(step, leaves, INT8, x, scale, counts)[1], expected) > BAR
+
+
+def test_numerators_of_quotients_keep_their_small_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gradients_are_close_only_with("_is_quotient", monkeypatch, lambda x, y: x / y)

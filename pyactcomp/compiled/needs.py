@@ -10,6 +10,7 @@ import operator
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from ..config import Config
@@ -34,6 +35,11 @@ _WIDE = {"_log_softmax", "log", "masked_fill", "where", "exp", "expm1", "recipro
 _RANGE_KEPT = {"clamp", "clamp_min", "clamp_max", "sub", "add", "neg"} | (VIEWS - MERGING)
 _RANGE_WALK = 4
 _SATURATING = {"sigmoid", "tanh"}
+# Elementwise operators whose results grow no faster than their operands, up to low powers; others may grow as cosh.
+_TAME = {"relu", "gelu", "silu", "mish", "glu", "tanh", "sigmoid", "erf", "sin", "cos", "atan", "asinh", "abs", "sgn"}
+_TAME |= {"leaky_relu", "elu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "mul", "div", "add", "sub", "rsub"}
+_TAME |= {"neg", "pow", "square", "addcmul", "lerp", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fma"}
+_TAME |= {"native_dropout", "masked_fill", "log1p", "logaddexp", "bernoulli", "rsqrt", "sqrt"} | VIEWS
 # Operators that hand each element of a product on, and how many of them stand before a quotient.
 _HANDED_ON = VIEWS | {"mul", "neg", "gather", "index", "index_select"}
 _QUOTIENT_WALK = 8
@@ -94,7 +100,7 @@ def needs(
             if user.op == "output":
                 all_needs.append(Need(_exactly(user, "an output of backward")))
             elif user.name in tangent:
-                all_needs.append(_read(node, user, config))
+                all_needs.append(_read(node, user, config, producers or {}))
             else:
                 all_needs.append(_recomputed(node, user, found, data))
         if not all_needs:
@@ -130,7 +136,7 @@ def _operands(node: fx.Node, user: fx.Node) -> list[str] | None:
     return names or None
 
 
-def _read(node: fx.Node, user: fx.Node, config: Config) -> Need:
+def _read(node: fx.Node, user: fx.Node, config: Config, producers: Mapping[str, fx.Node]) -> Need:
     """Return the need of a reader that depends on a tangent."""
     name, operands = name_of(user), _operands(node, user)
     if operands is None:
@@ -143,7 +149,7 @@ def _read(node: fx.Node, user: fx.Node, config: Config) -> Need:
         return reading(AS_SHAPE, "backward reads only the shape")
     if _is_statistic(node, user, config):
         return reading(ITSELF, "a statistic: less than one element for a group of the result")
-    if name == "mul" and _is_divided(user):
+    if name == "mul" and _is_divided(user, producers):
         return reading(BFLOAT16, "the derivative is a quotient of it, so relative precision counts")
     if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
         return reading(AS_CODES, _MULTIPLIED)
@@ -196,6 +202,10 @@ def _recomputed(node: fx.Node, user: fx.Node, found: dict[str, Need], data: Coll
         return Need(_exactly(user, "a divisor"))
     if name == "sub" and not (first is node and statistic) and not _is_rotation(user):
         return Need(_exactly(user, "the difference of two values may be small"))
+    if name == "div" and user.kwargs.get("rounding_mode") is not None:
+        return Need(_exactly(user, "rounding decides by small differences"))
+    if behind.reading.need == CODES and name == "div" and _is_quotient(user):
+        return Need(Reading(name, "self", BFLOAT16, "the derivative divides by another element for each"))
     row = behind.row
     if statistic and name in ("sub", "mul", "div"):
         own = _row(node, other)
@@ -225,6 +235,8 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         return _exactly(source, "the derivative takes the difference between it and one, which may be small")
     if reading.need == CODES and _spans_magnitudes(source):
         return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
+    if reading.need == CODES and _grows(source):
+        return Reading(name, "result", BFLOAT16, "the result may span orders of magnitude")
     if reading.need == CODES and _is_quotient(source):
         return Reading(name, "result", BFLOAT16, "the derivative of a quotient is the quotient over the divisor")
     if reading.form is SCALED and _spans_magnitudes(source):
@@ -252,14 +264,33 @@ def _is_quotient(node: fx.Node) -> bool:
     return value(divisor) is not None and not _is_broadcast(divisor, node)
 
 
-def _is_divided(product: fx.Node) -> bool:
+def _grows(node: fx.Node) -> bool:
+    """Return whether an elementwise operator may give results that span orders of magnitude, as cosh and polygamma."""
+    tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+    return torch.Tag.pointwise in tags and name_of(node) not in _TAME
+
+
+def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node]) -> bool:
+    """Return whether a factor is a reciprocal, or a power of one, of an element for each element of a node."""
+    if not isinstance(factor, fx.Node) or factor is node or value(factor) is None or _is_broadcast(factor, node):
+        return False
+    source = producers.get(factor.name, factor)
+    if name_of(source) in ("mul", "neg") and source is factor:
+        return any(_is_inverse(operand, node, producers) for operand in source.args)
+    if name_of(source) == "reciprocal" and isinstance(source.args[0], fx.Node):
+        return not is_at_least_one(source.args[0], False)
+    return name_of(source) == "pow" and _is_quotient(source)
+
+
+def _is_divided(product: fx.Node, producers: Mapping[str, fx.Node]) -> bool:
     """Return whether backward divides each element of a product by another of its own, as the derivative of prod."""
     found = {product}
     waiting = [(product, 0)]
     while waiting:
         node, steps = waiting.pop()
         for user in node.users:
-            if name_of(user) == "div" and user.args[0] is node and _is_quotient(user):
+            divided = name_of(user) == "div" and user.args[0] is node and _is_quotient(user)
+            if divided or (name_of(user) == "mul" and any(_is_inverse(a, node, producers) for a in user.args)):
                 return True
             if name_of(user) in _HANDED_ON and user not in found and steps < _QUOTIENT_WALK:
                 found.add(user)
@@ -271,7 +302,7 @@ def _spans_magnitudes(node: fx.Node) -> bool:
     """Return whether a value may span orders of magnitude, as in ``engine/policy.py``: masked, or a logarithm."""
     for _ in range(_RANGE_WALK):
         name = name_of(node)
-        if name in _WIDE or (name == "sub" and _is_log(node.args[1])):
+        if name in _WIDE or _grows(node) or (name == "sub" and _is_log(node.args[1])):
             return True
         scaled = name == "mul" and not isinstance(node.args[1], fx.Node)
         if not (scaled or name in _RANGE_KEPT) or not node.args or not isinstance(node.args[0], fx.Node):
