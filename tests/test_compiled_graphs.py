@@ -285,7 +285,7 @@ def test_a_masked_factor_keeps_its_small_elements(monkeypatch: pytest.MonkeyPatc
     assert off(got, exact) > BAR
 
 
-@pytest.mark.parametrize(("divisors", "form"), [((256, 64), BFLOAT16), ((256, 1), AS_CODES)])
+@pytest.mark.parametrize(("divisors", "form"), [((256, 64), BFLOAT16), ((1, 64), BFLOAT16), ((256, 1), AS_CODES)])
 def test_a_quotient_by_elements_keeps_its_small_elements(divisors: tuple[int, int], form: Form) -> None:
     forward, backward = torch.fx.Graph(), torch.fx.Graph()
 

@@ -261,7 +261,8 @@ def _is_quotient(node: fx.Node) -> bool:
     divisor = node.args[1] if name == "div" else None
     if not isinstance(divisor, fx.Node) or is_at_least_one(divisor, False):
         return False
-    return value(divisor) is not None and not _is_broadcast(divisor, node)
+    # Broadcast over an outer dimension alone, adjacent elements have divisors of their own.
+    return value(divisor) is not None and _row(node, divisor) == 1
 
 
 def _grows(node: fx.Node) -> bool:
