@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from ..config import Config
 from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
+from ..readers.observer import FEWER
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
 from .joint import MERGING, VIEWS, fewest, name_of, value
 
@@ -147,8 +148,8 @@ def _read(node: fx.Node, user: fx.Node, config: Config, producers: Mapping[str, 
 
     if name in _SHAPES:
         return reading(AS_SHAPE, "backward reads only the shape")
-    if _is_statistic(node, user, config):
-        return reading(ITSELF, "a statistic: less than one element for a group of the result")
+    if _is_statistic(node, user):
+        return reading(ITSELF, "a statistic, one number for many elements")
     if name == "mul" and _is_divided(user, producers):
         return reading(BFLOAT16, "the derivative is a quotient of it, so relative precision counts")
     if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
@@ -271,13 +272,14 @@ def _grows(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and name_of(node) not in _TAME
 
 
-def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node]) -> bool:
+def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node], walk: int = _RANGE_WALK) -> bool:
     """Return whether a factor is a reciprocal, or a power of one, of an element for each element of a node."""
     if not isinstance(factor, fx.Node) or factor is node or value(factor) is None or _is_broadcast(factor, node):
         return False
-    source = producers.get(factor.name, factor)
-    if name_of(source) in ("mul", "neg") and source is factor:
-        return any(_is_inverse(operand, node, producers) for operand in source.args)
+    factor = _unviewed(factor)
+    source = _unviewed(producers.get(factor.name, factor))
+    if name_of(source) in ("mul", "neg") and source is factor and walk:
+        return any(_is_inverse(operand, node, producers, walk - 1) for operand in set(source.args))
     if name_of(source) == "reciprocal" and isinstance(source.args[0], fx.Node):
         return not is_at_least_one(source.args[0], False)
     return name_of(source) == "pow" and _is_quotient(source)
@@ -302,11 +304,16 @@ def _is_divided(product: fx.Node, producers: Mapping[str, fx.Node]) -> bool:
 def _spans_magnitudes(node: fx.Node) -> bool:
     """Return whether a value may span orders of magnitude, as in ``engine/policy.py``: masked, or a logarithm."""
     for _ in range(_RANGE_WALK):
+        node = _unviewed(node)
         name = name_of(node)
         if name in _WIDE or _grows(node) or (name == "sub" and _is_log(node.args[1])):
             return True
-        scaled = name == "mul" and not isinstance(node.args[1], fx.Node)
-        if not (scaled or name in _RANGE_KEPT) or not node.args or not isinstance(node.args[0], fx.Node):
+        scaled = name == "mul" and (not isinstance(node.args[1], fx.Node) or node.args[0] is node.args[1])
+        if (
+            not (scaled or name == "pow" or name in _RANGE_KEPT)
+            or not node.args
+            or not isinstance(node.args[0], fx.Node)
+        ):
             return False
         node = node.args[0]
     return False
@@ -357,12 +364,12 @@ def _is_short(node: fx.Node, config: Config) -> bool:
     return not isinstance(size, int) or size < config.group_size
 
 
-def _is_statistic(node: fx.Node, user: fx.Node, config: Config) -> bool:
-    """Return whether an operand of elementwise arithmetic scales a whole group of elements or more."""
+def _is_statistic(node: fx.Node, user: fx.Node) -> bool:
+    """Return whether an operand of elementwise arithmetic has many times fewer elements than the result."""
     factor, product = value(node), value(user)
     if name_of(user) not in ("mul", "div") or factor is None or product is None:
         return False
-    return fewest(factor.shape) * config.group_size <= fewest(product.shape)
+    return fewest(factor.shape) * FEWER <= fewest(product.shape)
 
 
 def _is_one(size: object) -> bool:

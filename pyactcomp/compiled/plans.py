@@ -21,7 +21,7 @@ from .needs import Need, needs
 Function = Callable[..., object]
 SKIPPED = "skipped"
 # Share of a memory that copies of what is kept of it must save: reading and writing them takes time. Queries and keys
-# of one projection, with codes for the values, save 0.16, at 2 % of a step of GPT-2 medium's sizes on an H200.
+# of one projection, with codes for the values, save 0.16, at 1 % of a step of GPT-2 medium's sizes on an H200.
 _WORTH_A_COPY = 1 / 8
 
 

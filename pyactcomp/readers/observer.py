@@ -114,7 +114,7 @@ _ALIASES = {
     "multiply": "mul",
 }
 # An operand with this many times fewer elements than another is a statistic, as in the library (`kFewer`).
-_FEWER = 8
+FEWER = 8
 _PRODUCT = Reading("a product", "operand", AS_CODES, "the derivative multiplies the incoming gradient by it")
 
 
@@ -139,7 +139,7 @@ def _of_name(name: str) -> tuple[Reading, Reading, Reading] | None:
 def _is_statistic(tensor: Tensor, arguments: Iterable[Any]) -> bool:
     """Return whether each element of a tensor is broadcast over many elements of another operand."""
     distinct = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
-    return distinct * _FEWER <= max((each.numel() for each in arguments if isinstance(each, Tensor)), default=0)
+    return distinct * FEWER <= max((each.numel() for each in arguments if isinstance(each, Tensor)), default=0)
 
 
 class _Calls(TorchFunctionMode):
