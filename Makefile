@@ -22,13 +22,17 @@ LINTED := bench docs/site examples pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint bench docs examples wheel soak sweep clean
+.PHONY: demo test slow lint bench docs examples wheel soak sweep clean
 
 demo: $(VENV)/package
 	$(RUN) -m pyactcomp demo $(ARGS)
 
 test: $(VENV)/package $(VENV)/tools
-	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+# Compilers, sanitizers, several processes, trainers in compiled graphs: minutes.
+slow: $(VENV)/package $(VENV)/tools
+	$(RUN) -m pytest -n $(WORKERS) -m slow $(ARGS)
 
 lint: $(VENV)/package $(VENV)/tools
 	$(RUN) -m ruff check $(LINTED)

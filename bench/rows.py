@@ -97,6 +97,10 @@ def origin_of(tree: Path, variable: str) -> Row:
     return {"commit": commit, "dirty": None if changes is None else bool(changes), "sources": _sources_digest(tree)}
 
 
+# Of one device: each prints a line.
+_DRIVER = ("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
 def provenance(device: str) -> Row:
     """Return what a reader needs to judge or repeat a row that was measured on ``device`` ("cuda" or "cpu")."""
     import torch
@@ -105,7 +109,7 @@ def provenance(device: str) -> Row:
     return {
         **origin_of(ROOT, "PYACTCOMP_BENCH_COMMIT"),
         "device": torch.cuda.get_device_name() if gpu else "cpu",
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        "driver": _output_of(*_DRIVER) if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},

@@ -18,6 +18,8 @@ from works_with import GRADIENT_BOUND, MIN_BYTES, Block, gradients, relative_err
 
 import pyactcomp
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 LOSSLESS: dict[str, Any] = {"mode": "lossless", "min_bytes": 1}
 INT8: dict[str, Any] = {"min_bytes": MIN_BYTES}

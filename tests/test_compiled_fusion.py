@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton_code import Launch, launches_of
 
+pytestmark = pytest.mark.slow
+
 
 def _launches(kind: type[nn.Module], compressed: bool) -> tuple[list[Launch], list[Launch], pyactcomp.Report | None]:
     torch.manual_seed(0)

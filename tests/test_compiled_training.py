@@ -33,6 +33,7 @@ import pyactcomp
 from pyactcomp.compiled.graphs import GraphRecord
 
 pytestmark = [
+    pytest.mark.slow,
     # Torch's own: of tracing a block whose input has a grad_fn, and Inductor's advice.
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
