@@ -365,3 +365,19 @@ def test_operands_and_results_of_solutions_are_exact(
     assert torch.equal(gradients(step, [x], INT8, x, torch.eye(128))[1][0], expected[0])
     monkeypatch.setattr(divisors, "SOLUTIONS", ())
     assert not torch.equal(gradients(step, [x], INT8, x, torch.eye(128))[1][0], expected[0])
+
+
+def test_rows_that_lie_apart_in_memory_take_16_bits() -> None:
+    torch.manual_seed(0)
+    patches, layer, images = nn.Conv2d(3, 128, 4, 4), nn.Linear(128, 128), torch.randn(4, 3, 32, 32)
+
+    def step(images: Tensor) -> Tensor:
+        # As a vision transformer's: channels are a row of the norm, tokens are adjacent in memory.
+        x = patches(images).flatten(2).transpose(1, 2)
+        return layer(F.layer_norm(x + x.cos(), (128,))).square().mean()
+
+    leaves = [*patches.parameters(), *layer.parameters()]
+    expected = gradients(step, leaves, None, images)[1]
+    _, got, (record,) = gradients(step, leaves, INT8, images)
+    assert off(got, expected) <= BAR
+    assert [value.form for value in record.saved if value.operator == "add"] == ["16 bits"]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 
 from ..config import Config
-from ..engine.packing import SCATTERED
 from ..readers.forms import BFLOAT16, CODES, LOG, RELATIVE, SCALED
 from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits, unscale
 from .context import is_skipped
@@ -179,8 +178,6 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
     spans = need.reading.need <= CODES and need.row is not None and need.row < config.group_size
     if need.reading.need > RELATIVE:
         return need.reading.reason
-    if spans and need.row is not None and need.row < SCATTERED:
-        return "a statistic of few elements"
     # Less than one group: no sum averages out the errors of codes.
     few = need.reading.need <= CODES and all(isinstance(size, int) for size in tensor.shape)
     few = few and tensor.numel() < config.group_size
