@@ -383,6 +383,22 @@ def test_norms_of_two_elements_that_nearly_agree(name: str, rows: int) -> None:
     assert error(lambda x: (function(x * 1.5).flatten() * w).sum(), x) <= BAR
 
 
+MANY: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer norm": lambda x: F.layer_norm(x, (64,)),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "group norm": lambda x: F.group_norm(x.view(8, 32, 64), 8),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_norms_of_a_group_and_more_are_packed(name: str) -> None:
+    with pyactcomp.compressed(min_bytes=0) as c:
+        x = leaf(256, 64) * 1.5
+        MANY[name](x)
+    (packed,) = (t for t in pyactcomp.report(c).tensors if t.kept is None)
+    assert packed.stored_bytes <= x.nbytes / 2
+
+
 TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
     "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),
