@@ -107,6 +107,42 @@ struct CheckpointDelta {
   std::vector<Address> allocated;
 };
 
+struct PauseOptions {
+  std::map<Tag, bool> keep;           ///< the tags to pause, and whether to keep the contents of live blocks
+  bool resume_on_allocation = false;  ///< an allocation in a paused tag resumes the tag; otherwise PauseError
+};
+
+/// A private pool that stayed as it was.
+struct NotPaused {
+  PoolId pool;
+  Bytes bytes = 0;    ///< reserved
+  bool held = false;  ///< by hold(); otherwise the pool has a SegmentSource
+};
+
+struct PauseReport {
+  Bytes released = 0;  ///< physical memory given back to the device
+  Bytes saved = 0;     ///< contents kept in host memory
+  Bytes pinned = 0;    ///< host memory pinned anew
+  std::vector<NotPaused> skipped;
+};
+
+struct ResumeReport {
+  Bytes mapped = 0;    ///< physical memory taken from the device
+  Bytes restored = 0;  ///< contents copied back
+};
+
+struct PausedInfo {
+  Tag tag = 0;
+  Bytes released = 0;  ///< physical memory that resume() takes again
+  Bytes saved = 0;
+};
+
+/// A piece of pinned host memory.
+struct HostRange {
+  Address address = 0;
+  Bytes size = 0;
+};
+
 struct BaseAllocation {
   Address address = 0;
   Bytes size = 0;
@@ -120,7 +156,8 @@ class Allocator {
   virtual ~Allocator() = default;
 
   /// At least `size` bytes, aligned to 512. Size 0 gives address 0. Throws OutOfMemory.
-  virtual Address allocate(Bytes size, Stream stream, Context context = {}) = 0;
+  /// PauseError while the tag is paused. A private pool keeps the tag of the call that made the pool.
+  virtual Address allocate(Bytes size, Stream stream, Context context = {}, Tag tag = 0) = 0;
   /// Never synchronises. try_free returns false, and changes nothing, if the address is not this allocator's.
   virtual void free(Address address, Context context = {}) = 0;
   virtual bool try_free(Address address, Context context = {}) = 0;
@@ -141,9 +178,9 @@ class Allocator {
 
   // Private pools: between begin and end, allocations on the streams accepted by `filter` come from the pool, and only
   // from there. A pool lives while the use count is positive; afterwards the memory may be given back.
-  virtual void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter) = 0;
+  virtual void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0) = 0;
   virtual void end_allocate_to_pool(PoolId pool) = 0;
-  virtual void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr) = 0;
+  virtual void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr, Tag tag = 0) = 0;
   virtual void release_pool(PoolId pool) = 0;
   virtual int pool_use_count(PoolId pool) = 0;
   virtual void set_use_on_oom(PoolId pool, bool use) = 0;
@@ -151,6 +188,24 @@ class Allocator {
   virtual std::vector<Address> live_allocations(PoolId pool) = 0;
   virtual PoolCheckpoint checkpoint(PoolId pool) = 0;
   virtual CheckpointDelta restore(const PoolCheckpoint& checkpoint) = 0;
+
+  // Pausing: the physical memory of tags goes back to the device, and addresses, blocks and counters of allocations
+  // stay. The caller queues no work that touches the memory until resume(). Both throw PauseError, and change nothing,
+  // for a tag already in the wanted state, during a capture, and without growth by virtual memory.
+
+  /// Throws what pause() would throw but for host memory.
+  virtual void check_pause(const PauseOptions& options) = 0;
+  /// Waits for the device. Throws PauseError if the host has too little memory for the contents.
+  virtual PauseReport pause(const PauseOptions& options) = 0;
+  /// Throws OutOfMemory, with the tags still paused, if the device has too little memory.
+  virtual ResumeReport resume(const std::vector<Tag>& tags) = 0;
+  virtual std::vector<PausedInfo> paused() = 0;
+  /// The saved contents of a range of paused memory, in order; nothing where no contents were kept.
+  virtual std::vector<HostRange> saved(Address address, Bytes size) = 0;
+  /// Whether a private pool stays as it is while its tag is paused, because others know the physical memory.
+  virtual void hold(PoolId pool, bool held) = 0;
+  /// Gives host memory that no paused tag uses back to the host.
+  virtual void trim_host() = 0;
 
   virtual Stats stats() = 0;
   virtual void reset_peak_stats() = 0;

@@ -32,9 +32,12 @@ struct FitOrder {
 };
 using FreeSet = std::set<Block*, FitOrder>;
 
+/// Stands for the memory that paused addresses had.
+constexpr Handle kNoHandle = 0;
+
 /// Physical memory mapped at one address.
 struct Mapping {
-  Handle handle = 0;
+  Handle handle = kNoHandle;
   Bytes size = 0;
 };
 
@@ -104,9 +107,9 @@ struct Pool {
   std::uint64_t fit_calls = 0;
 };
 
-/// The pools of one id: the default pools, or the private pools of a graph or a MemPool.
+/// The pools of one id: the default pools of one tag, or the private pools of a graph or a MemPool.
 struct PoolGroup {
-  explicit PoolGroup(PoolId pool_id) : id(pool_id) {}
+  explicit PoolGroup(PoolId pool_id, Tag tag_of = 0) : id(pool_id), tag(tag_of) {}
   PoolGroup(const PoolGroup&) = delete;
   PoolGroup& operator=(const PoolGroup&) = delete;
 
@@ -115,6 +118,9 @@ struct PoolGroup {
   bool is_releasable() const { return !is_private() || use_count == 0; }
 
   PoolId id;
+  Tag tag;
+  bool paused = false;  ///< the segments have addresses and no memory
+  bool held = false;    ///< others know the physical memory: never paused
   Pool small{PoolKind::kSmall, false, *this};
   Pool large{PoolKind::kLarge, false, *this};
   Pool oversize{PoolKind::kLarge, true, *this};
@@ -132,6 +138,7 @@ struct Request {
   Stream stream = 0;
   Pool* pool = nullptr;
   const Context* context = nullptr;
+  Tag tag = 0;
 };
 
 }  // namespace pac::alloc

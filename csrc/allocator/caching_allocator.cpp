@@ -35,7 +35,8 @@ CachingAllocator::CachingAllocator(std::shared_ptr<Device> device, const Config&
     : device_(std::move(device)),
       heap_(supported(config, *device_)),
       order_(*device_),
-      malloc_(make_malloc_supply(heap_, *device_, order_)) {
+      malloc_(make_malloc_supply(heap_, *device_, order_)),
+      store_(device_) {
   if (heap_.config.growth == Growth::kVmm) vmm_ = make_vmm_supply(heap_, *device_, order_);
   if (heap_.config.growth == Growth::kExpandable) vmm_ = make_expandable_supply(heap_, *device_, order_);
 }
@@ -59,17 +60,18 @@ Block& CachingAllocator::live(Address address) {
 
 // ---- allocating ----
 
-Address CachingAllocator::allocate(Bytes size, Stream stream, Context context) {
+Address CachingAllocator::allocate(Bytes size, Stream stream, Context context, Tag tag) {
   if (size == 0) return 0;
   Lock lock(mutex_);
-  Request request{size, 0, stream, nullptr, &context};
+  Request request{size, 0, stream, nullptr, &context, tag};
   if (size > kLargestRequest) {
     request.size = size;
     fail(request, lock, {});
   }
   request.size = heap_.round_size(size);
   collect_freed();
-  Block* block = find_fit(group_for(stream), request);
+  if (!paused_.empty()) resume_for(group_for(stream, tag), lock);
+  Block* block = find_fit(running_group(stream, tag), request);
   if (!block) block = obtain(request, lock);
   block = heap_.allocate(block, request);
   if (!scopes_.empty()) {
@@ -89,7 +91,7 @@ Block* CachingAllocator::find_fit(PoolGroup& group, Request& request) {
 
 Block* CachingAllocator::attempt(Request& request, Effort effort) {
   // The lock may have been dropped since the last attempt: pools and free blocks are looked up again.
-  if (Block* block = find_fit(group_for(request.stream), request)) return block;
+  if (Block* block = find_fit(running_group(request.stream, request.tag), request)) return block;
   return supply_for(request.pool->group).grow(request, effort, capturing());
 }
 
@@ -107,7 +109,7 @@ Block* CachingAllocator::obtain(Request& request, Lock& lock) {
   }
   std::string callback_error;
   if (Block* block = ask_callbacks(request, lock, callback_error)) return block;
-  PoolGroup& group = group_for(request.stream);  // the lock was dropped
+  PoolGroup& group = group_for(request.stream, request.tag);  // the lock was dropped
   request.pool = &supply_for(group).pool_of(group, request.size);
   fail(request, lock, callback_error);
 }
@@ -117,7 +119,7 @@ Block* CachingAllocator::borrow_from_private_pools(Request& request) {
   Block* found = nullptr;
   Pool* const own = request.pool;
   heap_.for_each_group([&](PoolGroup& group) {
-    if (found || !group.use_on_oom) return;
+    if (found || !group.use_on_oom || group.paused) return;
     found = find_fit(group, request);
   });
   if (!found) request.pool = own;
@@ -265,7 +267,7 @@ void CachingAllocator::empty_cache(PoolId pool) {
   if (!capturing()) release_cached(lock, pool);
 }
 
-void CachingAllocator::release_cached(Lock& lock, PoolId only) {
+Serial CachingAllocator::finish_device(Lock& lock) {
   collect_freed();  // records the events of frees deferred by a capture
   const Serial now = heap_.clock();
   lock.unlock();
@@ -277,7 +279,7 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
   }
   lock.lock();
   if (error) std::rethrow_exception(error);
-  if (capturing()) return;  // another thread began a capture
+  if (capturing()) return now;  // another thread began a capture
   ++heap_.stats.num_sync_all_streams;
   order_.all_passed(now);
   const auto kept = std::stable_partition(unordered_.begin(), unordered_.end(),
@@ -289,15 +291,22 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
     heap_.release(block, {});
   }
   collect_freed();
+  return now;
+}
+
+void CachingAllocator::release_cached(Lock& lock, PoolId only) {
+  const Serial now = finish_device(lock);
+  if (capturing()) return;
   if (!only.is_default()) {
     PoolGroup* group = heap_.find_group(only);
-    if (group && group->is_releasable() && group->released <= now) supply_for(*group).release_unused(*group);
+    if (group && !group->paused && group->is_releasable() && group->released <= now)
+      supply_for(*group).release_unused(*group);
     return;
   }
   std::vector<PoolId> idle;
   heap_.for_each_group([&](PoolGroup& group) {
     // Released after `now`: the synchronisation does not cover the last launch of the group's graphs.
-    if (!group.is_releasable() || group.released > now) return;
+    if (!group.is_releasable() || group.released > now || group.paused) return;
     supply_for(group).release_unused(group);
     const auto mine = [&](const Segment& segment) { return &segment.pool->group == &group; };
     const bool empty = std::none_of(heap_.segments().begin(), heap_.segments().end(), mine);
@@ -339,6 +348,7 @@ Bytes CachingAllocator::largest_available() {
   const Bytes growable = std::min(device_->memory().free, limit - std::min(limit, reserved));
   Bytes largest = growable;
   heap_.for_each_pool([&](const Pool& pool) {
+    if (pool.group.paused) return;
     for (const Block* block : pool.free) largest = std::max(largest, block->size);
   });
   return largest;

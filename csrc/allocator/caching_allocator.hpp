@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "allocator/allocator.hpp"
 #include "allocator/heap.hpp"
+#include "allocator/host_store.hpp"
 #include "allocator/stream_order.hpp"
 #include "allocator/supply.hpp"
 
@@ -22,7 +24,7 @@ class CachingAllocator final : public Allocator {
   explicit CachingAllocator(std::shared_ptr<Device> device, const Config& config = {});
   ~CachingAllocator() override;
 
-  Address allocate(Bytes size, Stream stream, Context context) override;
+  Address allocate(Bytes size, Stream stream, Context context = {}, Tag tag = 0) override;
   void free(Address address, Context context) override;
   bool try_free(Address address, Context context) override;
   bool owns(Address address) override;
@@ -35,9 +37,9 @@ class CachingAllocator final : public Allocator {
   Config config() const override;
   void configure(const Config& config) override;
 
-  void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter) override;
+  void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0) override;
   void end_allocate_to_pool(PoolId pool) override;
-  void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source) override;
+  void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr, Tag tag = 0) override;
   void release_pool(PoolId pool) override;
   int pool_use_count(PoolId pool) override;
   void set_use_on_oom(PoolId pool, bool use) override;
@@ -45,6 +47,14 @@ class CachingAllocator final : public Allocator {
   std::vector<Address> live_allocations(PoolId pool) override;
   PoolCheckpoint checkpoint(PoolId pool) override;
   CheckpointDelta restore(const PoolCheckpoint& checkpoint) override;
+
+  void check_pause(const PauseOptions& options) override;
+  PauseReport pause(const PauseOptions& options) override;
+  ResumeReport resume(const std::vector<Tag>& tags) override;
+  std::vector<PausedInfo> paused() override;
+  std::vector<HostRange> saved(Address address, Bytes size) override;
+  void hold(PoolId pool, bool held) override;
+  void trim_host() override;
 
   Stats stats() override;
   void reset_peak_stats() override;
@@ -77,10 +87,36 @@ class CachingAllocator final : public Allocator {
     std::int64_t allocations = 0;
   };
 
+  /// A piece of a block's contents.
+  struct Saved {
+    Address block;
+    Bytes offset;  ///< in the block
+    Bytes size;
+    std::shared_ptr<const HostStore::Chunk> chunk;
+    Bytes at;  ///< in the chunk
+  };
+  struct Paused {
+    bool resume_on_allocation = false;
+    std::vector<Saved> saved;
+  };
+
   Block& live(Address address);
   PoolGroup& private_group(PoolId pool);
   bool capturing() const { return !captures_.empty(); }
-  PoolGroup& group_for(Stream stream);
+  PoolGroup& group_for(Stream stream, Tag tag);
+  /// The same; PauseError if the group is paused.
+  PoolGroup& running_group(Stream stream, Tag tag);
+  bool is_paused(const PoolGroup& group) const;
+  void resume_for(PoolGroup& group, Lock& lock);
+  void check_can_pause(const PauseOptions& options) const;
+  void check_paused(const std::vector<Tag>& tags) const;
+  /// Copies the contents of live blocks to the host, for the tags that keep them.
+  std::map<Tag, Paused> save(const PauseOptions& options, const std::vector<PoolGroup*>& groups, PauseReport& report);
+  /// Unmaps and destroys every handle of the group; returns the bytes.
+  Bytes take_memory(PoolGroup& group);
+  /// Creates and maps every handle of the groups. False, without a change, if the device or the limit refuses.
+  bool give_memory(const std::vector<PoolGroup*>& groups, ResumeReport& report);
+  ResumeReport resume_tags(const std::vector<Tag>& tags, Lock& lock);
   Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source ? *vmm_ : *malloc_; }
   void free_block(Block& block, const Context& context);
   void collect_freed();
@@ -93,6 +129,8 @@ class CachingAllocator final : public Allocator {
   Block* wait_for_streams(Request& request, Lock& lock);
   Block* ask_callbacks(Request& request, Lock& lock, std::string& error);
   void wait(StreamOrder::Wait wait, Lock& lock);
+  /// Waits for all work queued by now, without the lock; returns the moment. Blocks freed by then are free afterwards.
+  Serial finish_device(Lock& lock);
   void release_cached(Lock& lock, PoolId only);
   void release_group(PoolGroup& group);
   [[noreturn]] void fail(const Request& request, Lock& lock, const std::string& callback_error);
@@ -107,6 +145,8 @@ class CachingAllocator final : public Allocator {
   std::vector<Block*> deferred_;   ///< freed during a capture, when no event may be recorded
   std::vector<Block*> unordered_;  ///< deferred, on destroyed streams: released after the next device synchronisation
   std::vector<Scope> scopes_;
+  HostStore store_;
+  std::map<Tag, Paused> paused_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;
   int next_callback_ = 0;

@@ -44,21 +44,21 @@ PoolGroup& CachingAllocator::private_group(PoolId pool) {
   return *group;
 }
 
-PoolGroup& CachingAllocator::group_for(Stream stream) {
+PoolGroup& CachingAllocator::group_for(Stream stream, Tag tag) {
   for (auto at = captures_.rbegin(); at != captures_.rend(); ++at) {
     if (at->second(stream)) return heap_.private_group(at->first);
   }
-  return heap_.default_group();
+  return tag == 0 ? heap_.default_group() : heap_.tagged_group(tag);
 }
 
-void CachingAllocator::begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter) {
+void CachingAllocator::begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag) {
   PAC_CHECK(!pool.is_default(), "(0, 0) is the default pool: a private one has another id");
   const Lock lock(mutex_);
   for (const auto& [id, each] : captures_) {
     PAC_CHECK(id != pool, "allocations already go to the private pool (", pool.first, ", ", pool.second, ")");
   }
   collect_freed();
-  ++heap_.private_group(pool).use_count;
+  ++heap_.private_group(pool, tag).use_count;
   captures_.emplace_back(pool, std::move(filter));
 }
 
@@ -70,11 +70,11 @@ void CachingAllocator::end_allocate_to_pool(PoolId pool) {
   captures_.erase(found);
 }
 
-void CachingAllocator::create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source) {
+void CachingAllocator::create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source, Tag tag) {
   PAC_CHECK(!pool.is_default(), "(0, 0) is the default pool: a private one has another id");
   const Lock lock(mutex_);
   const bool made = heap_.find_group(pool) == nullptr;
-  PoolGroup& group = heap_.private_group(pool);
+  PoolGroup& group = heap_.private_group(pool, tag);
   if (made) group.source = std::move(source);
   ++group.use_count;
 }
@@ -131,6 +131,7 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
     collect_freed();
   }
   PoolGroup& group = private_group(checkpoint.pool);
+  if (group.paused) throw PauseError("the memory pool is paused: call resume() before restoring a checkpoint");
   std::vector<Segment*> segments;
   for (const SegmentInfo& then : checkpoint.segments) {
     segments.push_back(find_memory(heap_, group, then));

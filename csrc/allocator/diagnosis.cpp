@@ -74,6 +74,7 @@ Fragmentation measure_fragmentation(Heap& heap) {
 
   std::vector<Pin> pins;
   for (const Segment& segment : heap.segments()) {
+    if (segment.pool->group.paused) continue;
     for (const Block* block = segment.first; block; block = block->next) {
       if (block->state == Block::State::kFree) {
         Bytes lower = kMinBlockSize;

@@ -10,9 +10,16 @@ PoolGroup* Heap::find_group(PoolId id) {
   return found == groups_.end() ? nullptr : found->second.get();
 }
 
-PoolGroup& Heap::private_group(PoolId id) {
+PoolGroup& Heap::private_group(PoolId id, Tag tag) {
   std::unique_ptr<PoolGroup>& group = groups_[id];
-  if (!group) group = std::make_unique<PoolGroup>(id);
+  if (!group) group = std::make_unique<PoolGroup>(id, tag);
+  return *group;
+}
+
+PoolGroup& Heap::tagged_group(Tag tag) {
+  if (tag == 0) return default_group_;
+  std::unique_ptr<PoolGroup>& group = tagged_[tag];
+  if (!group) group = std::make_unique<PoolGroup>(PoolId{}, tag);
   return *group;
 }
 

@@ -33,12 +33,16 @@ class Heap {
   PoolGroup& default_group() { return default_group_; }
   /// nullptr if there is no such pool.
   PoolGroup* find_group(PoolId id);
-  PoolGroup& private_group(PoolId id);
+  /// Makes the group, with this tag, if there is none.
+  PoolGroup& private_group(PoolId id, Tag tag = 0);
+  /// The default group of a tag, made at the first call.
+  PoolGroup& tagged_group(Tag tag);
   /// Forgets a private group without segments.
   void erase_group(PoolId id) { groups_.erase(id); }
   template <class Visit>
   void for_each_group(Visit visit) {
     visit(default_group_);
+    for (auto& [tag, group] : tagged_) visit(*group);
     for (auto& [id, group] : groups_) visit(*group);
   }
   template <class Visit>
@@ -100,6 +104,7 @@ class Heap {
   void check_pool(Pool& pool);
 
   PoolGroup default_group_{PoolId{}};
+  std::map<Tag, std::unique_ptr<PoolGroup>> tagged_;
   std::map<PoolId, std::unique_ptr<PoolGroup>> groups_;
   std::list<Segment> segments_;
   AddressTable<Block> live_;

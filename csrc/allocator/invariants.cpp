@@ -22,6 +22,7 @@ struct Recount {
   std::int64_t oversize_segments = 0;
   std::int64_t free = 0;
   std::int64_t pending = 0;
+  std::int64_t paused = 0;  ///< bytes of blocks whose memory went back to the device
   std::size_t live = 0;
   std::map<PoolId, std::int64_t> by_private_pool;
   std::map<const Pool*, std::size_t> free_blocks;
@@ -105,8 +106,15 @@ void check_segment(const Segment& segment, const AddressTable<Block>& live, Reco
   std::int64_t pieces = 1;
   if (segment.expandable) {
     reserved = 0;
-    pieces = static_cast<std::int64_t>(segment.mappings.size());
-    for (const auto& [address, mapping] : segment.mappings) reserved += mapping.size;
+    Bytes absent = 0;
+    const bool paused = segment.pool->group.paused;
+    pieces = paused ? 0 : static_cast<std::int64_t>(segment.mappings.size());
+    for (const auto& [address, mapping] : segment.mappings) {
+      require((mapping.handle == kNoHandle) == paused, "the memory at ", address, " is ", paused ? "" : "not ",
+              "paused, and the handle is ", mapping.handle);
+      (paused ? absent : reserved) += mapping.size;
+    }
+    count.paused += static_cast<std::int64_t>(absent);
     check_mappings(segment);
   }
   Recount::add(count.reserved, kind, static_cast<std::int64_t>(reserved));
@@ -158,8 +166,9 @@ void Heap::check_invariants() {
           stats.oversize_segments.current, ", a recount gives ", count.oversize_segments);
   require(stats.oversize_allocations.current == count.oversize, "oversize_allocations is ",
           stats.oversize_allocations.current, ", a recount gives ", count.oversize);
-  require(count.reserved[0] == count.allocated[0] + count.free + count.pending, "reserved ", count.reserved[0],
-          " is not allocated ", count.allocated[0], " + free ", count.free, " + pending ", count.pending);
+  require(count.reserved[0] + count.paused == count.allocated[0] + count.free + count.pending, "reserved ",
+          count.reserved[0], " + paused ", count.paused, " is not allocated ", count.allocated[0], " + free ",
+          count.free, " + pending ", count.pending);
   for (const auto& [id, stat] : stats.reserved_bytes_by_private_pool) {
     require(stat.current == count.by_private_pool[id], "a private pool's reserved bytes are ", stat.current,
             ", a recount gives ", count.by_private_pool[id]);

@@ -34,7 +34,8 @@ Bytes Supply::garbage_threshold() const {
 }
 
 Bytes Supply::at_least_initial(const Request& request, Bytes size) {
-  if (grew_initially_ || request.pool->group.is_private() || request.pool->kind != PoolKind::kLarge) return size;
+  if (grew_initially_ || request.pool->group.is_private() || request.tag != 0 || request.pool->kind != PoolKind::kLarge)
+    return size;
   grew_initially_ = true;  // also if the growth fails: the next attempt asks for less
   return std::max(size, round_up(heap_.config.initial_pool_size, kRoundLarge));
 }
@@ -43,6 +44,7 @@ void Supply::release_ranges() {
   for (Segment& segment : heap_.segments()) {
     if (!segment.expandable) continue;
     for (const auto& [address, mapping] : segment.mappings) {
+      if (mapping.handle == kNoHandle) continue;
       device_.unmap(address, mapping.size);
       device_.destroy(mapping.handle, mapping.size);
     }

@@ -50,9 +50,9 @@ class Supply {
 
   /// The most bytes the allocator may reserve.
   Bytes limit() const;
+  bool within_limit(Bytes size) const;
 
  protected:
-  bool within_limit(Bytes size) const;
   /// Garbage collection gives back unused memory, oldest first, above this many reserved bytes; kUnlimited: never.
   Bytes garbage_threshold() const;
   /// `size`, but at least initial_pool_size at the first growth of the default large pool.

@@ -13,6 +13,7 @@ using Bytes = std::uint64_t;
 using Stream = std::uint64_t;  ///< the value of a cudaStream_t; 0 is the default stream
 using Event = std::uint64_t;
 using Handle = std::uint64_t;  ///< mappable physical memory
+using Tag = std::uint32_t;     ///< a part of the memory, paused and resumed together; 0: memory without a tag
 
 constexpr Bytes operator""_KiB(unsigned long long count) { return count << 10; }
 constexpr Bytes operator""_MiB(unsigned long long count) { return count << 20; }
@@ -38,6 +39,12 @@ using Context = std::shared_ptr<void>;
 
 /// Every remedy failed. The text begins as PyTorch's does and names the remedy.
 class OutOfMemory : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The memory that a call needs is paused, or cannot be paused or resumed now. Nothing was changed.
+class PauseError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };

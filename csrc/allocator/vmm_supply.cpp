@@ -321,10 +321,12 @@ void VmmSupply::release_pieces(std::vector<Piece>& pieces) {
   sort_from_end(pieces);
   for (const Piece& piece : pieces) {
     Segment& segment = *piece.block->segment;
-    device_.unmap(piece.address, piece.mapping.size);
+    const bool has_memory = piece.mapping.handle != kNoHandle;
+    if (has_memory) device_.unmap(piece.address, piece.mapping.size);
     heap_.remove_free(piece.block);
     heap_.join_unmapped(heap_.isolate(piece.block, piece.address, piece.mapping.size, Block::State::kUnmapped));
     segment.mappings.erase(piece.address);
+    if (!has_memory) continue;
     heap_.count_released(segment, piece.mapping.size, 1);
     heap_.log(Action::kSegmentUnmap, piece.address, piece.mapping.size, segment, segment.context);
     device_.destroy(piece.mapping.handle, piece.mapping.size);
@@ -336,7 +338,7 @@ void VmmSupply::release_unused(PoolGroup& group) {
   std::vector<Piece> unused;
   for (Pool* pool : {&group.large, &group.oversize, &group.small}) {
     for_each_piece(*pool, [&](const Piece& piece) {
-      const bool passed = order_.passed(piece.block->stream(), piece.block->freed);
+      const bool passed = group.paused || order_.passed(piece.block->stream(), piece.block->freed);
       if (passed && old_mappings_.count(piece.mapping.handle) == 0) unused.push_back(piece);
     });
   }
@@ -352,9 +354,9 @@ void VmmSupply::collect_garbage(const Block* keep) {
   auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
   if (reserved <= threshold) return;
   std::vector<Piece> unused;
-  PoolGroup& group = heap_.default_group();
-  for (Pool* pool : {&group.large, &group.oversize}) {
-    for_each_piece(*pool, [&](const Piece& piece) {
+  heap_.for_each_pool([&](Pool& pool) {
+    if (pool.group.is_private() || pool.group.paused || pool.kind == PoolKind::kSmall) return;
+    for_each_piece(pool, [&](const Piece& piece) {
       if (piece.block == keep || old_mappings_.count(piece.mapping.handle) != 0) return;
       const Stream stream = piece.block->stream();
       if (order_.passed(stream, piece.block->freed)) {
@@ -363,7 +365,7 @@ void VmmSupply::collect_garbage(const Block* keep) {
         order_.fence(stream, heap_.clock());
       }
     });
-  }
+  });
   std::stable_sort(unused.begin(), unused.end(),
                    [](const Piece& a, const Piece& b) { return a.block->freed < b.block->freed; });
   std::size_t oldest = 0;

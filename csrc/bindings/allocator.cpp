@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -13,9 +14,11 @@
 #include "allocator/allocator.hpp"
 #include "allocator/caching_allocator.hpp"
 #include "allocator/config.hpp"
+#include "allocator/tags.hpp"
 #include "bindings/allocator_config.hpp"
 #include "bindings/allocator_dicts.hpp"
 #include "bindings/python_values.hpp"
+#include "bindings/simulated_device.hpp"
 #include "device/simulated_device.hpp"
 
 #if PAC_CUDA_ALLOCATOR
@@ -32,66 +35,6 @@ using alloc::Bytes;
 using alloc::Config;
 using alloc::SimulatedDevice;
 
-py::dict calls(const SimulatedDevice& device) {
-  const SimulatedDevice::Calls calls = device.calls();
-  py::dict result;
-  result["acquire"] = calls.acquire;
-  result["release"] = calls.release;
-  result["reserve"] = calls.reserve;
-  result["unreserve"] = calls.unreserve;
-  result["create"] = calls.create;
-  result["destroy"] = calls.destroy;
-  result["map"] = calls.map;
-  result["unmap"] = calls.unmap;
-  result["record"] = calls.record;
-  result["query"] = calls.query;
-  result["wait"] = calls.wait;
-  result["synchronize"] = calls.synchronize;
-  result["synchronising"] = calls.synchronising;
-  return result;
-}
-
-void bind_simulated_device(py::module_& module) {
-  py::class_<SimulatedDevice, std::shared_ptr<SimulatedDevice>>(
-      module, "SimulatedDevice", "A simulated CUDA device: as strict as the driver, without a GPU.")
-      .def(py::init([](const py::object& capacity, bool virtual_memory, bool asynchronous) {
-             return std::make_shared<SimulatedDevice>(to_bytes("capacity", capacity), virtual_memory, asynchronous);
-           }),
-           py::arg("capacity"), py::arg("virtual_memory") = true, py::arg("asynchronous") = true)
-      .def(
-          "complete",
-          [](SimulatedDevice& self, const py::object& stream, const py::object& count) {
-            self.complete(to_number("stream", stream), count.is_none() ? UINT64_MAX : to_number("count", count));
-          },
-          py::arg("stream") = 0, py::arg("count") = py::none())
-      .def("complete_all", &SimulatedDevice::complete_all)
-      .def(
-          "fail",
-          [](SimulatedDevice& self, const std::string& call, const py::object& count, const py::object& skip) {
-            self.fail(call, to_number("count", count), to_number("skip", skip));
-          },
-          py::arg("call"), py::arg("count") = 1, py::arg("skip") = 0)
-      .def("calls", &calls)
-      .def_property_readonly("reserved", &SimulatedDevice::reserved)
-      .def(
-          "physical",
-          [](const SimulatedDevice& self, const py::object& address) {
-            const SimulatedDevice::Piece piece = self.physical(to_number("address", address));
-            return py::make_tuple(piece.handle, piece.offset, piece.size);
-          },
-          py::arg("address"))
-      .def("now", &SimulatedDevice::now)
-      .def(
-          "finished",
-          [](const SimulatedDevice& self, const py::object& stream, const py::object& point) {
-            return self.finished(to_number("stream", stream), to_number("point", point));
-          },
-          py::arg("stream"), py::arg("point"))
-      .def_property_readonly("capacity", &SimulatedDevice::capacity)
-      .def_property_readonly("live_events", &SimulatedDevice::live_events)
-      .def_property_readonly("driver_seconds", &SimulatedDevice::driver_seconds);
-}
-
 /// The core for Python. Calls that may wait for the device release the GIL; callbacks acquire the GIL.
 class CachingAllocator {
  public:
@@ -105,12 +48,12 @@ class CachingAllocator {
 
   alloc::Allocator& core() const { return *core_; }
 
-  Address allocate(const py::object& size, const py::object& stream) const {
+  Address allocate(const py::object& size, const py::object& stream, const std::string& tag) const {
     const Bytes bytes = to_bytes("size", size);
     const alloc::Stream on = to_number("stream", stream);
     alloc::Context context = stacks_ ? python_stack() : nullptr;
     const py::gil_scoped_release no_gil;
-    return core_->allocate(bytes, on, std::move(context));
+    return core_->allocate(bytes, on, std::move(context), alloc::tag_named(tag));
   }
 
   void record_history(const std::optional<std::string>& enabled, const py::object& max_entries,
@@ -168,18 +111,20 @@ void bind_private_pools(py::class_<CachingAllocator, std::shared_ptr<CachingAllo
   using Self = CachingAllocator;
   type.def(
           "begin_allocate_to_pool",
-          [](const Self& self, const py::object& pool, const py::object& streams) {
-            self.core().begin_allocate_to_pool(to_pool(pool), stream_filter(streams));
+          [](const Self& self, const py::object& pool, const py::object& streams, const std::string& tag) {
+            self.core().begin_allocate_to_pool(to_pool(pool), stream_filter(streams), alloc::tag_named(tag));
           },
-          py::arg("pool"), py::arg("streams") = py::none())
+          py::arg("pool"), py::arg("streams") = py::none(), py::arg("tag") = "")
       .def(
           "end_allocate_to_pool",
           [](const Self& self, const py::object& pool) { self.core().end_allocate_to_pool(to_pool(pool)); },
           py::arg("pool"))
       .def(
           "create_or_incref_pool",
-          [](const Self& self, const py::object& pool) { self.core().create_or_incref_pool(to_pool(pool)); },
-          py::arg("pool"))
+          [](const Self& self, const py::object& pool, const std::string& tag) {
+            self.core().create_or_incref_pool(to_pool(pool), nullptr, alloc::tag_named(tag));
+          },
+          py::arg("pool"), py::arg("tag") = "")
       .def(
           "release_pool",
           [](const Self& self, const py::object& pool) {
@@ -214,6 +159,74 @@ void bind_private_pools(py::class_<CachingAllocator, std::shared_ptr<CachingAllo
           py::arg("checkpoint"));
 }
 
+/// By name; the empty name stands for memory without a tag.
+std::vector<alloc::Tag> tags_named(const std::vector<std::string>& names) {
+  std::vector<alloc::Tag> tags(names.size());
+  std::transform(names.begin(), names.end(), tags.begin(), &alloc::tag_named);
+  return tags;
+}
+
+alloc::PauseOptions pause_options(const std::map<std::string, bool>& keep, bool resume_on_allocation) {
+  alloc::PauseOptions options;
+  for (const auto& [name, kept] : keep) options.keep[alloc::tag_named(name)] = kept;
+  options.resume_on_allocation = resume_on_allocation;
+  return options;
+}
+
+void bind_pausing(py::class_<CachingAllocator, std::shared_ptr<CachingAllocator>>& type) {
+  using Self = CachingAllocator;
+  type.def(
+          "check_pause",
+          [](const Self& self, const std::map<std::string, bool>& keep) {
+            self.core().check_pause(pause_options(keep, false));
+          },
+          py::arg("keep"))
+      .def(
+          "pause",
+          [](const Self& self, const std::map<std::string, bool>& keep, bool resume_on_allocation) {
+            const alloc::PauseOptions options = pause_options(keep, resume_on_allocation);
+            const auto pause = [&] {
+              const py::gil_scoped_release no_gil;
+              return self.core().pause(options);
+            };
+            return to_dict(pause());
+          },
+          py::arg("keep"), py::arg("resume_on_allocation") = false)
+      .def(
+          "resume",
+          [](const Self& self, const std::vector<std::string>& tags) {
+            const auto resume = [&] {
+              const py::gil_scoped_release no_gil;
+              return self.core().resume(tags_named(tags));
+            };
+            return to_dict(resume());
+          },
+          py::arg("tags"))
+      .def("paused",
+           [](const Self& self) {
+             py::dict result;
+             for (const alloc::PausedInfo& each : self.core().paused()) {
+               result[py::str(alloc::name_of(each.tag))] = py::make_tuple(each.released, each.saved);
+             }
+             return result;
+           })
+      .def(
+          "saved",
+          [](const Self& self, const py::object& address, const py::object& size) {
+            py::list ranges;
+            for (const alloc::HostRange& each :
+                 self.core().saved(to_number("address", address), to_bytes("size", size))) {
+              ranges.append(py::make_tuple(each.address, each.size));
+            }
+            return ranges;
+          },
+          py::arg("address"), py::arg("size"))
+      .def(
+          "hold", [](const Self& self, const py::object& pool, bool held) { self.core().hold(to_pool(pool), held); },
+          py::arg("pool"), py::arg("held"))
+      .def("trim_host", [](const Self& self) { self.core().trim_host(); });
+}
+
 void bind_reports(py::class_<CachingAllocator, std::shared_ptr<CachingAllocator>>& type) {
   using Self = CachingAllocator;
   type.def("counters", &Self::counters)
@@ -237,7 +250,7 @@ void bind_caching_allocator(py::module_& module) {
              return std::make_shared<Self>(std::make_shared<alloc::CachingAllocator>(device, config), 0);
            }),
            py::arg("device"), py::arg("config") = Config())
-      .def("allocate", &Self::allocate, py::arg("size"), py::arg("stream") = 0)
+      .def("allocate", &Self::allocate, py::arg("size"), py::arg("stream") = 0, py::arg("tag") = "")
       .def(
           "free", [](const Self& self, const py::object& address) { self.core().free(to_number("address", address)); },
           py::arg("address"))
@@ -296,6 +309,7 @@ void bind_caching_allocator(py::module_& module) {
           },
           py::arg("observer"));
   bind_private_pools(type);
+  bind_pausing(type);
   bind_reports(type);
 }
 
@@ -343,6 +357,8 @@ void raise_out_of_memory(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const alloc::OutOfMemory& out_of_memory) {
     py::set_error(py::module_::import("torch").attr("OutOfMemoryError"), out_of_memory.what());
+  } catch (const alloc::PauseError& refused) {
+    py::set_error(py::module_::import("pyactcomp.errors").attr("PyactcompError"), refused.what());
   }
 }
 
@@ -353,6 +369,7 @@ void bind_allocator(py::module_& module) {
   bind_config(module);
   bind_simulated_device(module);
   bind_caching_allocator(module);
+  module.def("tag_named", &alloc::tag_named, py::arg("name"));
 #if PAC_CUDA_ALLOCATOR
   module.attr("has_cuda_allocator") = true;
   bind_runtime(module);

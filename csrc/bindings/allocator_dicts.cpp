@@ -191,6 +191,26 @@ void add_fragmentation(py::dict& into, const alloc::Stats& stats, const alloc::F
   into["driver_seconds"] = stats.driver_seconds;
 }
 
+py::dict to_dict(const alloc::PauseReport& report) {
+  py::dict result;
+  result["released"] = report.released;
+  result["saved"] = report.saved;
+  result["pinned"] = report.pinned;
+  py::list skipped;
+  for (const alloc::NotPaused& each : report.skipped) {
+    skipped.append(py::make_tuple(py::make_tuple(each.pool.first, each.pool.second), each.bytes, each.held));
+  }
+  result["skipped"] = skipped;
+  return result;
+}
+
+py::dict to_dict(const alloc::ResumeReport& report) {
+  py::dict result;
+  result["mapped"] = report.mapped;
+  result["restored"] = report.restored;
+  return result;
+}
+
 py::dict scope(const alloc::ScopeStats& stats) {
   py::dict result;
   result["allocated_bytes"] = stats.allocated_bytes;

@@ -17,6 +17,10 @@ pybind11::dict counters(const alloc::Stats& stats, const alloc::Config& config);
 /// Adds the statistics missing from torch.cuda.memory_stats.
 void add_fragmentation(pybind11::dict& into, const alloc::Stats& stats, const alloc::Fragmentation& fragmentation);
 
+/// The fields of a pause and of a resume, in bytes.
+pybind11::dict to_dict(const alloc::PauseReport& report);
+pybind11::dict to_dict(const alloc::ResumeReport& report);
+
 pybind11::dict scope(const alloc::ScopeStats& stats);
 pybind11::dict block(const alloc::BlockInfo& block);
 

@@ -18,6 +18,7 @@
 #include "bindings/torch_devices.hpp"
 #include "bindings/torch_headers.hpp"
 #include "bindings/torch_recorder.hpp"
+#include "bindings/torch_tags.hpp"
 
 namespace pac::bindings {
 namespace {
@@ -209,7 +210,8 @@ class TorchAllocator final : public native::CUDAAllocator {
   void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, std::function<bool(cudaStream_t)> filter) override {
     check_ours(device, pool);
     devices_[device].begin_allocate_to_pool(
-        to_core(pool), [filter = std::move(filter)](alloc::Stream stream) { return filter(stream_of(stream)); });
+        to_core(pool), [filter = std::move(filter)](alloc::Stream stream) { return filter(stream_of(stream)); },
+        ThreadTag::get());
   }
 
   void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override {
@@ -221,7 +223,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     check_ours(device, pool);
     std::shared_ptr<alloc::SegmentSource> source;
     if (allocator) source = std::make_shared<PoolSegments>(std::move(allocator), device);
-    devices_[device].create_or_incref_pool(to_core(pool), std::move(source));
+    devices_[device].create_or_incref_pool(to_core(pool), std::move(source), ThreadTag::get());
   }
 
   void releasePool(DeviceIndex device, MempoolId_t pool) override {
@@ -418,9 +420,11 @@ class TorchAllocator final : public native::CUDAAllocator {
     alloc::Allocator& core = devices_[device];
     void* block = nullptr;
     try {
-      block = pointer_to(core.allocate(size, stream, recorder_.origin(RecordContext::STATE)));
+      block = pointer_to(core.allocate(size, stream, recorder_.origin(RecordContext::STATE), ThreadTag::get()));
     } catch (const alloc::OutOfMemory& error) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+    } catch (const alloc::PauseError& error) {
+      TORCH_CHECK(false, error.what());
     }
     if (C10_UNLIKELY(c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace())) {
       trace_allocation(block);
@@ -507,6 +511,8 @@ void install(const py::object& capsule) {
 PYBIND11_MODULE(_torch_allocator, module) {
   module.doc() = "pyactcomp's allocators as torch's own, for the one release of torch that BUILT_FOR names.";
   module.attr("BUILT_FOR") = PAC_BUILT_FOR;
+  module.def("set_tag", &pac::bindings::ThreadTag::set, pybind11::arg("tag"),
+             "Set the tag of the calling thread's allocations; returns the tag before.");
   module.def("install", &pac::bindings::install, pybind11::arg("runtime"),
              "Let torch allocate through _core's runtime_capsule(). PyactcompError where it cannot.");
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/check.hpp"
+#include "device/host_memory.hpp"
 
 namespace pac::alloc {
 
@@ -36,6 +37,10 @@ bool gone(CUresult status) { return status == CUDA_ERROR_DEINITIALIZED; }
 
 CUevent event_of(Event event) {
   return reinterpret_cast<CUevent>(event);  // NOLINT(performance-no-int-to-ptr)
+}
+
+void* host_pointer(Address address) {
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
 CUstream stream_of(Stream stream) {
@@ -205,6 +210,53 @@ void CudaDevice::unmap(Address address, Bytes size) {
   const std::lock_guard<std::mutex> lock(mutex_);
   give_back({"cuMemUnmap", size, address}, [&] { return driver_.cuMemUnmap(address, size); });
   mappings_.erase(address);
+}
+
+Bytes CudaDevice::host_available() { return available_host_memory(); }
+
+std::optional<Address> CudaDevice::acquire_host(Bytes size) {
+  void* memory = nullptr;
+  const CUresult status = timed([&] { return driver_.cuMemHostAlloc(&memory, size, CU_MEMHOSTALLOC_PORTABLE); });
+  if (status == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
+  check(status, {"cuMemHostAlloc", size});
+  return reinterpret_cast<Address>(memory);
+}
+
+void CudaDevice::release_host(Address address, Bytes size) {
+  give_back({"cuMemFreeHost", size, address}, [&] { return driver_.cuMemFreeHost(host_pointer(address)); });
+}
+
+template <class One>
+void CudaDevice::copy(const char* call, const std::vector<Copy>& copies, One&& one) {
+  CUstream stream = nullptr;
+  check(timed([&] { return driver_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING); }), {"cuStreamCreate"});
+  const Copy* failed = nullptr;
+  const CUresult status = timed([&] {
+    CUresult queued = CUDA_SUCCESS;
+    for (const Copy& each : copies) {
+      queued = one(each, stream);
+      if (queued == CUDA_SUCCESS) continue;
+      failed = &each;
+      break;
+    }
+    // Also after a failure: the copies before it still run.
+    const CUresult done = driver_.cuStreamSynchronize(stream);
+    driver_.cuStreamDestroy(stream);
+    return queued == CUDA_SUCCESS ? done : queued;
+  });
+  check(status, failed != nullptr ? What{call, failed->size, failed->device} : What{call});
+}
+
+void CudaDevice::copy_to_host(const std::vector<Copy>& copies) {
+  copy("cuMemcpyDtoHAsync", copies, [&](const Copy& each, CUstream stream) {
+    return driver_.cuMemcpyDtoHAsync(host_pointer(each.host), each.device, each.size, stream);
+  });
+}
+
+void CudaDevice::copy_from_host(const std::vector<Copy>& copies) {
+  copy("cuMemcpyHtoDAsync", copies, [&](const Copy& each, CUstream stream) {
+    return driver_.cuMemcpyHtoDAsync(each.device, host_pointer(each.host), each.size, stream);
+  });
 }
 
 void CudaDevice::enable_peer(int peer) {

@@ -44,6 +44,11 @@ class CudaDevice final : public Device {
   void destroy(Handle handle, Bytes size) override;
   void map(Address address, Bytes size, Handle handle) override;
   void unmap(Address address, Bytes size) override;
+  Bytes host_available() override;
+  std::optional<Address> acquire_host(Bytes size) override;
+  void release_host(Address address, Bytes size) override;
+  void copy_to_host(const std::vector<Copy>& copies) override;
+  void copy_from_host(const std::vector<Copy>& copies) override;
   Event record(Stream stream) override;
   bool completed(Event event) override;
   void wait(Event event) override;
@@ -73,6 +78,9 @@ class CudaDevice final : public Device {
   void give_back(const What& what, Call&& call);
   void check(CUresult status, const What& what) const;
   void look_for_virtual_memory();
+  /// Calls `one` with each copy and a stream, then waits for the stream.
+  template <class One>
+  void copy(const char* call, const std::vector<Copy>& copies, One&& one);
   CUresult record_elsewhere(CUstream stream, CUevent* event);
 
   const CudaDriver& driver_;

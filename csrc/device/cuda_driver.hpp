@@ -30,6 +30,13 @@ namespace pac::alloc {
   X(cuEventSynchronize)                \
   X(cuEventDestroy)                    \
   X(cuStreamGetCtx)                    \
+  X(cuStreamCreate)                    \
+  X(cuStreamSynchronize)               \
+  X(cuStreamDestroy)                   \
+  X(cuMemHostAlloc)                    \
+  X(cuMemFreeHost)                     \
+  X(cuMemcpyDtoHAsync)                 \
+  X(cuMemcpyHtoDAsync)                 \
   X(cuGetErrorName)                    \
   X(cuGetErrorString)
 // Null where the driver does not have them.

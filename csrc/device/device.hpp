@@ -2,15 +2,16 @@
 //
 // Contract of every function. The caller holds the core's lock, except for wait() and synchronize(); no function calls
 // back into the core. Sizes and addresses of virtual memory are multiples of granularity(). Running out of memory is a
-// result (nullopt); any other failure throws DeviceError and leaves the device as before. Only release(), wait() and
-// synchronize() may wait for the device; no other function waits for work queued on a stream. The caller guarantees two
-// things. No running kernel reads or writes memory being released or unmapped. Ranges and handles to unmap, unreserve
-// and destroy are exactly the mapped, reserved and created ones.
+// result (nullopt); any other failure throws DeviceError and leaves the device as before. Only release(), wait(),
+// synchronize() and the copies may wait for the device; no other function waits for work queued on a stream. The caller
+// guarantees two things. No running kernel reads or writes memory being released or unmapped. Ranges and handles to
+// unmap, unreserve and destroy are exactly the mapped, reserved and created ones.
 #pragma once
 
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "allocator/types.hpp"
 
@@ -49,6 +50,20 @@ class Device {
   virtual void destroy(Handle handle, Bytes size) = 0;
   virtual void map(Address address, Bytes size, Handle handle) = 0;
   virtual void unmap(Address address, Bytes size) = 0;
+
+  // Pinned host memory, and copies between host and device. A copy may span several mappings.
+  struct Copy {
+    Address device;
+    Address host;
+    Bytes size;
+  };
+  /// The bytes of host memory that could be pinned now without driving the process out of memory.
+  virtual Bytes host_available() = 0;
+  virtual std::optional<Address> acquire_host(Bytes size) = 0;
+  virtual void release_host(Address address, Bytes size) = 0;
+  /// Both wait until all copies are done. The device must have finished its work on the memory.
+  virtual void copy_to_host(const std::vector<Copy>& copies) = 0;
+  virtual void copy_from_host(const std::vector<Copy>& copies) = 0;
 
   // Order between the host and streams. record() puts an event behind the work queued on the stream; completed()
   // queries the event; wait() blocks the calling thread until then. recycle() takes back an event no longer needed.

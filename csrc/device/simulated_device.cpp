@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/check.hpp"
+#include "device/simulated_checks.hpp"
 
 namespace pac::alloc {
 namespace {
@@ -17,6 +18,8 @@ constexpr Address kAcquiredBegin = 0x7f0000000000;
 constexpr Address kVirtualBegin = Address{1} << 50;
 constexpr Bytes kVirtualSize = (Bytes{1} << 53) - kVirtualBegin;
 constexpr Bytes kLargestCapacity = Bytes{1} << 62;
+constexpr Address kHostBegin = 0x100000000000;
+constexpr Bytes kHostSize = Bytes{1} << 45;
 
 /// Host time of one call, by the size of the handle or segment.
 struct Cost {
@@ -53,23 +56,6 @@ double cost(const Cost (&rows)[N], Bytes size) {
   const double share = std::log2(static_cast<double>(size) / static_cast<double>(below.size)) /
                        std::log2(static_cast<double>(above->size) / static_cast<double>(below.size));
   return below.us + share * (above->us - below.us);
-}
-
-/// A number written as an address; the text is made only for a refused call.
-struct Hex {
-  std::uint64_t value;
-  friend std::ostream& operator<<(std::ostream& out, Hex hex) {
-    return out << "0x" << std::hex << hex.value << std::dec;
-  }
-};
-
-template <class... Parts>
-void require(bool condition, const char* call, const Parts&... parts) {
-  if (condition) return;
-  std::ostringstream text;
-  text << "simulated device: " << call << ": ";
-  (text << ... << parts);
-  throw std::logic_error(text.str());
 }
 
 }  // namespace
@@ -127,9 +113,11 @@ SimulatedDevice::SimulatedDevice(Bytes capacity, bool virtual_memory, bool async
     : capacity_(capacity),
       virtual_memory_(virtual_memory),
       asynchronous_(asynchronous),
-      failures_{{"acquire", {}}, {"create", {}}, {"map", {}}, {"reserve", {}}},
+      failures_{{"acquire", {}}, {"acquire_host", {}}, {"copy", {}}, {"create", {}}, {"map", {}}, {"reserve", {}}},
       acquired_(kAcquiredBegin, kVirtualBegin - kAcquiredBegin),
-      virtual_(kVirtualBegin, kVirtualSize) {
+      virtual_(kVirtualBegin, kVirtualSize),
+      host_(kHostBegin, kHostSize),
+      host_limit_(kHostSize) {
   PAC_CHECK(capacity > 0 && capacity <= kLargestCapacity, "capacity is 1 to 2**62 bytes, got ", capacity);
 }
 
@@ -168,6 +156,7 @@ void SimulatedDevice::release(Address address, Bytes size) {
   require(acquired_.holds(address, size), "release", size, " bytes at ", Hex{address}, " were not acquired");
   ++calls_.release;
   ++calls_.synchronising;
+  contents_.erase(mapped_.at(address).handle);
   mapped_.erase(address);
   acquired_.give_back(address);
   reserved_ -= size;
@@ -219,6 +208,7 @@ void SimulatedDevice::destroy(Handle handle, Bytes size) {
   require(found->second.mappings == 0, "destroy", "handle ", handle, " is mapped");
   ++calls_.destroy;
   handles_.erase(found);
+  contents_.erase(handle);
   reserved_ -= size;
   memory_us_ += cost(kDestroy, size);
 }
@@ -318,7 +308,7 @@ void SimulatedDevice::complete_all() {
 void SimulatedDevice::fail(const std::string& call, std::uint64_t count, std::uint64_t skip) {
   const std::lock_guard lock(mutex_);
   const auto found = failures_.find(call);
-  PAC_CHECK(found != failures_.end(), "call is acquire, create, map or reserve, got '", call, "'");
+  PAC_CHECK(found != failures_.end(), "call is acquire, acquire_host, copy, create, map or reserve, got '", call, "'");
   found->second = {count, skip};
 }
 
@@ -339,9 +329,13 @@ std::uint64_t SimulatedDevice::live_events() const {
 
 SimulatedDevice::Piece SimulatedDevice::physical(Address address) const {
   const std::lock_guard lock(mutex_);
+  return piece_at("physical", address);
+}
+
+SimulatedDevice::Piece SimulatedDevice::piece_at(const char* call, Address address) const {
   const auto after = mapped_.upper_bound(address);
   const auto found = after == mapped_.begin() ? mapped_.end() : std::prev(after);
-  require(found != mapped_.end() && address - found->first < found->second.size, "physical", "nothing lies at ",
+  require(found != mapped_.end() && address - found->first < found->second.size, call, "nothing lies at ",
           Hex{address});
   const Bytes offset = address - found->first;
   return {found->second.handle, offset, found->second.size - offset};

@@ -71,6 +71,11 @@ class SimulatedDevice final : public Device {
   void destroy(Handle handle, Bytes size) override;
   void map(Address address, Bytes size, Handle handle) override;
   void unmap(Address address, Bytes size) override;
+  Bytes host_available() override;
+  std::optional<Address> acquire_host(Bytes size) override;
+  void release_host(Address address, Bytes size) override;
+  void copy_to_host(const std::vector<Copy>& copies) override { copy("copy_to_host", copies, true); }
+  void copy_from_host(const std::vector<Copy>& copies) override { copy("copy_from_host", copies, false); }
   Event record(Stream stream) override;
   bool completed(Event event) override;
   std::optional<std::set<Stream>> advanced() override;
@@ -87,10 +92,18 @@ class SimulatedDevice final : public Device {
   /// Lets the oldest `count` events of a stream complete, or all of them.
   void complete(Stream stream, std::uint64_t count = UINT64_MAX);
   void complete_all();
-  /// Makes the next `count` calls of this name ("acquire", "create", "map" or "reserve") fail, after `skip` successful
-  /// ones: acquire and create as out of memory, the others by throwing DeviceError. Replaces the earlier setting for
-  /// the name.
+  /// Makes the next `count` calls of this name ("acquire", "acquire_host", "copy", "create", "map" or "reserve") fail,
+  /// after `skip` successful ones: acquire, acquire_host and create as out of memory, the others by throwing
+  /// DeviceError. Replaces the earlier setting for the name.
   void fail(const std::string& call, std::uint64_t count, std::uint64_t skip = 0);
+
+  /// Writes or reads the 512 bytes at an address as one number; memory never written holds 0.
+  void write(Address address, std::uint64_t value);
+  std::uint64_t read(Address address) const;
+  /// The host memory that may still be pinned.
+  void limit_host(Bytes bytes);
+  /// Bytes of pinned host memory.
+  Bytes pinned() const;
 
   /// Calls the driver would have seen, failed ones included.
   Calls calls() const;
@@ -120,6 +133,11 @@ class SimulatedDevice final : public Device {
     std::uint64_t skip = 0;
   };
 
+  /// The number at each 512 bytes of one piece of memory that were written.
+  using Contents = std::map<Bytes, std::uint64_t>;
+
+  void copy(const char* call, const std::vector<Copy>& copies, bool to_host);
+  Piece piece_at(const char* call, Address address) const;
   bool fails(const char* call);
   void succeeded(const char* call);
   void check_virtual(const char* call, Address address, Bytes size) const;
@@ -144,6 +162,12 @@ class SimulatedDevice final : public Device {
   std::map<Address, Mapping> mapped_;  // acquired segments too, each under a handle number of its own
   std::unordered_map<Handle, Physical> handles_;
   Handle next_handle_ = 1;
+
+  AddressSpace host_;
+  Bytes pinned_ = 0;
+  Bytes host_limit_;
+  std::unordered_map<Handle, Contents> contents_;
+  std::map<Address, std::uint64_t> host_contents_;
 
   std::unordered_map<Event, Stream> events_;
   std::map<Stream, std::set<Event>> pending_;  // numbers ascend, so the oldest is the first

@@ -45,7 +45,7 @@ LIBRARIES = {
     "_torch_allocator": Library(
         "torch subclass",
         ("bindings/torch_allocator.cpp", "allocator/config.cpp"),
-        ("c10", "c10_cuda"),
+        ("c10", "c10_cuda", "torch_cpu"),
         "pyactcomp build-allocator",
     ),
     "_observer": Library(

@@ -1,6 +1,10 @@
-// A libcuda.so.1 with one device of 1 GiB and no memory: addresses are numbers. It has the functions that the allocator
-// calls, by the names and signatures of the driver's binary interface, written down here without cuda.h.
+// A libcuda.so.1 with one device of 1 GiB and no device memory: addresses are numbers. Host memory is real, and a copy
+// to the host writes the addresses that it copies from; a copy back checks them. The library has the functions that the
+// allocator calls, by the names and signatures of the driver's binary interface, written down here without cuda.h.
 #include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <map>
 
 #ifndef FAKE_INIT_STATUS
@@ -25,7 +29,38 @@ Number next_handle = 1;
 std::size_t in_use = 0;
 void* const kContext = &context_depth;
 void* const kEvent = &in_use;
-std::map<Number, std::size_t> allocated, reserved, created, mapped;
+std::map<Number, std::size_t> allocated, reserved, created, mapped, pinned;
+Number copied = 0;
+
+/// Whether the range lies within ranges of the map without a gap.
+bool covered(const std::map<Number, std::size_t>& ranges, Number begin, std::size_t size) {
+  for (Number at = begin; at < begin + size;) {
+    auto range = ranges.upper_bound(at);
+    if (range == ranges.begin()) return false;
+    --range;
+    if (at >= range->first + range->second) return false;
+    at = range->first + range->second;
+  }
+  return true;
+}
+
+constexpr std::size_t kCopyStep = 512;
+
+/// Calls `one` with the host's and the device's address of every 512 bytes.
+template <class One>
+int copy(void* host, Number device, std::size_t size, One one) {
+  const auto address = reinterpret_cast<Number>(host);
+  const auto range = pinned.upper_bound(address);
+  // A copy never spans two pinned ranges, whichever lie beside each other.
+  if (range == pinned.begin() || !covered({*std::prev(range)}, address, size) || !covered(mapped, device, size)) {
+    return kInvalidValue;
+  }
+  copied += size;
+  for (std::size_t at = 0; at < size; at += kCopyStep) {
+    if (!one(static_cast<char*>(host) + at, device + at)) return kInvalidValue;
+  }
+  return 0;
+}
 
 Number address_for(std::size_t size) {
   const Number address = next_address;
@@ -68,6 +103,13 @@ extern "C" {
 Number fake_left() { return static_cast<Number>(context_depth) + in_use + mapped.size(); }
 /// Pieces of physical memory, which only virtual memory has.
 Number fake_created() { return next_handle - 1; }
+/// Bytes copied in either direction, and of pinned host memory.
+Number fake_copied() { return copied; }
+Number fake_pinned() {
+  Number bytes = 0;
+  for (const auto& [address, size] : pinned) bytes += size;
+  return bytes;
+}
 
 int cuInit(unsigned) { return FAKE_INIT_STATUS; }
 int cuGetErrorName(int, const char** name) { return set(name, "FAKE_ERROR"); }
@@ -100,6 +142,28 @@ int cuEventQuery(void* event) { return event == kEvent ? 0 : kInvalidValue; }
 int cuEventSynchronize(void* event) { return event == kEvent ? 0 : kInvalidValue; }
 int cuEventDestroy_v2(void*) { return 0; }
 int cuStreamGetCtx(void*, void** context) { return set(context, kContext); }
+
+int cuStreamCreate(void** stream, unsigned) { return set(stream, kEvent); }
+int cuStreamSynchronize(void* stream) { return stream == kEvent ? 0 : kInvalidValue; }
+int cuStreamDestroy_v2(void* stream) { return stream == kEvent ? 0 : kInvalidValue; }
+int cuMemHostAlloc(void** memory, std::size_t size, unsigned) {
+  set(memory, std::malloc(size));
+  if (*memory == nullptr) return kOutOfMemory;
+  pinned.emplace(reinterpret_cast<Number>(*memory), size);
+  return 0;
+}
+int cuMemFreeHost(void* memory) {
+  if (pinned.erase(reinterpret_cast<Number>(memory)) == 0) return kInvalidValue;
+  std::free(memory);
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void* host, Number device, std::size_t size, void*) {
+  return copy(host, device, size, [](char* to, Number from) { return std::memcpy(to, &from, sizeof from) != nullptr; });
+}
+int cuMemcpyHtoDAsync_v2(Number device, const void* host, std::size_t size, void*) {
+  return copy(const_cast<void*>(host), device, size,
+              [](const char* from, Number to) { return std::memcmp(from, &to, sizeof to) == 0; });
+}
 
 int cuMemAlloc_v2(Number* address, std::size_t size) {
   if (in_use + size > kTotal) return kOutOfMemory;

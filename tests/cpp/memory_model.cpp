@@ -1,5 +1,6 @@
 #include "memory_model.hpp"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -73,10 +74,20 @@ PoolLife MemoryModel::allocated(Address address, Bytes size, Stream stream, Pool
   return owner;
 }
 
-void MemoryModel::freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses) {
+void MemoryModel::freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses, bool paused) {
   addresses_.set(address, {address + size, false, pool, uses});
+  if (paused) return;
   pieces(address, size,
          [&](std::uint64_t begin, std::uint64_t end) { physical_.set(begin, {end, false, pool, uses}); });
+}
+
+void MemoryModel::resumed(Address address, Bytes size) {
+  addresses_.visit_with_begin(address, address + size, [&](std::uint64_t begin, const UseMap::Range& range) {
+    const std::uint64_t from = std::max(begin, address);
+    pieces(from, std::min(range.end, address + size) - from, [&](std::uint64_t first, std::uint64_t end) {
+      physical_.set(first, {end, range.live, range.pool, range.uses});
+    });
+  });
 }
 
 void MemoryModel::taking(Address address, Bytes size, bool waits) {
@@ -127,10 +138,11 @@ void WatchedDevice::destroy(Handle handle, Bytes size) {
 void WatchedDevice::map(Address address, Bytes size, Handle handle) {
   device_.map(address, size, handle);
   mapped.emplace(address, size);
+  if (pausing) model_.resumed(address, size);
 }
 
 void WatchedDevice::unmap(Address address, Bytes size) {
-  model_.taking(address, size, /*waits=*/false);
+  if (!pausing) model_.taking(address, size, /*waits=*/false);
   device_.unmap(address, size);
   mapped.erase(address);
 }

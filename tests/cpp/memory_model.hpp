@@ -1,6 +1,7 @@
 // Who uses which bytes, told from what was asked of the allocator and from the device's mappings alone.
 #pragma once
 
+#include <iterator>
 #include <map>
 #include <memory>
 #include <set>
@@ -32,12 +33,16 @@ class UseMap {
   void set(std::uint64_t begin, Range range);
   void erase(std::uint64_t begin, std::uint64_t end);
   template <class Visit>
-  void visit(std::uint64_t begin, std::uint64_t end, Visit visit) const {
+  void visit_with_begin(std::uint64_t begin, std::uint64_t end, Visit visit) const {
     auto range = ranges_.upper_bound(begin);
     if (range != ranges_.begin()) --range;
     for (; range != ranges_.end() && range->first < end; ++range) {
-      if (range->second.end > begin) visit(range->second);
+      if (range->second.end > begin) visit(range->first, range->second);
     }
+  }
+  template <class Visit>
+  void visit(std::uint64_t begin, std::uint64_t end, Visit visit) const {
+    visit_with_begin(begin, end, [&](std::uint64_t, const Range& range) { visit(range); });
   }
 
  private:
@@ -57,8 +62,10 @@ class MemoryModel {
   /// A block was handed out. Throws Violation where another has its bytes, or a stream may not be done with them.
   /// Returns whose memory it is: a pool that was lent from keeps it.
   PoolLife allocated(Address address, Bytes size, Stream stream, PoolLife pool);
-  /// A block is about to be freed, after these uses.
-  void freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses);
+  /// A block is about to be freed, after these uses; `paused`: without memory of its own.
+  void freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses, bool paused = false);
+  /// Paused addresses got memory again.
+  void resumed(Address address, Bytes size);
   /// The allocator takes the memory from under a range of addresses.
   void taking(Address address, Bytes size, bool waits);
   void destroyed(Handle handle);
@@ -83,7 +90,12 @@ class WatchedDevice final : public Device {
   WatchedDevice(SimulatedDevice& device, MemoryModel& model) : device_(device), model_(model) {}
 
   std::map<Address, Bytes> mapped;  ///< segments and mappings
+  bool pausing = false;             ///< live blocks lose their memory, and get other memory at the same addresses
 
+  bool has_memory(Address address) const {
+    const auto after = mapped.upper_bound(address);
+    return after != mapped.begin() && address - std::prev(after)->first < std::prev(after)->second;
+  }
   std::string name() const override { return device_.name(); }
   Memory memory() override { return device_.memory(); }
   double driver_seconds() const override { return device_.driver_seconds(); }
@@ -97,6 +109,11 @@ class WatchedDevice final : public Device {
   void destroy(Handle handle, Bytes size) override;
   void map(Address address, Bytes size, Handle handle) override;
   void unmap(Address address, Bytes size) override;
+  Bytes host_available() override { return device_.host_available(); }
+  std::optional<Address> acquire_host(Bytes size) override { return device_.acquire_host(size); }
+  void release_host(Address address, Bytes size) override { device_.release_host(address, size); }
+  void copy_to_host(const std::vector<Copy>& copies) override { device_.copy_to_host(copies); }
+  void copy_from_host(const std::vector<Copy>& copies) override { device_.copy_from_host(copies); }
   Event record(Stream stream) override;
   bool completed(Event event) override { return device_.completed(event); }
   void wait(Event event) override { device_.wait(event); }

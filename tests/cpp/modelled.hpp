@@ -15,12 +15,15 @@ namespace stress {
 
 constexpr Stream kStreams[] = {0, 7, 0x55a0c0ffee00, 0x55a0c0ffee80};
 
+constexpr Tag kTags[] = {0, 1, 2};
+
 struct Live {
   Address address;
   Bytes size;
   Bytes requested;
   PoolLife owner;
   std::vector<Stream> streams;  ///< its own, and those recorded
+  Tag tag;                      ///< as it was asked for
 };
 
 struct PrivatePool {
@@ -67,7 +70,8 @@ class Modelled {
   Live& any_live() { return live_[random_.below(live_.size())]; }
   Bytes next_size();
   void step();
-  void allocate(Bytes size, Stream stream);
+  void allocate(Bytes size, Stream stream, Tag tag = 0);
+  void pause_and_resume();
   void free(std::size_t index);
   void record_stream();
   void refuse_unknown();

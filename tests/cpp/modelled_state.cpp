@@ -1,6 +1,7 @@
 // What an allocator remembers beside its blocks: private pools, settings, scopes and counters.
 #include <algorithm>
 
+#include "common/check.hpp"
 #include "modelled.hpp"
 
 namespace stress {
@@ -68,6 +69,75 @@ void Modelled::change_pools() {
     require(core_->pool_use_count(pool.id) == pool.uses, "a pool is used ", core_->pool_use_count(pool.id),
             " times, not ", pool.uses);
     if (random_.below(4) == 0) core_->empty_cache(pool.id);
+  }
+}
+
+void Modelled::pause_and_resume() {
+  PauseOptions options;
+  std::vector<Tag> tags;
+  for (const Tag tag : kTags) {
+    if (random_.below(2) == 0) continue;
+    options.keep[tag] = random_.below(3) > 0;
+    tags.push_back(tag);
+  }
+  const auto refused = [](const auto& call) {
+    try {
+      call();
+    } catch (const PauseError&) {
+      return true;
+    }
+    return false;
+  };
+  if (setup_.config.growth != Growth::kVmm || !open_.empty()) {
+    require(refused([&] { core_->pause(options); }), "memory was paused during a capture or under malloc growth");
+    return;
+  }
+  std::map<Address, std::uint64_t> contents;
+  for (const Live& block : live_) {
+    device_.write(block.address, contents[block.address] = random_());
+  }
+  watched_->pausing = true;
+  const Bytes before = device_.reserved();
+  const PauseReport report = core_->pause(options);
+  require(device_.reserved() <= before - report.released, "a pause released less than it said");
+  core_->check_invariants();
+  check_counters();
+  for (const Tag tag : tags) {
+    require(refused([&] { core_->allocate(1 + random_.below(4096), any_stream(), {}, tag); }),
+            "memory of a paused tag was allocated");
+  }
+  require(tags.empty() || refused([&] { core_->pause(options); }), "a tag was paused twice");
+  for (std::uint64_t i = random_.below(4); i > 0 && !live_.empty(); --i) free(random_.below(live_.size()));
+  if (random_.below(4) == 0) core_->empty_cache();
+  if (random_.below(3) == 0) {
+    constexpr const char* kCalls[] = {"create", "map", "copy"};
+    const char* call = kCalls[random_.below(3)];
+    device_.fail(call, 1 + random_.below(2), random_.below(3));
+    try {
+      core_->resume(tags);
+      tags.clear();
+    } catch (const OutOfMemory&) {
+    } catch (const pac::DeviceError&) {
+    }
+    device_.fail(call, 0);
+    core_->check_invariants();
+    check_counters();
+  }
+  if (!tags.empty()) {
+    // The limit may have fallen below what was reserved.
+    const Config config = core_->config();
+    Config unlimited = config;
+    unlimited.memory_fraction = 1.0;
+    core_->configure(unlimited);
+    core_->resume(tags);
+    core_->configure(config);
+  }
+  watched_->pausing = false;
+  for (const Live& block : live_) {
+    const auto keep = options.keep.find(block.owner == 0 ? block.tag : 0);
+    if (keep != options.keep.end() && !keep->second) continue;
+    require(device_.read(block.address) == contents.at(block.address), "the block at ", block.address,
+            " lost its contents");
   }
 }
 

@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "allocator/caching_allocator.hpp"
+#include "allocator/tags.hpp"
 #include "common/check.hpp"
 #include "modelled.hpp"
 
@@ -15,6 +16,8 @@ Modelled::Modelled(const Options& options)
       model_(device_),
       watched_(std::make_shared<WatchedDevice>(device_, model_)),
       core_(std::make_shared<CachingAllocator>(watched_, setup_.config)) {
+  for (const Tag tag : kTags)
+    require(tag == 0 || tag_named("tag " + std::to_string(tag)) == tag, "tags are numbered in order");
   for (int i = 0; i < 12; ++i) sizes_.push_back(any_size(random_, 96_MiB));
   core_->add_oom_observer([this](Bytes, Bytes total, Bytes free) {
     ++observed_;
@@ -48,7 +51,7 @@ Bytes Modelled::next_size() {
   }
 }
 
-void Modelled::allocate(Bytes size, Stream stream) {
+void Modelled::allocate(Bytes size, Stream stream, Tag tag) {
   PoolLife pool = 0;
   for (const PrivatePool* open : open_) {
     if (pool == 0 && open->open.count(stream) > 0) pool = open->life;
@@ -56,7 +59,7 @@ void Modelled::allocate(Bytes size, Stream stream) {
   const Bytes reserved = device_.reserved();
   Address address = 0;
   try {
-    address = core_->allocate(size, stream);
+    address = core_->allocate(size, stream, {}, tag);
   } catch (const OutOfMemory& error) {
     ++expected_.out_of_memory;
     require(std::string(error.what()).find("CUDA out of memory. Tried to allocate ") == 0, "the text is ",
@@ -78,7 +81,7 @@ void Modelled::allocate(Bytes size, Stream stream) {
   const Bytes after = device_.reserved();
   require(after <= reserved || after <= limit_of(core_->config(), setup_.capacity), "reserved ", after,
           " bytes, beyond the limit");
-  live_.push_back({address, block.size, size, owner, {stream}});
+  live_.push_back({address, block.size, size, owner, {stream}, tag});
   expected_.allocation.add(1);
   expected_.allocated.add(block.size);
   expected_.requested.add(size);
@@ -95,7 +98,7 @@ void Modelled::free(std::size_t index) {
   live_.pop_back();
   std::vector<Use> uses;
   for (const Stream stream : block.streams) uses.push_back({stream, device_.now()});
-  model_.freed(block.address, block.size, block.owner, uses);
+  model_.freed(block.address, block.size, block.owner, uses, !watched_->has_memory(block.address));
   expected_.allocation.take(1);
   expected_.allocated.take(block.size);
 
@@ -195,7 +198,8 @@ void Modelled::inject_failures() {
 void Modelled::step() {
   const std::uint64_t kind = random_.below(1000);
   if (kind < 450) {
-    allocate(random_.below(200) == 0 ? 0 : next_size(), any_stream());
+    const Tag tag = random_.below(4) == 0 ? kTags[1 + random_.below(2)] : 0;
+    allocate(random_.below(200) == 0 ? 0 : next_size(), any_stream(), tag);
   } else if (kind < 800) {
     if (!live_.empty() && random_.below(2 * setup_.target) < setup_.target / 2 + live_.size()) {
       free(random_.below(live_.size()));
@@ -210,6 +214,8 @@ void Modelled::step() {
     change_scopes();
   } else if (kind < 980) {
     change_pools();
+  } else if (kind < 982) {
+    pause_and_resume();
   } else if (kind < 985) {
     reset_stats();
   } else if (kind < 990) {

@@ -1,0 +1,331 @@
+// Pausing: the physical memory of tags goes back to the device while addresses, blocks and, in host memory, the
+// contents of live blocks stay.
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <utility>
+
+#include "allocator/caching_allocator.hpp"
+#include "allocator/tags.hpp"
+
+namespace pac::alloc {
+
+namespace {
+
+/// Copies between host and device, one for neighbours on both sides. No copy spans two chunks, which the host pinned
+/// apart.
+class Copies {
+ public:
+  void add(Address device, const HostStore::Chunk& chunk, Bytes at, Bytes size) {
+    const Address host = chunk.address + at;
+    if (at > 0 && !list_.empty()) {
+      Device::Copy& last = list_.back();
+      if (last.device + last.size == device && last.host + last.size == host) {
+        last.size += size;
+        return;
+      }
+    }
+    list_.push_back({device, host, size});
+  }
+  const std::vector<Device::Copy>& list() const { return list_; }
+
+ private:
+  std::vector<Device::Copy> list_;
+};
+
+std::string listed(const std::vector<Tag>& tags) {
+  std::string text;
+  for (const Tag tag : tags) text += (text.empty() ? "" : ", ") + describe(tag);
+  return text;
+}
+
+Bytes mapped_bytes(const Segment& segment) {
+  Bytes bytes = 0;
+  for (const auto& [address, mapping] : segment.mappings) bytes += mapping.size;
+  return bytes;
+}
+
+}  // namespace
+
+bool CachingAllocator::is_paused(const PoolGroup& group) const {
+  return !paused_.empty() && paused_.count(group.tag) > 0 && !group.held && !group.source;
+}
+
+PoolGroup& CachingAllocator::running_group(Stream stream, Tag tag) {
+  PoolGroup& group = group_for(stream, tag);
+  if (is_paused(group)) {
+    throw PauseError("cannot allocate on " + device_->name() + ": " + describe(group.tag) +
+                     " is paused; call resume() first, or pause with on_allocation=\"resume\"");
+  }
+  return group;
+}
+
+void CachingAllocator::resume_for(PoolGroup& group, Lock& lock) {
+  if (!is_paused(group) || capturing() || !paused_.at(group.tag).resume_on_allocation) return;
+  resume_tags({group.tag}, lock);
+}
+
+void CachingAllocator::check_can_pause(const PauseOptions& options) const {
+  if (heap_.config.growth != Growth::kVmm) {
+    throw PauseError("memory of " + device_->name() +
+                     " cannot be paused: it comes from cudaMalloc, whose addresses go with the memory; enable the "
+                     "allocator with growth=\"vmm\"");
+  }
+  if (capturing()) {
+    throw PauseError("memory of " + device_->name() +
+                     " cannot be paused while a CUDA graph is captured or a memory pool is in use: end the capture or "
+                     "leave torch.cuda.use_mem_pool first");
+  }
+  std::vector<Tag> twice;
+  for (const auto& [tag, keep] : options.keep) {
+    if (paused_.count(tag) > 0) twice.push_back(tag);
+  }
+  if (!twice.empty()) throw PauseError("paused already: " + listed(twice) + "; call resume() first");
+}
+
+void CachingAllocator::check_pause(const PauseOptions& options) {
+  const Lock lock(mutex_);
+  check_can_pause(options);
+}
+
+PauseReport CachingAllocator::pause(const PauseOptions& options) {
+  Lock lock(mutex_);
+  check_can_pause(options);
+  const Serial now = finish_device(lock);
+  check_can_pause(options);  // the lock was dropped
+
+  PauseReport report;
+  std::vector<PoolGroup*> groups;
+  heap_.for_each_group([&](PoolGroup& group) {
+    if (options.keep.count(group.tag) == 0) return;
+    if (!group.held && !group.source) {
+      if (group.is_releasable() && group.released <= now) vmm_->release_unused(group);
+      groups.push_back(&group);
+      return;
+    }
+    report.skipped.push_back({group.id, 0, group.held});
+    for (const Segment& segment : heap_.segments()) {
+      if (&segment.pool->group == &group) {
+        report.skipped.back().bytes += segment.expandable ? mapped_bytes(segment) : segment.size;
+      }
+    }
+  });
+
+  std::map<Tag, Paused> paused = save(options, groups, report);
+  for (auto& [tag, each] : paused) paused_[tag] = std::move(each);
+  try {
+    for (PoolGroup* group : groups) {
+      group->paused = true;
+      report.released += take_memory(*group);
+    }
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    std::vector<Tag> tags;
+    for (const auto& [tag, keep] : options.keep) tags.push_back(tag);
+    resume_tags(tags, lock);
+    std::rethrow_exception(error);
+  }
+  return report;
+}
+
+std::map<Tag, CachingAllocator::Paused> CachingAllocator::save(const PauseOptions& options,
+                                                               const std::vector<PoolGroup*>& groups,
+                                                               PauseReport& report) {
+  std::map<Tag, Paused> paused;
+  for (const auto& [tag, keep] : options.keep) paused[tag].resume_on_allocation = options.resume_on_allocation;
+  std::vector<const Block*> kept;
+  for (const Segment& segment : heap_.segments()) {
+    const PoolGroup& group = segment.pool->group;
+    if (std::find(groups.begin(), groups.end(), &group) == groups.end() || !options.keep.at(group.tag)) continue;
+    for (const Block* block = segment.first; block; block = block->next) {
+      if (block->state != Block::State::kAllocated) continue;
+      kept.push_back(block);
+      report.saved += block->size;
+    }
+  }
+  if (kept.empty()) return paused;
+
+  const Bytes before = store_.pinned();
+  const HostStore::Chunks chunks = store_.take(report.saved);
+  report.pinned = store_.pinned() - before;
+  Copies copies;
+  auto chunk = chunks.begin();
+  Bytes used = 0;
+  for (const Block* block : kept) {
+    std::vector<Saved>& saved = paused[block->pool().group.tag].saved;
+    for (Bytes done = 0; done < block->size;) {
+      if (used == (*chunk)->size) {
+        ++chunk;
+        used = 0;
+      }
+      const Bytes size = std::min(block->size - done, (*chunk)->size - used);
+      saved.push_back({block->address, done, size, *chunk, used});
+      copies.add(block->address + done, **chunk, used, size);
+      used += size;
+      done += size;
+    }
+  }
+  device_->copy_to_host(copies.list());
+  return paused;
+}
+
+Bytes CachingAllocator::take_memory(PoolGroup& group) {
+  Bytes released = 0;
+  for (Segment& segment : heap_.segments()) {
+    if (&segment.pool->group != &group) continue;
+    for (auto& [address, mapping] : segment.mappings) {
+      if (mapping.handle == kNoHandle) continue;
+      device_->unmap(address, mapping.size);
+      const Handle handle = std::exchange(mapping.handle, kNoHandle);
+      heap_.count_released(segment, mapping.size, 1);
+      heap_.log(Action::kSegmentUnmap, address, mapping.size, segment, segment.context);
+      device_->destroy(handle, mapping.size);
+      released += mapping.size;
+    }
+  }
+  return released;
+}
+
+void CachingAllocator::check_paused(const std::vector<Tag>& tags) const {
+  std::vector<Tag> running;
+  std::copy_if(tags.begin(), tags.end(), std::back_inserter(running), [&](Tag tag) { return paused_.count(tag) == 0; });
+  if (!running.empty()) throw PauseError("not paused: " + listed(running));
+}
+
+ResumeReport CachingAllocator::resume(const std::vector<Tag>& tags) {
+  Lock lock(mutex_);
+  check_paused(tags);
+  if (capturing())
+    throw PauseError("memory cannot be resumed while a CUDA graph is captured or a memory pool is in use");
+  return resume_tags(tags, lock);
+}
+
+ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& lock) {
+  std::vector<PoolGroup*> groups;
+  heap_.for_each_group([&](PoolGroup& group) {
+    if (!group.paused || std::find(tags.begin(), tags.end(), group.tag) == tags.end()) return;
+    groups.push_back(&group);
+    // Handles whose blocks were all freed meanwhile are not made again.
+    if (group.is_releasable()) vmm_->release_unused(group);
+  });
+  ResumeReport report;
+  if (!give_memory(groups, report)) {
+    report = {};
+    release_cached(lock, {});
+    check_paused(tags);  // the lock was dropped
+    if (!give_memory(groups, report)) {
+      Bytes needed = 0;
+      for (const Segment& segment : heap_.segments()) {
+        const bool absent = std::find(groups.begin(), groups.end(), &segment.pool->group) != groups.end();
+        if (absent) needed += mapped_bytes(segment);
+      }
+      const Device::Memory memory = device_->memory();
+      const Bytes limit = vmm_->limit();
+      throw OutOfMemory("CUDA out of memory. Tried to resume " + format_bytes(needed) + " of " + listed(tags) + ". " +
+                        device_->name() + " has a total capacity of " + format_bytes(memory.total) + " of which " +
+                        format_bytes(memory.free) + " is free." +
+                        (limit == kUnlimited ? "" : " memory_fraction allows " + format_bytes(limit) + '.') +
+                        " Everything is still paused: free memory in this process or in others, and resume again.");
+    }
+  }
+  Copies copies;
+  for (const Tag tag : tags) {
+    for (const Saved& each : paused_.at(tag).saved) {
+      if (!heap_.find_live(each.block)) continue;  // freed meanwhile
+      copies.add(each.block + each.offset, *each.chunk, each.at, each.size);
+      report.restored += each.size;
+    }
+  }
+  try {
+    if (!copies.list().empty()) device_->copy_from_host(copies.list());
+  } catch (...) {
+    for (PoolGroup* group : groups) take_memory(*group);
+    throw;
+  }
+  for (PoolGroup* group : groups) group->paused = false;
+  for (const Tag tag : tags) paused_.erase(tag);
+  return report;
+}
+
+bool CachingAllocator::give_memory(const std::vector<PoolGroup*>& groups, ResumeReport& report) {
+  struct Given {
+    Segment* segment;
+    Address address;
+    Mapping* mapping;
+  };
+  std::vector<Given> given;
+  const auto take_back = [&] {
+    for (const Given& each : given) {
+      device_->unmap(each.address, each.mapping->size);
+      device_->destroy(std::exchange(each.mapping->handle, kNoHandle), each.mapping->size);
+      heap_.count_released(*each.segment, each.mapping->size, 1);
+      heap_.log(Action::kSegmentUnmap, each.address, each.mapping->size, *each.segment, each.segment->context);
+    }
+  };
+  for (Segment& segment : heap_.segments()) {
+    if (std::find(groups.begin(), groups.end(), &segment.pool->group) == groups.end()) continue;
+    for (auto& [address, mapping] : segment.mappings) {
+      if (mapping.handle != kNoHandle) continue;
+      const auto handle = vmm_->within_limit(mapping.size) ? device_->create(mapping.size) : std::nullopt;
+      if (!handle) {
+        take_back();
+        return false;
+      }
+      try {
+        device_->map(address, mapping.size, *handle);
+      } catch (...) {
+        device_->destroy(*handle, mapping.size);
+        take_back();
+        throw;
+      }
+      mapping.handle = *handle;
+      heap_.count_reserved(segment, mapping.size, 1);
+      heap_.log(Action::kSegmentMap, address, mapping.size, segment, segment.context);
+      given.push_back({&segment, address, &mapping});
+      report.mapped += mapping.size;
+    }
+  }
+  return true;
+}
+
+std::vector<PausedInfo> CachingAllocator::paused() {
+  const Lock lock(mutex_);
+  std::map<Tag, PausedInfo> all;
+  for (const auto& [tag, each] : paused_) {
+    PausedInfo& info = all[tag];
+    info.tag = tag;
+    for (const Saved& saved : each.saved) info.saved += saved.size;
+  }
+  for (const Segment& segment : heap_.segments()) {
+    if (segment.pool->group.paused) all[segment.pool->group.tag].released += mapped_bytes(segment);
+  }
+  std::vector<PausedInfo> result;
+  for (const auto& [tag, info] : all) result.push_back(info);
+  return result;
+}
+
+std::vector<HostRange> CachingAllocator::saved(Address address, Bytes size) {
+  const Lock lock(mutex_);
+  std::vector<HostRange> found;
+  const Address end = address + size;
+  for (const auto& [tag, paused] : paused_) {
+    for (const Saved& each : paused.saved) {
+      const Address begin = each.block + each.offset;
+      if (begin >= end || begin + each.size <= address || !heap_.find_live(each.block)) continue;
+      const Address from = std::max(begin, address);
+      found.push_back({each.chunk->address + each.at + (from - begin), std::min(begin + each.size, end) - from});
+    }
+  }
+  return found;
+}
+
+void CachingAllocator::hold(PoolId pool, bool held) {
+  const Lock lock(mutex_);
+  PoolGroup& group = private_group(pool);
+  if (group.paused) throw PauseError("the memory pool is paused, and others cannot hold memory that is not there");
+  group.held = held;
+}
+
+void CachingAllocator::trim_host() { store_.trim(); }
+
+}  // namespace pac::alloc

@@ -1,0 +1,441 @@
+"""Gives the physical memory of a program, or of parts of the program, back for a while; addresses and tensors stay."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from .. import _core
+from .._core import CachingAllocator
+from ..errors import PyactcompError, check_choice
+from . import subclass
+from .attach import is_enabled
+from .settings import disabled
+
+Keep = Literal["cpu", "drop"]
+KEEPS = ("cpu", "drop")
+
+_lock = threading.Lock()
+_kept: dict[str, Keep] = {}
+"""What each opened tag does with its contents by default."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A pause, over all devices.
+
+    Attributes
+    ----------
+    released, saved, pinned : int
+        Bytes of device memory given back; bytes of contents kept in host memory; bytes of host memory pinned anew for
+        the contents. Later pauses use pinned memory again.
+    seconds : float
+        Duration.
+    skipped : tuple of str
+        Memory that stayed, with the reason.
+    """
+
+    released: int
+    saved: int
+    pinned: int
+    seconds: float
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A resume, over all devices.
+
+    Attributes
+    ----------
+    mapped, restored : int
+        Bytes of device memory taken; bytes of contents copied back.
+    seconds : float
+        Duration.
+    """
+
+    mapped: int
+    restored: int
+    seconds: float
+
+
+def pause(
+    tags: str | Iterable[str] | None = None,
+    keep: Keep | None = None,
+    *,
+    on_allocation: Literal["raise", "resume"] = "raise",
+) -> Paused:
+    """Give the physical memory of this process's CUDA tensors back to the devices.
+
+    Addresses, tensors, CUDA graphs and ``torch.cuda.memory_allocated`` stay as they are; ``memory_reserved`` falls.
+    Contents of live memory blocks go to pinned host memory or are dropped; :func:`resume` takes memory and restores the
+    contents. Frees while paused are bookkeeping.
+
+    The call waits for the devices. Until :func:`resume`, no kernel may touch paused memory: an access is an illegal
+    address for CUDA, which ends the process's use of the device.
+
+    Parameters
+    ----------
+    tags : str or iterable of str, optional
+        The tags to pause; ``""`` stands for memory without a tag. By default all memory that is not paused yet.
+    keep : {"cpu", "drop"}, optional
+        Keep the contents in pinned host memory, or drop them. By default the ``keep`` of each tag, and ``"cpu"`` for
+        memory without a tag.
+    on_allocation : {"raise", "resume"}
+        What an allocation in paused memory does: raise an error, or resume the memory of that tag first.
+
+    Returns
+    -------
+    Paused
+
+    Raises
+    ------
+    ValueError
+        If a tag was never opened, or an option is none of the above.
+    PyactcompError
+        If the allocator is not enabled, a tag is paused already, a CUDA graph is being captured, the host has too
+        little memory for the contents, or ``growth`` is ``"malloc"``. Everything is as before then.
+
+    Notes
+    -----
+    Pools given to :func:`hold` or with an allocator of their own stay and are named in ``skipped``, and so does memory
+    from before :func:`enable`. ``PYACTCOMP_DISABLE=1`` turns the call into a no-op.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> if allocator.is_enabled():
+    ...     print(allocator.pause().released)
+    ...     generate_elsewhere()
+    ...     allocator.resume()
+    """
+    if keep is not None:
+        check_choice("keep", keep, KEEPS)
+    check_choice("on_allocation", on_allocation, ("raise", "resume"))
+    if disabled():
+        return Paused(0, 0, 0, 0.0, ())
+    devices = _running("pause")
+    begin = time.perf_counter()
+    with _lock:
+        named = _named(tags)
+        of_device = []
+        for device in devices:
+            already = device.paused()
+            wanted = named if named is not None else ["", *(tag for tag in _kept if tag not in already)]
+            of_device.append((device, {tag: (keep or _kept.get(tag, "cpu")) == "cpu" for tag in wanted}))
+        for device, kept in of_device:
+            device.check_pause(kept)
+        # Contents are dropped last: a device or a host without room for contents has then lost none.
+        parts = [
+            (device, {tag: saves for tag, saves in kept.items() if saves is saved})
+            for saved in (True, False)
+            for device, kept in of_device
+        ]
+        reports: list[dict[str, Any]] = []
+        try:
+            for device, part in parts:
+                reports.append(device.pause(part, on_allocation == "resume"))
+        except BaseException:
+            for device, part in parts[: len(reports)]:
+                device.resume(list(part))
+            raise
+    skipped = [_reason(pool) for report in reports for pool in report["skipped"]]
+    if named is None:
+        skipped += _outside(devices)
+    released, saved_bytes, pinned = (sum(r[key] for r in reports) for key in ("released", "saved", "pinned"))
+    return Paused(released, saved_bytes, pinned, time.perf_counter() - begin, tuple(skipped))
+
+
+def resume(tags: str | Iterable[str] | None = None) -> Resumed:
+    """Take physical memory for paused tags again and restore their contents.
+
+    Parameters
+    ----------
+    tags : str or iterable of str, optional
+        The tags to resume; ``""`` stands for memory without a tag. By default everything that is paused.
+
+    Returns
+    -------
+    Resumed
+
+    Raises
+    ------
+    ValueError
+        If a tag was never opened.
+    PyactcompError
+        If the allocator is not enabled, or a tag, or without ``tags`` everything, is not paused.
+    torch.OutOfMemoryError
+        If a device has too little memory. Everything is still paused then.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> if allocator.is_enabled():
+    ...     allocator.pause()
+    ...     print(allocator.resume().seconds)
+    """
+    if disabled():
+        return Resumed(0, 0, 0.0)
+    devices = _running("resume")
+    begin = time.perf_counter()
+    with _lock:
+        named = _named(tags)
+        of_device = []
+        for device in devices:
+            wanted = list(device.paused()) if named is None else named
+            if wanted:
+                of_device.append((device, wanted))
+        if not of_device:
+            raise PyactcompError("nothing is paused: call pause() first")
+        reports: list[dict[str, int]] = []
+        try:
+            for device, wanted in of_device:
+                reports.append(device.resume(wanted))
+        except BaseException:
+            for device, wanted in of_device[: len(reports)]:
+                device.pause({tag: True for tag in wanted})
+            raise
+    seconds = time.perf_counter() - begin
+    return Resumed(sum(r["mapped"] for r in reports), sum(r["restored"] for r in reports), seconds)
+
+
+def paused() -> dict[str, int]:
+    """Return the paused tags, ``""`` for memory without a tag, and the bytes that :func:`resume` takes for each.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> allocator.paused()
+    {}
+    """
+    found: dict[str, int] = {}
+    for device in _allocators():
+        for tag, (released, _saved) in device.paused().items():
+            found[tag] = found.get(tag, 0) + released
+    return found
+
+
+class tag(ContextDecorator):
+    """Give the CUDA memory allocated inside a tag, so that the memory can be paused by itself.
+
+    A tag has addresses and physical memory of its own. A thread's allocations take the innermost tag that the thread
+    opened; autograd's worker threads take the tag of the thread that called backward; other threads take none. A CUDA
+    graph's pool and a ``torch.cuda.MemPool`` belong to the tag in which they were made.
+
+    Parameters
+    ----------
+    name : str
+        The tag's name. The same name may be opened any number of times.
+    keep : {"cpu", "drop"}
+        What :func:`pause` does with the contents by default: keep them in pinned host memory, or drop them.
+
+    Raises
+    ------
+    ValueError
+        If the name is empty, or was opened with another ``keep``.
+    PyactcompError
+        On entering, if the allocator is not enabled or the subclass of torch's allocator is missing.
+
+    Notes
+    -----
+    With ``PYACTCOMP_DISABLE=1`` the tag does nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import allocator
+    >>> if allocator.is_enabled():
+    ...     with allocator.tag("kv", keep="drop"):
+    ...         cache = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    ...     allocator.pause("kv")
+    """
+
+    def __init__(self, name: str, keep: Keep = "cpu") -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"a tag has a string as its name, got {name!r}")
+        if not name:
+            raise ValueError("a tag needs a name: the empty name stands for memory without a tag")
+        check_choice("keep", keep, KEEPS)
+        self.name, self.keep = name, keep
+        self._before: list[int] = []
+
+    def _recreate_cm(self) -> tag:
+        # A decorated function may run in several threads: each call has its own stack.
+        return tag(self.name, self.keep)
+
+    def __enter__(self) -> tag:
+        if disabled():
+            return self
+        extension = _subclass()
+        with _lock:
+            known = _kept.setdefault(self.name, self.keep)
+        if known != self.keep:
+            raise ValueError(
+                f"the tag {self.name!r} was opened with keep={known!r} before, got keep={self.keep!r}: use one keep "
+                "for a tag, or pass keep to pause()"
+            )
+        self._before.append(extension.set_tag(_core.tag_named(self.name)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._before:
+            _subclass().set_tag(self._before.pop())
+
+
+class untagged(ContextDecorator):
+    """Give the memory allocated inside no tag, also within a :class:`tag`.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> if allocator.is_enabled():
+    ...     with allocator.tag("weights"), allocator.untagged():
+    ...         pass
+    """
+
+    def __init__(self) -> None:
+        self._before: list[int] = []
+
+    def _recreate_cm(self) -> untagged:
+        return untagged()
+
+    def __enter__(self) -> untagged:
+        if not disabled():
+            self._before.append(_subclass().set_tag(0))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._before:
+            _subclass().set_tag(self._before.pop())
+
+
+def hold(pool: Any, held: bool = True) -> None:
+    """Keep a memory pool as it is while other memory is paused, because a library knows the physical memory.
+
+    Parameters
+    ----------
+    pool : torch.cuda.MemPool or tuple of int
+        The pool or the pool's id.
+    held : bool
+        False ends the hold.
+
+    Raises
+    ------
+    PyactcompError
+        If the allocator is not enabled, no device has the pool, or the pool is paused.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pyactcomp import allocator
+    >>> if allocator.is_enabled():
+    ...     allocator.hold(torch.cuda.MemPool())
+    """
+    if disabled():
+        return
+    identity = tuple(getattr(pool, "id", pool))
+    having = [device for device in _running("hold") if device.pool_use_count(identity) > 0]
+    if not having:
+        raise PyactcompError(f"no device has a memory pool {identity}: pass a torch.cuda.MemPool that is in use")
+    for device in having:
+        device.hold(identity, held)
+
+
+def register_mem_pool(backend: Any, pool: Any) -> None:
+    """Register a memory pool with a process group's backend, as ``backend.register_mem_pool(pool)``, and hold the pool.
+
+    NCCL keeps handles of the physical memory, so :func:`pause` skips the pool until ``hold(pool, False)``.
+
+    Parameters
+    ----------
+    backend : torch.distributed.ProcessGroupNCCL
+        A backend with ``register_mem_pool``.
+    pool : torch.cuda.MemPool
+        The pool.
+
+    Raises
+    ------
+    PyactcompError
+        As for :func:`hold`; nothing is registered then.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> allocator.register_mem_pool(backend, pool)  # doctest: +SKIP
+    """
+    hold(pool)
+    try:
+        backend.register_mem_pool(pool)
+    except BaseException:
+        hold(pool, False)
+        raise
+
+
+def release_host_memory() -> None:
+    """Give pinned host memory that no paused memory needs back to the host.
+
+    Examples
+    --------
+    >>> from pyactcomp import allocator
+    >>> allocator.release_host_memory()
+    """
+    for device in _allocators():
+        device.trim_host()
+
+
+def saved(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the addresses and sizes of the pinned memory with a paused tensor's contents, in order."""
+    device = _core.runtime_existing(tensor.device.index)
+    return [] if device is None or tensor.nbytes == 0 else device.saved(tensor.data_ptr(), tensor.nbytes)
+
+
+def _subclass() -> ModuleType:
+    _running("tag")
+    extension, missing = subclass.load()
+    if extension is None:
+        raise PyactcompError(f"tags need the subclass of torch's allocator, and {missing}")
+    return extension
+
+
+def _allocators() -> list[CachingAllocator]:
+    if not is_enabled():
+        return []
+    found = [_core.runtime_existing(index) for index in range(torch.cuda.device_count())]
+    return [device for device in found if device is not None]
+
+
+def _running(call: str) -> list[CachingAllocator]:
+    if not is_enabled():
+        raise PyactcompError(f"{call} needs pyactcomp's allocator: call pyactcomp.allocator.enable() first")
+    return _allocators()
+
+
+def _named(tags: str | Iterable[str] | None) -> list[str] | None:
+    if tags is None:
+        return None
+    names = [tags] if isinstance(tags, str) else list(dict.fromkeys(tags))
+    unknown = [name for name in names if name and name not in _kept]
+    if unknown:
+        known = ", ".join(map(repr, _kept)) or "none"
+        raise ValueError(f"no tag is named {', '.join(map(repr, unknown))}; opened so far: {known}")
+    return names
+
+
+def _reason(pool: tuple[tuple[int, int], int, bool]) -> str:
+    identity, size, held = pool
+    why = "is held" if held else "has an allocator of its own"
+    return f"the memory pool {identity} with {size} bytes {why}"
+
+
+def _outside(devices: list[CachingAllocator]) -> list[str]:
+    """Memory that torch counts and our allocators do not: from before enable."""
+    counted = sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
+    ours = sum(device.counters()["reserved_bytes.all.current"] for device in devices)
+    return [f"{counted - ours} bytes allocated before enable()"] if counted > ours else []

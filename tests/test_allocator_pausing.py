@@ -1,0 +1,318 @@
+"""allocator.pause, resume, tag and memory_saver: over simulated devices in place of GPUs, and over a fake driver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from allocator_cases import MIB
+from child_script import run_case
+
+from pyactcomp import PyactcompError, _core, allocator
+from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, memory_saver, pausing
+
+DRIVER = Path(__file__).parent / "cpp" / "fake_driver.cpp"
+
+
+class Machine:
+    """Two simulated devices, and a thread whose tag is a number."""
+
+    def __init__(self) -> None:
+        self.devices = [SimulatedDevice("2GiB"), SimulatedDevice("2GiB")]
+        self.allocators = [CachingAllocator(device, AllocatorConfig(growth="vmm")) for device in self.devices]
+        self.tag = 0
+        self.names: dict[int, str] = {0: ""}
+
+    def set_tag(self, tag: int) -> int:
+        before, self.tag = self.tag, tag
+        return before
+
+    def tag_named(self, name: str) -> int:
+        tag = _core.tag_named(name)
+        self.names[tag] = name
+        return tag
+
+    def allocate(self, size: int, device: int = 0) -> int:
+        return self.allocators[device].allocate(size, tag=self.names[self.tag])
+
+    @property
+    def reserved(self) -> list[int]:
+        return [device.reserved for device in self.devices]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Machine:
+    made = Machine()
+    real = SimpleNamespace(
+        runtime_existing=lambda index: made.allocators[index], tag_named=made.tag_named, __file__=_core.__file__
+    )
+    monkeypatch.setattr(pausing, "_core", real)
+    monkeypatch.setattr(pausing, "_kept", {})
+    monkeypatch.setattr(pausing, "is_enabled", lambda: True)
+    monkeypatch.setattr(pausing.subclass, "load", lambda: (SimpleNamespace(set_tag=made.set_tag), None))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "memory_reserved", lambda index: made.allocators[index].counters()["reserved_bytes.all.current"]
+    )
+    monkeypatch.setattr(memory_saver.attach, "is_enabled", lambda: True)
+    return made
+
+
+def test_all_devices_are_paused_and_resumed(machine: Machine) -> None:
+    for device, size in enumerate((30, 70)):
+        machine.allocate(size * MIB, device)
+    before = machine.reserved
+    report = allocator.pause()
+    assert machine.reserved == [0, 0]
+    assert (report.released, report.saved, report.skipped) == (sum(before), 100 * MIB, ())
+    assert allocator.paused() == {"": sum(before)}
+    resumed = allocator.resume()
+    assert machine.reserved == before
+    assert (resumed.mapped, resumed.restored) == (sum(before), 100 * MIB)
+    assert allocator.paused() == {}
+
+
+def test_tags_nest_and_decide_what_is_kept(machine: Machine) -> None:
+    with allocator.tag("weights"):
+        machine.allocate(10 * MIB)
+        with allocator.tag("kv", keep="drop"):
+            machine.allocate(20 * MIB)
+        with allocator.untagged():
+            machine.allocate(30 * MIB)
+        machine.allocate(40 * MIB)
+    machine.allocate(50 * MIB)
+    assert allocator.pause("kv").saved == 0
+    assert allocator.pause(["weights"]).saved == 50 * MIB
+    # The rest: what is paused already stays so.
+    assert allocator.pause().saved == 80 * MIB
+    assert set(allocator.paused()) == {"", "kv", "weights"}
+    assert machine.reserved == [0, 0]
+    assert allocator.resume("weights").restored == 50 * MIB
+    assert allocator.resume().restored == 80 * MIB
+
+
+def test_keep_overrides_the_tags_own(machine: Machine) -> None:
+    with allocator.tag("kv", keep="drop"):
+        machine.allocate(20 * MIB)
+    assert allocator.pause("kv", keep="cpu").saved == 20 * MIB
+    allocator.resume()
+    assert allocator.pause(keep="drop").saved == 0
+
+
+def test_a_decorated_function_allocates_in_the_tag(machine: Machine) -> None:
+    @allocator.tag("kv")
+    def grow(depth: int) -> None:
+        machine.allocate(20 * MIB)
+        if depth:
+            grow(depth - 1)
+
+    grow(2)
+    assert machine.tag == 0
+    assert allocator.pause("kv").saved == 60 * MIB
+
+
+def test_an_error_inside_a_tag_leaves_it(machine: Machine) -> None:
+    with pytest.raises(KeyError), allocator.tag("kv"):
+        raise KeyError("kv")
+    assert machine.tag == 0
+
+
+def test_a_device_that_refuses_leaves_all_as_before(machine: Machine) -> None:
+    for device in (0, 1):
+        machine.allocate(300 * MIB, device)
+    before = machine.reserved
+    machine.devices[1].limit_host("100MiB")
+    with pytest.raises(PyactcompError, match="too little host memory"):
+        allocator.pause()
+    assert machine.reserved == before
+    machine.allocators[1].begin_allocate_to_pool((0, 1))
+    with pytest.raises(PyactcompError, match="while a CUDA graph is captured"):
+        allocator.pause(keep="drop")
+    assert machine.reserved == before
+    assert allocator.paused() == {}
+
+
+def test_a_device_without_room_leaves_all_paused(machine: Machine) -> None:
+    for device in (0, 1):
+        machine.allocate(1200 * MIB, device)
+    allocator.pause()
+    machine.allocators[1].allocate(1200 * MIB, tag="other")
+    with pytest.raises(torch.OutOfMemoryError, match="still paused"):
+        allocator.resume()
+    assert machine.reserved[0] == 0
+    assert list(allocator.paused()) == [""]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: allocator.pause("nowhere"), ValueError, r"no tag is named 'nowhere'; opened so far: 'kv'"),
+        (lambda: allocator.resume(["kv", "no", "other"]), ValueError, r"no tag is named 'no', 'other'"),
+        (lambda: allocator.pause(keep="disk"), ValueError, "keep must be one of"),
+        (lambda: allocator.pause(on_allocation="wait"), ValueError, "on_allocation must be one of"),
+        (lambda: allocator.resume(), PyactcompError, "nothing is paused: call pause"),
+        (lambda: allocator.resume("kv"), PyactcompError, "not paused: the tag 'kv'"),
+        (lambda: allocator.pause(["kv", ""]) and allocator.pause("kv"), PyactcompError, "paused already: the tag 'kv'"),
+        (lambda: allocator.pause() and allocator.pause(), PyactcompError, "paused already: memory without a tag"),
+        (lambda: allocator.tag(""), ValueError, "a tag needs a name"),
+        (lambda: allocator.tag(7), TypeError, "a string as its name, got 7"),
+        (lambda: allocator.tag("kv", keep="disk"), ValueError, "keep must be one of"),
+        (lambda: allocator.tag("kv", keep="drop").__enter__(), ValueError, r"'kv' was opened with keep='cpu'"),
+        (lambda: allocator.hold((0, 9)), PyactcompError, r"no device has a memory pool \(0, 9\)"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    machine: Machine, call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with allocator.tag("kv"):
+        machine.allocate(20 * MIB)
+    before = machine.reserved
+    with pytest.raises(error, match=message):
+        call()
+    assert machine.reserved in (before, [0, 0])
+
+
+def test_nothing_is_paused_before_enable(allocator_not_enabled: None) -> None:
+    for call in (allocator.pause, allocator.resume, lambda: allocator.hold((0, 1)), allocator.tag("kv").__enter__):
+        with pytest.raises(PyactcompError, match=r"pyactcomp\.allocator\.enable\(\) first"):
+            call()
+    assert allocator.paused() == {}
+
+
+def test_tags_need_the_subclass(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pausing.subclass, "load", lambda: (None, "it is not built: run pyactcomp build-allocator"))
+    with pytest.raises(PyactcompError, match="not built: run pyactcomp build-allocator"):
+        allocator.tag("kv").__enter__()
+
+
+def test_the_environment_switches_pausing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYACTCOMP_DISABLE", "1")
+    with allocator.tag("kv"):
+        assert allocator.pause().released == allocator.resume().mapped == 0
+
+
+def test_a_registered_pool_is_held(machine: Machine) -> None:
+    pool = SimpleNamespace(id=(0, 3))
+    machine.allocators[0].begin_allocate_to_pool(pool.id)
+    machine.allocate(20 * MIB)
+    machine.allocators[0].end_allocate_to_pool(pool.id)
+    before = machine.reserved[0]
+    registered: list[Any] = []
+    allocator.register_mem_pool(SimpleNamespace(register_mem_pool=registered.append), pool)
+    assert registered == [pool]
+    assert allocator.pause().skipped == (f"the memory pool (0, 3) with {before} bytes is held",)
+    assert machine.reserved[0] == before
+    allocator.resume()
+
+    def refuses(_: Any) -> None:
+        raise RuntimeError("NCCL refuses")
+
+    allocator.hold(pool, False)
+    with pytest.raises(RuntimeError, match="NCCL refuses"):
+        allocator.register_mem_pool(SimpleNamespace(register_mem_pool=refuses), pool)
+    assert allocator.pause().skipped == ()
+
+
+# torch_memory_saver's names.
+
+
+def test_regions_are_paused_and_the_rest_is_not(machine: Machine) -> None:
+    saver = memory_saver.TorchMemorySaver()
+    machine.allocate(50 * MIB)
+    alone = machine.reserved[0]
+    with saver.region(tag="weights", enable_cpu_backup=True):
+        machine.allocate(100 * MIB)
+        with saver.region(tag="kv"):
+            machine.allocate(200 * MIB)
+        with saver.disable():
+            machine.allocate(2 * MIB)
+    with saver.region(tag="weights"):
+        machine.allocate(30 * MIB)
+    before = machine.reserved[0]
+    saver.pause("kv")
+    assert before - machine.reserved[0] >= 200 * MIB
+    saver.pause()
+    assert alone <= machine.reserved[0] <= alone + 22 * MIB
+    assert machine.devices[0].pinned == 100 * MIB
+    machine.allocate(20 * MIB)
+    saver.resume("weights")
+    saver.resume()
+    assert machine.devices[0].pinned == 0
+    assert saver.enabled
+    with pytest.raises(ValueError, match="no region has the tag 'other'"):
+        saver.pause("other")
+
+
+def test_pinned_memory_stays_where_it_is_retained(machine: Machine) -> None:
+    saver = memory_saver.TorchMemorySaver()
+    saver.retain_cpu_backup = True
+    with saver.region(enable_cpu_backup=True):
+        machine.allocate(100 * MIB)
+    saver.pause()
+    saver.resume()
+    assert machine.devices[0].pinned == 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"enable_disk_backup": True}, NotImplementedError),
+        ({"enable_cpu_backup": True, "cpu_backup_backend": "mmap"}, NotImplementedError),
+        ({"cpu_backup_backend": "pinned"}, ValueError),
+    ],
+)
+def test_options_without_a_counterpart_raise(machine: Machine, options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error), memory_saver.TorchMemorySaver().region(**options):
+        pass
+
+
+def test_contents_of_a_paused_tensor_can_be_read(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(6, dtype=torch.float32)
+    halves = [(values.data_ptr(), 8), (values.data_ptr() + 8, 16)]
+    monkeypatch.setattr(pausing, "saved", lambda tensor: halves)
+    paused = SimpleNamespace(
+        is_cuda=True, is_contiguous=lambda: True, nbytes=24, dtype=torch.float32, shape=torch.Size([2, 3])
+    )
+    found = memory_saver.TorchMemorySaver().get_cpu_backup(paused)  # type: ignore[arg-type]
+    assert found is not None
+    assert torch.equal(found, values.view(2, 3))
+    with pytest.raises(NotImplementedError, match="2 pieces"):
+        memory_saver.TorchMemorySaver().get_cpu_backup(paused, zero_copy=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(pausing, "saved", lambda tensor: [])
+    assert memory_saver.TorchMemorySaver().get_cpu_backup(paused) is None  # type: ignore[arg-type]
+
+
+def test_subprocesses_get_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYACTCOMP_ALLOCATOR", raising=False)
+    with memory_saver.configure_subprocess():
+        assert os.environ["PYACTCOMP_ALLOCATOR"] == "1"
+    assert "PYACTCOMP_ALLOCATOR" not in os.environ
+
+
+# The driver.
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> dict[str, str]:
+    library = tmp_path / "libcuda.so.1"
+    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", str(DRIVER), "-o"]
+    subprocess.run([*command, str(library)], check=True)
+    assert ctypes.CDLL(str(library)).fake_left() == 0
+    return {"LD_LIBRARY_PATH": str(tmp_path)}
+
+
+@pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
+def test_the_driver_gets_memory_back_and_copies_contents(driver: dict[str, str]) -> None:
+    run_case("pausing_cases.py", "on_a_driver", **driver)
+
+
+@pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
+def test_memory_of_cuda_malloc_is_not_paused(driver: dict[str, str]) -> None:
+    run_case("pausing_cases.py", "malloc_growth", PYACTCOMP_ALLOC_CONF="growth:malloc", **driver)
