@@ -56,6 +56,41 @@ def spin(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 3e9))
 
 
+def unknown(growth: str) -> None:
+    """Devices and pools that do not exist raise as under torch's own allocator."""
+    enable(growth)
+    torch.ones(1, device="cuda")
+    for call in (
+        torch.cuda.memory_allocated,
+        torch.cuda.memory_stats,
+        torch.cuda.reset_peak_memory_stats,
+        torch.cuda.reset_accumulated_memory_stats,
+        torch._C._cuda_memoryStats,
+        torch._C._cuda_resetPeakMemoryStats,
+        torch.cuda.memory.get_per_process_memory_fraction,
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            call(99)
+    for name in ("_cuda_releasePool", "_cuda_endAllocateToPool"):
+        with pytest.raises(RuntimeError):
+            getattr(torch._C, name)(0, (7, 7))
+    with pytest.raises(RuntimeError):
+        torch._C._cuda_checkPoolLiveAllocations(0, (7, 7), set())
+    assert torch.cuda.memory_allocated() == 512
+
+
+def no_split(growth: str) -> None:
+    enable(growth)
+    pool = torch.cuda.MemPool(no_split=True)
+    seen = []
+    for _ in range(5):
+        with torch.cuda.use_mem_pool(pool):
+            made = [torch.empty(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(10)]
+        del made
+        seen.append(len(pool.snapshot()))
+    assert seen == [10] * 5
+
+
 def statistics(growth: str) -> None:
     enable(growth)
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (0, 0)

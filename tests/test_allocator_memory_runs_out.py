@@ -11,7 +11,6 @@ import pytest
 import torch
 from allocator_cases import GROWTHS, MIB, allocated, blocks, make, reserved
 
-from pyactcomp import PyactcompError
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
 
 STARTS = r"^CUDA out of memory\. Tried to allocate "
@@ -210,8 +209,13 @@ def test_a_size_over_the_device_changes_nothing_but_the_count(growth: str) -> No
     allocator, device = make(growth, capacity=100 * MIB)
     kept = allocator.allocate(30 * MIB)
     before = allocator.counters()
-    for size in (101 * MIB, 1 << 50, 2**64 - 1):
+    for size in (101 * MIB, 1 << 50, (1 << 60) - 1):
         with pytest.raises(torch.OutOfMemoryError, match=STARTS):
+            allocator.allocate(size)
+    for size in (1 << 60, 2**64 - 1):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate more than 1EB memory\.$"
+        ):
             allocator.allocate(size)
     allocator.check_invariants()
     # The retries are counted too, as PyTorch does.
@@ -246,8 +250,8 @@ def test_a_driver_call_that_fails_leaves_the_allocator_as_it_was(call: str) -> N
     kept = allocator.allocate(700)
     before = (allocated(allocator), reserved(allocator), device.reserved)
     device.fail(call, count=100)
-    error = torch.OutOfMemoryError if call in ("acquire", "create") else PyactcompError
-    with pytest.raises(error):
+    message = rf"The driver refused more: .*{call}" if call in ("map", "reserve") else "Tried to allocate"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         allocator.allocate(50 * MIB)
     allocator.check_invariants()
     assert (allocated(allocator), reserved(allocator), device.reserved) == before
@@ -255,6 +259,27 @@ def test_a_driver_call_that_fails_leaves_the_allocator_as_it_was(call: str) -> N
     allocator.allocate(50 * MIB)
     assert allocator.block(kept)["requested_size"] == 700
     allocator.check_invariants()
+
+
+@pytest.mark.parametrize("call", ["map", "reserve"])
+def test_what_a_driver_refuses_once_is_tried_again(call: str) -> None:
+    allocator, device = make("vmm", capacity=400 * MIB)
+    kept, cached = allocator.allocate(100 * MIB), allocator.allocate(200 * MIB, stream=7)
+    allocator.free(cached)
+    device.complete_all()
+    device.fail(call)
+    allocator.allocate(250 * MIB, stream=3)
+    assert allocator.owns(kept)
+    allocator.check_invariants()
+
+
+def test_observers_get_the_limit_that_is_set() -> None:
+    allocator, _ = make("vmm", capacity=400 * MIB, memory_fraction=0.5)
+    seen: list[tuple[int, int, int]] = []
+    allocator.add_oom_observer(lambda *told: seen.append(told))
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.allocate(300 * MIB)
+    assert seen == [(300 * MIB, 200 * MIB, 400 * MIB)]
 
 
 @pytest.mark.parametrize(

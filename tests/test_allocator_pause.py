@@ -176,7 +176,7 @@ def test_a_held_pool_stays_and_is_named() -> None:
     allocator.end_allocate_to_pool(POOL)
     allocator.hold(POOL, True)
     report = allocator.pause(KEEP)
-    assert report["skipped"] == [(POOL, device.reserved, True)]
+    assert report["skipped"] == [(POOL, device.reserved, "is held")]
     assert holds(device, inside, 24 * MIB, 4)
     allocator.resume([""])
     allocator.hold(POOL, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from allocator_cases import GROWTHS, MIB, POOL, allocated, make, overlap, physical, reserved, stat
 
@@ -178,7 +180,7 @@ def test_restoring_what_the_pool_has_given_back_changes_nothing(growth: str) -> 
     allocator.begin_allocate_to_pool(POOL)
     live = allocator.allocate(2 * MIB, stream=3)
     allocator.end_allocate_to_pool(POOL)
-    with pytest.raises(ValueError, match="gave back memory"):
+    with pytest.raises(RuntimeError, match="given back by the pool"):
         allocator.restore(checkpoint)
     assert allocator.live_allocations(POOL) == [live]
     allocator.check_invariants()
@@ -215,7 +217,83 @@ def test_a_pool_that_is_unknown_or_the_default_one_is_refused(growth: str) -> No
     allocator, _ = make(growth)
     with pytest.raises(TypeError, match=r"pair of integers.*got 3"):
         allocator.begin_allocate_to_pool(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pool"):
-        allocator.release_pool(POOL)
-    with pytest.raises(ValueError, match="pool"):
+    for call in (
+        allocator.release_pool,
+        allocator.end_allocate_to_pool,
+        allocator.checkpoint,
+        allocator.live_allocations,
+    ):
+        with pytest.raises(RuntimeError, match=r"the private pool \(0, 1\)|no private pool \(0, 1\)"):
+            call(POOL)
+    with pytest.raises(ValueError, match="default pool"):
+        allocator.create_or_incref_pool((0, 0))
+
+
+def test_a_pool_that_is_never_split_reuses_its_blocks(growth: str) -> None:
+    allocator, device = make(growth, capacity="64GiB")
+    allocator.create_or_incref_pool(POOL)
+    allocator.set_no_split(POOL)
+    seen = []
+    for _ in range(20):
+        allocator.begin_allocate_to_pool(POOL)
+        addresses = [allocator.allocate(4 * MIB) for _ in range(10)]
+        for address in addresses:
+            allocator.free(address)
         allocator.end_allocate_to_pool(POOL)
+        allocator.release_pool(POOL)
+        seen.append(device.reserved)
+        allocator.check_invariants()
+    assert set(seen) == {10 * 20 * MIB}, "each request of 4 MiB takes a segment of 20 MiB, whole"
+    assert len(ranges(allocator, POOL)) == 10
+
+
+def test_a_pool_that_died_is_forgotten(growth: str) -> None:
+    allocator, device = make(growth)
+    for number in range(1, 2001):
+        pool = (0, number)
+        allocator.create_or_incref_pool(pool)
+        allocator.begin_allocate_to_pool(pool)
+        address = allocator.allocate(MIB)
+        allocator.end_allocate_to_pool(pool)
+        allocator.release_pool(pool)
+        allocator.free(address)
+        allocator.release_pool(pool)
+        allocator.empty_cache(pool)
+    assert device.reserved == 0
+    assert not any("private_pool" in name for name in allocator.stats())
+    with pytest.raises(RuntimeError, match="no private pool"):
+        allocator.live_allocations((0, 7))
+
+
+def test_thousands_of_live_pools_have_addresses(growth: str) -> None:
+    allocator, device = make(growth, capacity="140GiB")
+    for number in range(1, 4001):
+        allocator.begin_allocate_to_pool((0, number))
+        for size in (MIB // 2, 2 * MIB):
+            allocator.allocate(size)
+        allocator.end_allocate_to_pool((0, number))
+    if growth == "vmm":
+        # The driver hands out 128 TiB.
+        assert device.addresses <= 128 << 40
+    # A pool that outgrows its first range goes on.
+    allocator.begin_allocate_to_pool((1, 1))
+    for _ in range(6):
+        allocator.allocate(2 << 30)
+    allocator.check_invariants()
+
+
+def test_giving_back_many_segments_takes_time_in_proportion(growth: str) -> None:
+    """Eight times the pools take about eight times the time, where a quadratic walk takes 64 times."""
+
+    def seconds(pools: int) -> float:
+        allocator, _ = make(growth, capacity="1TiB")
+        for number in range(1, pools + 1):
+            allocator.begin_allocate_to_pool((0, number))
+            allocator.free(allocator.allocate(2 * MIB))
+            allocator.end_allocate_to_pool((0, number))
+            allocator.release_pool((0, number))
+        begin = time.process_time()
+        allocator.empty_cache()
+        return time.process_time() - begin
+
+    assert min(seconds(32_000) for _ in range(2)) <= 24 * min(seconds(4000) for _ in range(2))

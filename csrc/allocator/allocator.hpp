@@ -115,8 +115,8 @@ struct PauseOptions {
 /// A private pool that stayed as it was.
 struct NotPaused {
   PoolId pool;
-  Bytes bytes = 0;    ///< reserved
-  bool held = false;  ///< by hold(); otherwise the pool has a SegmentSource
+  Bytes bytes = 0;          ///< reserved
+  const char* reason = "";  ///< "is held", say
 };
 
 struct PauseReport {

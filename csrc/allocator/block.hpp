@@ -1,6 +1,7 @@
 // Segments of device memory, tiled by memory blocks. Each pool keeps an ordered set of its free blocks.
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <set>
@@ -51,6 +52,7 @@ struct Segment {
   bool oversize = false;  ///< counted in oversize_segments when acquired
   Block* first = nullptr;
   std::map<Address, Mapping> mappings;  ///< of an expandable segment, by address
+  std::list<Segment>::iterator self;    ///< in the heap's list
   Context context;                      ///< of the allocation behind the last growth
 };
 
@@ -128,7 +130,9 @@ struct PoolGroup {
   Serial released = 0;  ///< when the last user left: graphs launched until then may still run
   bool use_on_oom = false;
   bool no_split = false;
+  bool by_malloc = false;  ///< segments of cudaMalloc, also under vmm growth
   std::shared_ptr<SegmentSource> source;
+  std::map<Address, Segment*> segments;
 };
 
 /// An allocation's demands on the heap.

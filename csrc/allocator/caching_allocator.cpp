@@ -14,6 +14,7 @@ namespace {
 
 // Beyond any device, and far enough from 2^64 that no rounding overflows.
 constexpr Bytes kLargestRequest = Bytes{1} << 56;
+constexpr Bytes kExabyte = Bytes{1} << 60;
 
 [[noreturn]] void throw_unknown(Address address) {
   std::ostringstream text;
@@ -46,6 +47,8 @@ CachingAllocator::~CachingAllocator() {
     order_.clear();
     if (vmm_) vmm_->release_everything();
     malloc_->release_everything();
+    Lock lock(mutex_);
+    return_segments(lock);
   } catch (const std::exception&) {
     // The device is gone: there is no memory to give back, and a destructor must not throw.
     return;
@@ -62,16 +65,18 @@ Block& CachingAllocator::live(Address address) {
 
 Address CachingAllocator::allocate(Bytes size, Stream stream, Context context, Tag tag) {
   if (size == 0) return 0;
+  if (size >= kExabyte) throw OutOfMemory("CUDA out of memory. Tried to allocate more than 1EB memory.");
   Lock lock(mutex_);
   Request request{size, 0, stream, nullptr, &context, tag};
   if (size > kLargestRequest) {
     request.size = size;
+    refused_.clear();
     fail(request, lock, {});
   }
   request.size = heap_.round_size(size);
   collect_freed();
   if (!paused_.empty()) resume_for(group_for(stream, tag), lock);
-  Block* block = find_fit(running_group(stream, tag), request);
+  Block* block = find_fit(paused_.empty() ? group_for(stream, tag) : running_group(stream, tag), request);
   if (!block) block = obtain(request, lock);
   block = heap_.allocate(block, request);
   if (!scopes_.empty()) {
@@ -89,23 +94,34 @@ Block* CachingAllocator::find_fit(PoolGroup& group, Request& request) {
   return supply.find_fit(request);
 }
 
-Block* CachingAllocator::attempt(Request& request, Effort effort) {
+Block* CachingAllocator::attempt(Request& request, Effort effort, Lock& lock) {
   // The lock may have been dropped since the last attempt: pools and free blocks are looked up again.
   if (Block* block = find_fit(running_group(request.stream, request.tag), request)) return block;
-  return supply_for(request.pool->group).grow(request, effort, capturing());
+  PoolGroup& group = request.pool->group;
+  if (group.source) return grow_from_source(request, lock);
+  try {
+    return supply_for(group).grow(request, effort, capturing());
+  } catch (const DeviceError& error) {
+    // Page tables and addresses run out too. Whether the device itself failed shows when it is waited for.
+    refused_ = error.what();
+    return nullptr;
+  }
 }
 
 Block* CachingAllocator::obtain(Request& request, Lock& lock) {
-  if (Block* block = attempt(request, Effort::kNormal)) return block;
+  refused_.clear();
+  if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
   if (Block* block = borrow_from_private_pools(request)) return block;
   if (Block* block = wait_for_streams(request, lock)) return block;
   if (!capturing()) {
-    if (supply_for(request.pool->group).release_oversize(request)) {
-      if (Block* block = attempt(request, Effort::kNormal)) return block;
+    const bool released = supply_for(request.pool->group).release_oversize(request);
+    return_segments(lock);
+    if (released) {
+      if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
     }
     release_cached(lock, {});
     ++heap_.stats.num_alloc_retries;
-    if (Block* block = attempt(request, Effort::kScavenge)) return block;
+    if (Block* block = attempt(request, Effort::kScavenge, lock)) return block;
   }
   std::string callback_error;
   if (Block* block = ask_callbacks(request, lock, callback_error)) return block;
@@ -131,11 +147,11 @@ Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
   while (const auto oldest = order_.hold_oldest_pending()) {
     wait(*oldest, lock);
     collect_freed();
-    if (Block* block = attempt(request, Effort::kNormal)) return block;
+    if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
     if (capturing()) return nullptr;  // another thread began a capture, and nothing is collected meanwhile
   }
   if (heap_.config.growth != Growth::kVmm) return nullptr;
-  if (Block* block = attempt(request, Effort::kScavenge)) return block;
+  if (Block* block = attempt(request, Effort::kScavenge, lock)) return block;
   // The stream with the most free memory first.
   std::map<Stream, Bytes> free_by_stream;
   heap_.for_each_pool([&](const Pool& pool) {
@@ -149,7 +165,7 @@ Block* CachingAllocator::wait_for_streams(Request& request, Lock& lock) {
   for (const auto& [bytes, stream] : streams) {
     order_.fence(stream, heap_.clock());
     if (const auto fence = order_.hold_fence(stream)) wait(*fence, lock);
-    if (Block* block = attempt(request, Effort::kScavenge)) return block;
+    if (Block* block = attempt(request, Effort::kScavenge, lock)) return block;
     if (capturing()) return nullptr;
   }
   return nullptr;
@@ -191,11 +207,11 @@ Block* CachingAllocator::ask_callbacks(Request& request, Lock& lock, std::string
     lock.lock();
     if (!freed) continue;
     collect_freed();
-    if (Block* block = attempt(request, Effort::kNormal)) return block;
+    if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
     if (Block* block = wait_for_streams(request, lock)) return block;
     if (capturing()) continue;
     release_cached(lock, {});
-    if (Block* block = attempt(request, Effort::kScavenge)) return block;
+    if (Block* block = attempt(request, Effort::kScavenge, lock)) return block;
   }
   return nullptr;
 }
@@ -205,17 +221,20 @@ void CachingAllocator::fail(const Request& request, Lock& lock, const std::strin
   const Device::Memory memory = device_->memory();
   heap_.history.add(Action::kOutOfMemory, memory.free, request.requested, request.stream,
                     request.pool ? request.pool->group.id : PoolId{}, *request.context);
-  std::string text = explain({request, device_->name(), memory, malloc_->limit(), capturing(), callback_error}, heap_);
+  const Bytes limit = malloc_->limit();
+  std::string text = explain({request, device_->name(), memory, limit, capturing(), refused_, callback_error}, heap_);
   const auto observers = observers_;
+  const bool refused = !refused_.empty();
   const Bytes requested = request.requested;
   lock.unlock();
   for (const auto& observer : observers) {
     try {
-      observer(requested, memory.total, memory.free);
+      observer(requested, std::min(limit, memory.total), memory.free);
     } catch (const std::exception& raised) {
       text += std::string(" An out-of-memory observer failed too: ") + raised.what() + '.';
     }
   }
+  if (refused) throw DriverRefusal(text);
   throw OutOfMemory(text);
 }
 
@@ -241,8 +260,14 @@ void CachingAllocator::free_block(Block& block, const Context& context) {
     heap_.request_free(&block, context);
     deferred_.push_back(&block);
   } else {
-    order_.add_pending(&block);
+    bool pending = true;
+    try {
+      order_.add_pending(&block);
+    } catch (const DeviceError&) {
+      pending = false;  // a stream that was destroyed: the block is free after the next wait for the device
+    }
     heap_.request_free(&block, context);
+    if (!pending) unordered_.push_back(&block);
   }
 }
 
@@ -297,22 +322,20 @@ Serial CachingAllocator::finish_device(Lock& lock) {
 void CachingAllocator::release_cached(Lock& lock, PoolId only) {
   const Serial now = finish_device(lock);
   if (capturing()) return;
-  if (!only.is_default()) {
-    PoolGroup* group = heap_.find_group(only);
-    if (group && !group->paused && group->is_releasable() && group->released <= now)
-      supply_for(*group).release_unused(*group);
-    return;
-  }
   std::vector<PoolId> idle;
-  heap_.for_each_group([&](PoolGroup& group) {
+  const auto release = [&](PoolGroup& group) {
     // Released after `now`: the synchronisation does not cover the last launch of the group's graphs.
     if (!group.is_releasable() || group.released > now || group.paused) return;
     supply_for(group).release_unused(group);
-    const auto mine = [&](const Segment& segment) { return &segment.pool->group == &group; };
-    const bool empty = std::none_of(heap_.segments().begin(), heap_.segments().end(), mine);
-    if (group.is_private() && empty) idle.push_back(group.id);
-  });
+    if (group.is_private() && group.segments.empty()) idle.push_back(group.id);
+  };
+  if (only.is_default()) {
+    heap_.for_each_group(release);
+  } else if (PoolGroup* group = heap_.find_group(only)) {
+    release(*group);
+  }
   for (const PoolId id : idle) heap_.erase_group(id);
+  return_segments(lock);
 }
 
 // ---- asking about addresses ----
@@ -352,41 +375,6 @@ Bytes CachingAllocator::largest_available() {
     for (const Block* block : pool.free) largest = std::max(largest, block->size);
   });
   return largest;
-}
-
-// ---- continuing where another left off ----
-
-void CachingAllocator::adopt(const SegmentInfo& info) {
-  const Lock lock(mutex_);
-  PAC_CHECK(heap_.config.growth == Growth::kMalloc && !info.expandable,
-            "only segments of malloc growth can be adopted");
-  PAC_CHECK(info.size > 0 && info.size % kMinBlockSize == 0, "a segment has a multiple of 512 bytes, got ", info.size);
-  const auto address = device_->acquire(info.size);
-  if (!address) throw OutOfMemory("the device has no memory for a segment of " + format_bytes(info.size));
-  if (*address != info.address) {
-    device_->release(*address, info.size);
-    PAC_CHECK(false, "the segment at ", info.address, " of ", info.size, " bytes overlaps another");
-  }
-  PoolGroup& group = info.pool.is_default() ? heap_.default_group() : heap_.private_group(info.pool);
-  Pool& pool = info.kind == PoolKind::kSmall ? group.small : group.large;
-  Segment& segment = heap_.add_segment(info.address, info.size, info.stream, pool, false, info.context);
-  heap_.count_reserved(segment, info.size, 1);
-  Block* last = nullptr;
-  for (const BlockInfo& each : info.blocks) {
-    if (each.state == BlockState::kFree) continue;
-    const Bytes offset = each.address - info.address;
-    PAC_CHECK(
-        each.address >= info.address && each.size > 0 && each.size <= info.size && offset <= info.size - each.size,
-        "the block at ", each.address, " of ", each.size, " bytes does not lie in its segment");
-    PAC_CHECK(offset % kMinBlockSize == 0 && each.size % kMinBlockSize == 0 && each.requested <= each.size,
-              "a block begins and ends at multiples of 512 bytes and holds what was requested; the one at ",
-              each.address, " has ", each.size, " bytes for ", each.requested);
-    Block* const there = heap_.block_at(segment, each.address, last);
-    PAC_CHECK(there && there->state == Block::State::kFree && there->end() - each.address >= each.size, "the block at ",
-              each.address, " overlaps another");
-    const Request request{each.requested, each.size, info.stream, &pool, &each.context};
-    last = heap_.allocate(heap_.carve(segment, each.address, each.size, there), request);
-  }
 }
 
 // ---- settings ----

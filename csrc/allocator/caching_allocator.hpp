@@ -117,13 +117,17 @@ class CachingAllocator final : public Allocator {
   /// Creates and maps every handle of the groups. False, without a change, if the device or the limit refuses.
   bool give_memory(const std::vector<PoolGroup*>& groups, ResumeReport& report);
   ResumeReport resume_tags(const std::vector<Tag>& tags, Lock& lock);
-  Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source ? *vmm_ : *malloc_; }
+  Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source && !group.by_malloc ? *vmm_ : *malloc_; }
   void free_block(Block& block, const Context& context);
   void collect_freed();
 
   /// Sets request.pool to the group's pool; returns the best free block there, or nullptr.
   Block* find_fit(PoolGroup& group, Request& request);
-  Block* attempt(Request& request, Effort effort);
+  Block* attempt(Request& request, Effort effort, Lock& lock);
+  /// Takes a segment from the pool's own source, without the lock.
+  Block* grow_from_source(Request& request, Lock& lock);
+  /// Gives segments back to their sources, without the lock.
+  void return_segments(Lock& lock);
   Block* obtain(Request& request, Lock& lock);
   Block* borrow_from_private_pools(Request& request);
   Block* wait_for_streams(Request& request, Lock& lock);
@@ -149,6 +153,7 @@ class CachingAllocator final : public Allocator {
   std::map<Tag, Paused> paused_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;
+  std::string refused_;  ///< the driver's words, if it refused virtual memory during the last growth
   int next_callback_ = 0;
 };
 

@@ -39,6 +39,13 @@ std::string listed(const std::vector<Tag>& tags) {
   return text;
 }
 
+/// Why a group cannot be paused; nullptr if it can.
+const char* stays(const PoolGroup& group) {
+  if (group.held) return "is held";
+  if (group.source) return "has an allocator of its own";
+  return group.by_malloc ? "is never split, so its memory comes from cudaMalloc" : nullptr;
+}
+
 Bytes mapped_bytes(const Segment& segment) {
   Bytes bytes = 0;
   for (const auto& [address, mapping] : segment.mappings) bytes += mapping.size;
@@ -48,7 +55,7 @@ Bytes mapped_bytes(const Segment& segment) {
 }  // namespace
 
 bool CachingAllocator::is_paused(const PoolGroup& group) const {
-  return !paused_.empty() && paused_.count(group.tag) > 0 && !group.held && !group.source;
+  return !paused_.empty() && paused_.count(group.tag) > 0 && !stays(group);
 }
 
 PoolGroup& CachingAllocator::running_group(Stream stream, Tag tag) {
@@ -98,16 +105,15 @@ PauseReport CachingAllocator::pause(const PauseOptions& options) {
   std::vector<PoolGroup*> groups;
   heap_.for_each_group([&](PoolGroup& group) {
     if (options.keep.count(group.tag) == 0) return;
-    if (!group.held && !group.source) {
+    const char* const reason = stays(group);
+    if (!reason) {
       if (group.is_releasable() && group.released <= now) vmm_->release_unused(group);
       groups.push_back(&group);
       return;
     }
-    report.skipped.push_back({group.id, 0, group.held});
-    for (const Segment& segment : heap_.segments()) {
-      if (&segment.pool->group == &group) {
-        report.skipped.back().bytes += segment.expandable ? mapped_bytes(segment) : segment.size;
-      }
+    report.skipped.push_back({group.id, 0, reason});
+    for (const auto& [address, segment] : group.segments) {
+      report.skipped.back().bytes += segment->expandable ? mapped_bytes(*segment) : segment->size;
     }
   });
 
@@ -134,13 +140,14 @@ std::map<Tag, CachingAllocator::Paused> CachingAllocator::save(const PauseOption
   std::map<Tag, Paused> paused;
   for (const auto& [tag, keep] : options.keep) paused[tag].resume_on_allocation = options.resume_on_allocation;
   std::vector<const Block*> kept;
-  for (const Segment& segment : heap_.segments()) {
-    const PoolGroup& group = segment.pool->group;
-    if (std::find(groups.begin(), groups.end(), &group) == groups.end() || !options.keep.at(group.tag)) continue;
-    for (const Block* block = segment.first; block; block = block->next) {
-      if (block->state != Block::State::kAllocated) continue;
-      kept.push_back(block);
-      report.saved += block->size;
+  for (const PoolGroup* group : groups) {
+    if (!options.keep.at(group->tag)) continue;
+    for (const auto& [address, segment] : group->segments) {
+      for (const Block* block = segment->first; block; block = block->next) {
+        if (block->state != Block::State::kAllocated) continue;
+        kept.push_back(block);
+        report.saved += block->size;
+      }
     }
   }
   if (kept.empty()) return paused;
@@ -171,14 +178,13 @@ std::map<Tag, CachingAllocator::Paused> CachingAllocator::save(const PauseOption
 
 Bytes CachingAllocator::take_memory(PoolGroup& group) {
   Bytes released = 0;
-  for (Segment& segment : heap_.segments()) {
-    if (&segment.pool->group != &group) continue;
-    for (auto& [address, mapping] : segment.mappings) {
+  for (const auto& [begin, segment] : group.segments) {
+    for (auto& [address, mapping] : segment->mappings) {
       if (mapping.handle == kNoHandle) continue;
       device_->unmap(address, mapping.size);
       const Handle handle = std::exchange(mapping.handle, kNoHandle);
-      heap_.count_released(segment, mapping.size, 1);
-      heap_.log(Action::kSegmentUnmap, address, mapping.size, segment, segment.context);
+      heap_.count_released(*segment, mapping.size, 1);
+      heap_.log(Action::kSegmentUnmap, address, mapping.size, *segment, segment->context);
       device_->destroy(handle, mapping.size);
       released += mapping.size;
     }
@@ -215,9 +221,8 @@ ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& l
     check_paused(tags);  // the lock was dropped
     if (!give_memory(groups, report)) {
       Bytes needed = 0;
-      for (const Segment& segment : heap_.segments()) {
-        const bool absent = std::find(groups.begin(), groups.end(), &segment.pool->group) != groups.end();
-        if (absent) needed += mapped_bytes(segment);
+      for (const PoolGroup* group : groups) {
+        for (const auto& [address, segment] : group->segments) needed += mapped_bytes(*segment);
       }
       const Device::Memory memory = device_->memory();
       const Bytes limit = vmm_->limit();
@@ -262,27 +267,28 @@ bool CachingAllocator::give_memory(const std::vector<PoolGroup*>& groups, Resume
       heap_.log(Action::kSegmentUnmap, each.address, each.mapping->size, *each.segment, each.segment->context);
     }
   };
-  for (Segment& segment : heap_.segments()) {
-    if (std::find(groups.begin(), groups.end(), &segment.pool->group) == groups.end()) continue;
-    for (auto& [address, mapping] : segment.mappings) {
-      if (mapping.handle != kNoHandle) continue;
-      const auto handle = vmm_->within_limit(mapping.size) ? device_->create(mapping.size) : std::nullopt;
-      if (!handle) {
-        take_back();
-        return false;
+  for (const PoolGroup* group : groups) {
+    for (const auto& [begin, segment] : group->segments) {
+      for (auto& [address, mapping] : segment->mappings) {
+        if (mapping.handle != kNoHandle) continue;
+        const auto handle = vmm_->within_limit(mapping.size) ? device_->create(mapping.size) : std::nullopt;
+        if (!handle) {
+          take_back();
+          return false;
+        }
+        try {
+          device_->map(address, mapping.size, *handle);
+        } catch (...) {
+          device_->destroy(*handle, mapping.size);
+          take_back();
+          throw;
+        }
+        mapping.handle = *handle;
+        heap_.count_reserved(*segment, mapping.size, 1);
+        heap_.log(Action::kSegmentMap, address, mapping.size, *segment, segment->context);
+        given.push_back({segment, address, &mapping});
+        report.mapped += mapping.size;
       }
-      try {
-        device_->map(address, mapping.size, *handle);
-      } catch (...) {
-        device_->destroy(*handle, mapping.size);
-        take_back();
-        throw;
-      }
-      mapping.handle = *handle;
-      heap_.count_reserved(segment, mapping.size, 1);
-      heap_.log(Action::kSegmentMap, address, mapping.size, segment, segment.context);
-      given.push_back({&segment, address, &mapping});
-      report.mapped += mapping.size;
     }
   }
   return true;

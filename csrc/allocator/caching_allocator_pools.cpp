@@ -10,37 +10,39 @@ namespace pac::alloc {
 
 namespace {
 
-bool waits_for_streams(Heap& heap, const PoolGroup& group) {
-  for (const Segment& segment : heap.segments()) {
-    if (&segment.pool->group != &group) continue;
-    for (const Block* block = segment.first; block; block = block->next) {
+bool waits_for_streams(const PoolGroup& group) {
+  for (const auto& [address, segment] : group.segments) {
+    for (const Block* block = segment->first; block; block = block->next) {
       if (block->state == Block::State::kPending) return true;
     }
   }
   return false;
 }
 
+void require(bool holds, PoolId pool, const std::string& begin, const std::string& end = {}) {
+  if (holds) return;
+  throw PoolError(begin + '(' + std::to_string(pool.first) + ", " + std::to_string(pool.second) + ')' + end);
+}
+
 /// The group's segment with memory at every address of the checkpoint's segment, or nullptr.
-Segment* find_memory(Heap& heap, const PoolGroup& group, const SegmentInfo& then) {
+Segment* find_memory(const PoolGroup& group, const SegmentInfo& then) {
   const Address end = then.address + then.size;
-  for (Segment& segment : heap.segments()) {
-    if (&segment.pool->group != &group) continue;
-    if (then.address < segment.address || end > segment.address + segment.size) continue;
-    for (const Block* block = segment.first; block && block->address < end; block = block->next) {
-      if (block->end() > then.address && !block->has_memory()) return nullptr;
-    }
-    return &segment;
+  const auto after = group.segments.upper_bound(then.address);
+  if (after == group.segments.begin()) return nullptr;
+  Segment* const segment = std::prev(after)->second;
+  if (end > segment->address + segment->size) return nullptr;
+  for (const Block* block = segment->first; block && block->address < end; block = block->next) {
+    if (block->end() > then.address && !block->has_memory()) return nullptr;
   }
-  return nullptr;
+  return segment;
 }
 
 }  // namespace
 
 PoolGroup& CachingAllocator::private_group(PoolId pool) {
   PoolGroup* group = pool.is_default() ? nullptr : heap_.find_group(pool);
-  PAC_CHECK(group, "there is no private pool (", pool.first, ", ", pool.second,
-            "): begin_allocate_to_pool or "
-            "create_or_incref_pool makes one");
+  require(group != nullptr, pool, "there is no private pool ",
+          ": begin_allocate_to_pool or create_or_incref_pool makes one");
   return *group;
 }
 
@@ -55,7 +57,7 @@ void CachingAllocator::begin_allocate_to_pool(PoolId pool, std::function<bool(St
   PAC_CHECK(!pool.is_default(), "(0, 0) is the default pool: a private one has another id");
   const Lock lock(mutex_);
   for (const auto& [id, each] : captures_) {
-    PAC_CHECK(id != pool, "allocations already go to the private pool (", pool.first, ", ", pool.second, ")");
+    require(id != pool, pool, "allocations already go to the private pool ");
   }
   collect_freed();
   ++heap_.private_group(pool, tag).use_count;
@@ -66,7 +68,7 @@ void CachingAllocator::end_allocate_to_pool(PoolId pool) {
   const Lock lock(mutex_);
   const auto found =
       std::find_if(captures_.begin(), captures_.end(), [&](const auto& each) { return each.first == pool; });
-  PAC_CHECK(found != captures_.end(), "no allocations go to the private pool (", pool.first, ", ", pool.second, ")");
+  require(found != captures_.end(), pool, "no allocations go to the private pool ");
   captures_.erase(found);
 }
 
@@ -82,7 +84,7 @@ void CachingAllocator::create_or_incref_pool(PoolId pool, std::shared_ptr<Segmen
 void CachingAllocator::release_pool(PoolId pool) {
   const Lock lock(mutex_);
   PoolGroup& group = private_group(pool);
-  PAC_CHECK(group.use_count > 0, "the private pool (", pool.first, ", ", pool.second, ") was released before");
+  require(group.use_count > 0, pool, "the private pool ", " was released before");
   if (--group.use_count > 0) return;
   group.use_on_oom = group.no_split = false;
   group.released = heap_.tick();
@@ -101,11 +103,15 @@ void CachingAllocator::set_use_on_oom(PoolId pool, bool use) {
 
 void CachingAllocator::set_no_split(PoolId pool) {
   const Lock lock(mutex_);
-  private_group(pool).no_split = true;
+  PoolGroup& group = private_group(pool);
+  group.no_split = true;
+  // Mapped neighbours would merge, and whole blocks be handed out ever larger.
+  group.by_malloc = group.by_malloc || group.segments.empty();
 }
 
 std::vector<Address> CachingAllocator::live_allocations(PoolId pool) {
   const Lock lock(mutex_);
+  static_cast<void>(private_group(pool));
   std::vector<Address> addresses;
   heap_.live().for_each([&](Address address, const Block& block) {
     if (block.pool().group.id == pool) addresses.push_back(address);
@@ -124,9 +130,9 @@ PoolCheckpoint CachingAllocator::checkpoint(PoolId pool) {
 CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
   Lock lock(mutex_);
   collect_freed();
-  while (waits_for_streams(heap_, private_group(checkpoint.pool))) {
+  while (waits_for_streams(private_group(checkpoint.pool))) {
     const auto oldest = capturing() ? std::nullopt : order_.hold_oldest_pending();
-    PAC_CHECK(oldest, "a block of the pool still waits for another stream");
+    require(oldest.has_value(), checkpoint.pool, "a block still waits for another stream, in the private pool ");
     wait(*oldest, lock);
     collect_freed();
   }
@@ -134,14 +140,14 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
   if (group.paused) throw PauseError("the memory pool is paused: call resume() before restoring a checkpoint");
   std::vector<Segment*> segments;
   for (const SegmentInfo& then : checkpoint.segments) {
-    segments.push_back(find_memory(heap_, group, then));
-    PAC_CHECK(segments.back(), "the pool gave back memory that the checkpoint describes");
+    segments.push_back(find_memory(group, then));
+    require(segments.back() != nullptr, checkpoint.pool,
+            "memory that the checkpoint describes was given back by the pool ");
   }
   CheckpointDelta delta;
   std::vector<Block*> in_use;
-  for (Segment& segment : heap_.segments()) {
-    if (&segment.pool->group != &group) continue;
-    for (Block* block = segment.first; block; block = block->next) {
+  for (const auto& [address, segment] : group.segments) {
+    for (Block* block = segment->first; block; block = block->next) {
       if (block->state == Block::State::kAllocated) in_use.push_back(block);
     }
   }

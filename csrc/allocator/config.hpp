@@ -90,8 +90,8 @@ inline constexpr Setting kSettings[] = {
      [](const Config& config) {
        return config.garbage_collection_threshold >= 0 && config.garbage_collection_threshold < 1;
      },
-     "give unused memory back, oldest first, once more than this share of the memory limit is reserved; needs a "
-     "`memory_fraction` below 1"},
+     "give unused memory back, oldest first, once more than this share of the memory limit, or of the device's memory "
+     "without a limit, is reserved"},
     {"memory_fraction", "per_process_memory_fraction", &Config::memory_fraction, kEveryFamily, "from 0 to 1",
      [](const Config& config) { return config.memory_fraction >= 0 && config.memory_fraction <= 1; },
      "the largest share of the device's memory to reserve"},

@@ -171,6 +171,7 @@ std::string explain(const Failure& failure, Heap& heap) {
   } else {
     text << " No memory block pins free memory.";
   }
+  if (!failure.refused.empty()) text << " The driver refused more: " << failure.refused << '.';
   if (!failure.callback_error.empty()) text << " A pressure callback failed: " << failure.callback_error << '.';
   text << ' ' << remedy(failure, found, heap);
   return text.str();

@@ -22,6 +22,7 @@ struct Failure {
   Device::Memory memory;
   Bytes limit = kUnlimited;
   bool capturing = false;
+  std::string refused;  ///< the driver's words, if it refused virtual memory
   std::string callback_error;
 };
 

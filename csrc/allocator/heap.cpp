@@ -1,6 +1,7 @@
 #include "allocator/heap.hpp"
 
 #include <algorithm>
+#include <iterator>
 
 namespace pac::alloc {
 
@@ -161,6 +162,8 @@ Block* Heap::carve(Segment& segment, Address address, Bytes size, Block* from) {
 Segment& Heap::add_segment(Address address, Bytes size, Stream stream, Pool& pool, bool expandable,
                            const Context& context) {
   Segment& segment = segments_.emplace_back();
+  segment.self = std::prev(segments_.end());
+  pool.group.segments.emplace(address, &segment);
   segment.address = address;
   segment.size = size;
   segment.stream = stream;
@@ -176,7 +179,8 @@ void Heap::erase_segment(Segment& segment) {
   Block* block = segment.first;
   if (block->state == Block::State::kFree) remove_free(block);
   spare_.push_back(block);
-  segments_.remove_if([&](const Segment& each) { return &each == &segment; });
+  segment.pool->group.segments.erase(segment.address);
+  segments_.erase(segment.self);
 }
 
 void Heap::insert_free(Block* block) {

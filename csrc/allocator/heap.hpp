@@ -38,7 +38,10 @@ class Heap {
   /// The default group of a tag, made at the first call.
   PoolGroup& tagged_group(Tag tag);
   /// Forgets a private group without segments.
-  void erase_group(PoolId id) { groups_.erase(id); }
+  void erase_group(PoolId id) {
+    groups_.erase(id);
+    stats.reserved_bytes_by_private_pool.erase(id);
+  }
   template <class Visit>
   void for_each_group(Visit visit) {
     visit(default_group_);

@@ -19,43 +19,25 @@ class MallocSupply final : public Supply {
 
  private:
   void collect_garbage();
-  Bytes segment_size(const Request& request) const;
-  std::optional<Address> acquire(Bytes size, const Request& request);
   void give_back(Segment& segment);
   void release(Block* block);
 };
 
-Bytes MallocSupply::segment_size(const Request& request) const {
-  if (request.size <= kSmallSize) return kSmallBuffer;
-  if (request.size < kMinLargeAlloc) return heap_.config.large_segment_size;
-  return round_up(request.size, kRoundLarge);
-}
-
 Block* MallocSupply::grow(const Request& request, Effort, bool capturing) {
   if (!capturing) collect_garbage();
-  Pool& pool = *request.pool;
-  const Bytes size = at_least_initial(request, segment_size(request));
+  const Bytes size = at_least_initial(request, acquired_size(heap_.config, request.size));
   if (!within_limit(size)) return nullptr;
-  const auto address = acquire(size, request);
-  if (!address) return nullptr;
-  Segment& segment = heap_.add_segment(*address, size, request.stream, pool, false, *request.context);
-  heap_.count_reserved(segment, size, 1);
-  heap_.log(Action::kSegmentAlloc, segment.address, size, segment, *request.context);
-  return segment.first;
-}
-
-std::optional<Address> MallocSupply::acquire(Bytes size, const Request& request) {
-  SegmentSource* source = request.pool->group.source.get();
-  if (!source) return device_.acquire(size);
-  const SegmentSourceCall call;
-  return source->acquire(size, request.stream);
+  const auto address = device_.acquire(size);
+  return address ? add_acquired(request, *address, size) : nullptr;
 }
 
 void MallocSupply::give_back(Segment& segment) {
-  SegmentSource* source = segment.pool->group.source.get();
-  if (!source) return device_.release(segment.address, segment.size);
-  const SegmentSourceCall call;
-  source->release(segment.address, segment.size);
+  const std::shared_ptr<SegmentSource>& source = segment.pool->group.source;
+  if (source) {
+    returned.push_back({source, segment.address, segment.size});
+  } else {
+    device_.release(segment.address, segment.size);
+  }
 }
 
 void MallocSupply::release(Block* block) {

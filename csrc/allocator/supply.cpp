@@ -29,8 +29,8 @@ bool Supply::within_limit(Bytes size) const {
 
 Bytes Supply::garbage_threshold() const {
   const double share = heap_.config.garbage_collection_threshold;
-  if (share <= 0.0 || heap_.config.memory_fraction >= 1.0) return kUnlimited;
-  return static_cast<Bytes>(share * static_cast<double>(limit()));
+  if (share <= 0.0) return kUnlimited;
+  return static_cast<Bytes>(share * static_cast<double>(std::min(limit(), total_)));
 }
 
 Bytes Supply::at_least_initial(const Request& request, Bytes size) {
@@ -50,6 +50,19 @@ void Supply::release_ranges() {
     }
     device_.unreserve(segment.address, segment.size);
   }
+}
+
+Bytes acquired_size(const Config& config, Bytes request) {
+  if (request <= kSmallSize) return kSmallBuffer;
+  if (request < kMinLargeAlloc) return config.large_segment_size;
+  return round_up(request, kRoundLarge);
+}
+
+Block* Supply::add_acquired(const Request& request, Address address, Bytes size) {
+  Segment& segment = heap_.add_segment(address, size, request.stream, *request.pool, false, *request.context);
+  heap_.count_reserved(segment, size, 1);
+  heap_.log(Action::kSegmentAlloc, segment.address, size, segment, *request.context);
+  return segment.first;
 }
 
 Block* Supply::find_fit(const Request& request) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "allocator/heap.hpp"
 #include "allocator/stream_order.hpp"
@@ -14,7 +15,8 @@ enum class Effort {
   kScavenge,  ///< memory is short: take free pieces of other pools too
 };
 
-/// Marks this thread as inside a call to a SegmentSource. The allocator makes such calls under the lock.
+/// Marks this thread as inside a call to a SegmentSource. The allocator makes such calls without the lock: the source
+/// may free and allocate here.
 class SegmentSourceCall {
  public:
   SegmentSourceCall();
@@ -24,8 +26,15 @@ class SegmentSourceCall {
 };
 
 /// Whether this thread is inside a call to a SegmentSource. A source made of this library's own functions must then
-/// take memory from the device, not from an allocator, whose lock is held.
+/// take memory from the device, not from an allocator: the pool above caches.
 bool inside_segment_source();
+
+/// A segment that goes back to its source once the lock is dropped.
+struct ReturnedSegment {
+  std::shared_ptr<SegmentSource> source;
+  Address address = 0;
+  Bytes size = 0;
+};
 
 class Supply {
  public:
@@ -45,6 +54,10 @@ class Supply {
   virtual bool release_oversize(const Request&) { return false; }
   /// Gives back a group's free memory; under vmm growth only memory whose stream has passed a fence.
   virtual void release_unused(PoolGroup& group) = 0;
+  /// Segments of sources, given back by the functions above, for the caller to return without the lock.
+  std::vector<ReturnedSegment> returned;
+  /// Makes an acquired range of memory a segment of the request's pool; returns the block, free.
+  Block* add_acquired(const Request& request, Address address, Bytes size);
   /// Gives all memory back, used or not, at the end of the allocator's life.
   virtual void release_everything() = 0;
 
@@ -53,7 +66,8 @@ class Supply {
   bool within_limit(Bytes size) const;
 
  protected:
-  /// Garbage collection gives back unused memory, oldest first, above this many reserved bytes; kUnlimited: never.
+  /// Garbage collection gives back unused memory, oldest first, above this many reserved bytes; kUnlimited: never. Part
+  /// of the limit, or of the device's memory without a limit.
   Bytes garbage_threshold() const;
   /// `size`, but at least initial_pool_size at the first growth of the default large pool.
   Bytes at_least_initial(const Request& request, Bytes size);
@@ -71,6 +85,9 @@ class Supply {
 
   bool grew_initially_ = false;
 };
+
+/// The native allocator's size of a segment for a request.
+Bytes acquired_size(const Config& config, Bytes request);
 
 std::unique_ptr<Supply> make_malloc_supply(Heap& heap, Device& device, StreamOrder& order);
 std::unique_ptr<Supply> make_vmm_supply(Heap& heap, Device& device, StreamOrder& order);

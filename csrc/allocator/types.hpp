@@ -43,6 +43,18 @@ class OutOfMemory : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// The device has memory, and the driver refused a mapping, an address or an access right.
+class DriverRefusal final : public OutOfMemory {
+ public:
+  using OutOfMemory::OutOfMemory;
+};
+
+/// There is no such private pool, or the pool is not in the state that the call needs. A RuntimeError, as torch's.
+class PoolError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// The memory that a call needs is paused, or cannot be paused or resumed now. Nothing was changed.
 class PauseError : public std::runtime_error {
  public:

@@ -1,3 +1,5 @@
+// Longer than 400 lines: one way to grow, whose parts change together.
+//
 // Growth by virtual memory. Each pool has a range of addresses per stream, filled from the bottom. Physical memory
 // comes in handles. When a request fits nowhere, whole free handles are mapped anew behind another free block. The only
 // unusable memory is then the free part of partly used handles.
@@ -24,6 +26,9 @@ constexpr Bytes kLargestHandle = 64_MiB;
 
 // Addresses cost nothing: twice the device's memory leaves room to move pieces up before the old addresses are free.
 constexpr Bytes kAddressesPerMemory = 2;
+
+// The first range of a private pool: a driver hands out 128 TiB, and thousands of graphs may have two each.
+constexpr Bytes kPrivateAddresses = 4096_MiB;
 
 /// A whole handle inside a free block.
 struct Piece {
@@ -122,7 +127,11 @@ Block* VmmSupply::grow(const Request& request, Effort effort, bool capturing) {
 
 Block* VmmSupply::add_range(const Request& request, Bytes least) {
   Pool& pool = *request.pool;
-  Bytes size = round_up(pool.oversize ? least : std::max(least, kAddressesPerMemory * total_), granularity());
+  Bytes most = kAddressesPerMemory * total_;
+  // A private pool begins small, and each further range is twice as large.
+  const std::size_t ranges = std::min<std::size_t>(ranges_[{&pool, request.stream}].size(), 8);
+  if (pool.group.is_private()) most = std::min(most, kPrivateAddresses << ranges);
+  Bytes size = round_up(pool.oversize ? least : std::max(least, most), granularity());
   Address address = 0;
   try {
     address = device_.reserve(size);
@@ -343,9 +352,9 @@ void VmmSupply::release_unused(PoolGroup& group) {
     });
   }
   release_pieces(unused);
-  for (auto at = heap_.segments().begin(); at != heap_.segments().end();) {
-    Segment& segment = *at++;
-    if (&segment.pool->group == &group) erase_if_empty(segment);
+  for (auto at = group.segments.begin(); at != group.segments.end();) {
+    Segment& segment = *(at++)->second;
+    erase_if_empty(segment);
   }
 }
 

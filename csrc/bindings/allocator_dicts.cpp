@@ -198,7 +198,7 @@ py::dict to_dict(const alloc::PauseReport& report) {
   result["pinned"] = report.pinned;
   py::list skipped;
   for (const alloc::NotPaused& each : report.skipped) {
-    skipped.append(py::make_tuple(py::make_tuple(each.pool.first, each.pool.second), each.bytes, each.held));
+    skipped.append(py::make_tuple(py::make_tuple(each.pool.first, each.pool.second), each.bytes, each.reason));
   }
   result["skipped"] = skipped;
   return result;

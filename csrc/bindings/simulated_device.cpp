@@ -72,6 +72,7 @@ void bind_simulated_device(py::module_& module) {
       .def(
           "limit_host", [](SimulatedDevice& self, const py::object& size) { self.limit_host(to_bytes("size", size)); },
           py::arg("size"))
+      .def_property_readonly("addresses", &SimulatedDevice::addresses)
       .def_property_readonly("pinned", &SimulatedDevice::pinned)
       .def_property_readonly("reserved", &SimulatedDevice::reserved)
       .def(

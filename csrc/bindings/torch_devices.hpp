@@ -67,7 +67,7 @@ class Devices {
   void check(int device) const {
     // The count is not known before CUDA is initialised.
     const int end = count_ > 0 ? count_.load() : C10_COMPILE_TIME_MAX_GPUS;
-    TORCH_CHECK(device >= 0 && device < end, "device is the index of one of ", end, " CUDA devices, got ", device);
+    TORCH_CHECK(device >= 0 && device < end, "Invalid device argument ", device, ": CUDA has ", end, " devices");
   }
 
   alloc::Allocator& adopt(c10::DeviceIndex device) {

@@ -171,6 +171,7 @@ Address SimulatedDevice::reserve(Bytes size) {
   if (fails("reserve")) throw DeviceError("simulated device: reserve: fails, as it was asked to");
   const std::optional<Address> address = virtual_.take(size);
   if (!address) throw DeviceError("simulated device: reserve: no hole of " + std::to_string(size) + " bytes is left");
+  addresses_ += size;
   succeeded("reserve");
   return *address;
 }
@@ -183,6 +184,7 @@ void SimulatedDevice::unreserve(Address address, Bytes size) {
   require(mapping == mapped_.end() || mapping->first - address >= size, "unreserve", size, " bytes at ", Hex{address},
           " have memory mapped in them");
   ++calls_.unreserve;
+  addresses_ -= size;
   virtual_.give_back(address);
 }
 

@@ -102,6 +102,8 @@ class SimulatedDevice final : public Device {
   std::uint64_t read(Address address) const;
   /// The host memory that may still be pinned.
   void limit_host(Bytes bytes);
+  /// Bytes of reserved addresses.
+  Bytes addresses() const;
   /// Bytes of pinned host memory.
   Bytes pinned() const;
 
@@ -165,6 +167,7 @@ class SimulatedDevice final : public Device {
 
   AddressSpace host_;
   Bytes pinned_ = 0;
+  Bytes addresses_ = 0;
   Bytes host_limit_;
   std::unordered_map<Handle, Contents> contents_;
   std::map<Address, std::uint64_t> host_contents_;

@@ -93,6 +93,11 @@ void SimulatedDevice::limit_host(Bytes bytes) {
   host_limit_ = bytes;
 }
 
+Bytes SimulatedDevice::addresses() const {
+  const std::lock_guard lock(mutex_);
+  return addresses_;
+}
+
 Bytes SimulatedDevice::pinned() const {
   const std::lock_guard lock(mutex_);
   return pinned_;

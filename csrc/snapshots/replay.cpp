@@ -95,10 +95,18 @@ void Replay::place(const std::vector<SegmentInfo>& existing) {
   core_.reset_accumulated_stats();
 }
 
+Address Replay::request(Bytes size, Stream stream) {
+  try {
+    return core_.allocate(size, stream);
+  } catch (const DriverRefusal& refusal) {
+    throw DeviceError(refusal.what());
+  }
+}
+
 Address Replay::take(const SegmentInfo& segment, const BlockInfo& block, std::vector<Address>& fillers) {
   const Bytes size = std::max<Bytes>(1, block.requested);
   try {
-    return core_.allocate(size, segment.stream, {});
+    return request(size, segment.stream);
   } catch (const OutOfMemory&) {
     if (fillers.empty()) throw;
   }
@@ -108,7 +116,7 @@ Address Replay::take(const SegmentInfo& segment, const BlockInfo& block, std::ve
   use_pool(0);
   core_.empty_cache({});
   use_pool(pool);
-  return core_.allocate(size, segment.stream, {});
+  return request(size, segment.stream);
 }
 
 void Replay::fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers) {
@@ -125,7 +133,7 @@ void Replay::fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& 
   while (size >= least && round_up(size, page) <= device_->memory().free) {
     const Bytes piece = small ? std::min(size, kSmallSize) : size;
     try {
-      fillers.push_back(core_.allocate(piece, segment.stream, {}));
+      fillers.push_back(request(piece, segment.stream));
     } catch (const OutOfMemory&) {  // memory_fraction is reached
       break;
     }
@@ -182,7 +190,7 @@ void Replay::allocate(std::size_t row) {
   // recorded.
   if (places_segments_) device_->suggest(recorded % kSegmentAlignment == 0 ? recorded : 0);
   try {
-    if (const Address ours = core_.allocate(events_.size[row], stream, {})) add_live(recorded, ours);
+    if (const Address ours = request(events_.size[row], stream)) add_live(recorded, ours);
     ++counts_.allocations;
   } catch (const OutOfMemory&) {
     out_of_memory_at_ = row;

@@ -70,6 +70,8 @@ class Replay {
   /// Allocates the mapped free memory between an expandable segment's blocks: once the fillers are freed, the core has
   /// this memory too.
   void fill(const SegmentInfo& segment, Bytes size, std::vector<Address>& fillers);
+  /// Throws DeviceError if the simulated driver has no addresses for the replay, which says nothing about memory.
+  Address request(Bytes size, Stream stream);
   Address take(const SegmentInfo& segment, const BlockInfo& block, std::vector<Address>& fillers);
   /// The private pool of the run of releases up to this event, if there is only one: a destroyed MemPool empties no
   /// other pool.

@@ -50,8 +50,8 @@ def enable(
         Round sizes up to one of this many steps between two powers of two. A dict maps a size in MiB to the steps from
         that size on, and ``">"`` to the steps of all larger sizes.
     garbage_collection_threshold : float, optional
-        Give unused memory back, oldest first, once more than this share of the memory limit is reserved. Needs a limit:
-        ``memory_fraction``, or ``torch.cuda.set_per_process_memory_fraction``.
+        Give unused memory back, oldest first, once more than this share of the memory limit (``memory_fraction``), or
+        of the device's memory without a limit, is reserved.
     memory_fraction : float, optional
         Share of a device's memory for the allocator to reserve at most, 0 to 1.
     initial_pool_size : int or str, optional

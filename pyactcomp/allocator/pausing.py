@@ -428,9 +428,8 @@ def _named(tags: str | Iterable[str] | None) -> list[str] | None:
     return names
 
 
-def _reason(pool: tuple[tuple[int, int], int, bool]) -> str:
-    identity, size, held = pool
-    why = "is held" if held else "has an allocator of its own"
+def _reason(pool: tuple[tuple[int, int], int, str]) -> str:
+    identity, size, why = pool
     return f"the memory pool {identity} with {size} bytes {why}"
 
 

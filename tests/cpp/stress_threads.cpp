@@ -93,6 +93,8 @@ void Threads::work(std::size_t self) {
         ++allocations_[self];
       } catch (const OutOfMemory&) {
         while (!live.empty()) free(take_one());
+      } catch (const PauseError&) {
+        std::this_thread::yield();
       }
     } else if (kind < 880) {
       if (!live.empty()) free(take_one());
@@ -115,8 +117,17 @@ void Threads::work(std::size_t self) {
     } else if (kind < 994) {
       if (live.empty() || live.front().size <= 512) continue;
       require(!core_->try_free(live.front().address + 512), "an address inside a block was freed");
-    } else if (kind < 996) {
+    } else if (kind < 995) {
       core_->empty_cache();
+    } else if (kind < 996) {
+      try {
+        PauseOptions options;
+        options.keep[0] = random.below(2) == 0;
+        core_->pause(options);
+        core_->resume({0});
+      } catch (const PauseError&) {
+        // Another thread pauses, or nothing can be paused under malloc growth.
+      }
     } else if (kind < 998) {
       static_cast<void>(core_->stats());
       static_cast<void>(core_->fragmentation());
