@@ -6,6 +6,7 @@ Where numbers are compared exactly, they are small integers, which float32 adds 
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import pickle
 import subprocess
@@ -77,6 +78,30 @@ def unknown(growth: str) -> None:
     with pytest.raises(RuntimeError):
         torch._C._cuda_checkPoolLiveAllocations(0, (7, 7), set())
     assert torch.cuda.memory_allocated() == 512
+
+
+def history_of_frees(growth: str) -> None:
+    """What torch's tests of memory plots ask for, at each level of recording."""
+    enable(growth)
+    for context in ("alloc", "all", "state"):
+        torch.cuda.memory.empty_cache()
+        torch.cuda.memory._record_memory_history(context=context)
+        made: list[torch.Tensor] = []
+
+        def allocating(made: list[torch.Tensor] = made) -> None:
+            made.append(torch.rand(3, 4, device="cuda"))
+
+        def freeing(made: list[torch.Tensor] = made) -> None:
+            made.clear()
+
+        allocating()
+        freeing()
+        torch.cuda.memory.empty_cache()
+        text = json.dumps(torch.cuda.memory._snapshot())
+        torch.cuda.memory._record_memory_history(None)
+        assert ("freeing" in text) == (context == "all")
+        assert ("allocating" in text) == (context != "state")
+        assert ("empty_cache" in text) == (context == "all")
 
 
 def no_split(growth: str) -> None:

@@ -393,3 +393,28 @@ def test_a_snapshot_holds_only_what_the_web_viewer_can_unpickle() -> None:
     snapshot = busy("vmm").snapshot()
     check(snapshot)
     assert pickle.loads(pickle.dumps(snapshot, protocol=4)) == snapshot
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_events_name_the_call_behind_them(growth: str) -> None:
+    allocator, device = make(growth)
+    allocator.record_history("all")
+
+    def allocation() -> int:
+        return allocator.allocate(30 * MIB)
+
+    def giving_back() -> None:
+        allocator.empty_cache()
+
+    allocator.free(allocation())
+    device.complete_all()
+    giving_back()
+    called: dict[str, set[str]] = {}
+    for entry in allocator.snapshot()["device_traces"][0]:
+        called.setdefault(entry["action"], set()).update(frame["name"] for frame in entry["frames"])
+    given_back = called["segment_free" if growth == "malloc" else "segment_unmap"]
+    assert "giving_back" in given_back
+    assert "allocation" not in given_back
+    # A free without a stack of its own has the allocation's.
+    assert "allocation" in called["free_requested"]
+    assert "allocation" in called["free_completed"]

@@ -168,7 +168,7 @@ class Allocator {
   virtual BaseAllocation base_allocation(Address address) = 0;
   virtual BlockInfo block(Address address) = 0;
   /// Gives all unused memory back to the device, or one private pool's. May synchronise.
-  virtual void empty_cache(PoolId pool = {}) = 0;
+  virtual void empty_cache(PoolId pool = {}, Context context = {}) = 0;
   /// The largest possible allocation, growth included.
   virtual Bytes largest_available() = 0;
 

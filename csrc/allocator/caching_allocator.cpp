@@ -99,6 +99,7 @@ Block* CachingAllocator::attempt(Request& request, Effort effort, Lock& lock) {
   if (Block* block = find_fit(running_group(request.stream, request.tag), request)) return block;
   PoolGroup& group = request.pool->group;
   if (group.source) return grow_from_source(request, lock);
+  const Releasing guard(heap_, *request.context);
   try {
     return supply_for(group).grow(request, effort, capturing());
   } catch (const DeviceError& error) {
@@ -114,12 +115,16 @@ Block* CachingAllocator::obtain(Request& request, Lock& lock) {
   if (Block* block = borrow_from_private_pools(request)) return block;
   if (Block* block = wait_for_streams(request, lock)) return block;
   if (!capturing()) {
-    const bool released = supply_for(request.pool->group).release_oversize(request);
+    const auto release = [&] {
+      const Releasing guard(heap_, *request.context);
+      return supply_for(request.pool->group).release_oversize(request);
+    };
+    const bool released = release();
     return_segments(lock);
     if (released) {
       if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
     }
-    release_cached(lock, {});
+    release_cached(lock, {}, *request.context);
     ++heap_.stats.num_alloc_retries;
     if (Block* block = attempt(request, Effort::kScavenge, lock)) return block;
   }
@@ -210,7 +215,7 @@ Block* CachingAllocator::ask_callbacks(Request& request, Lock& lock, std::string
     if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
     if (Block* block = wait_for_streams(request, lock)) return block;
     if (capturing()) continue;
-    release_cached(lock, {});
+    release_cached(lock, {}, *request.context);
     if (Block* block = attempt(request, Effort::kScavenge, lock)) return block;
   }
   return nullptr;
@@ -287,9 +292,9 @@ void CachingAllocator::collect_freed() {
   }
 }
 
-void CachingAllocator::empty_cache(PoolId pool) {
+void CachingAllocator::empty_cache(PoolId pool, Context context) {
   Lock lock(mutex_);
-  if (!capturing()) release_cached(lock, pool);
+  if (!capturing()) release_cached(lock, pool, context);
 }
 
 Serial CachingAllocator::finish_device(Lock& lock) {
@@ -319,7 +324,7 @@ Serial CachingAllocator::finish_device(Lock& lock) {
   return now;
 }
 
-void CachingAllocator::release_cached(Lock& lock, PoolId only) {
+void CachingAllocator::release_cached(Lock& lock, PoolId only, const Context& context) {
   const Serial now = finish_device(lock);
   if (capturing()) return;
   std::vector<PoolId> idle;
@@ -329,10 +334,13 @@ void CachingAllocator::release_cached(Lock& lock, PoolId only) {
     supply_for(group).release_unused(group);
     if (group.is_private() && group.segments.empty()) idle.push_back(group.id);
   };
-  if (only.is_default()) {
-    heap_.for_each_group(release);
-  } else if (PoolGroup* group = heap_.find_group(only)) {
-    release(*group);
+  {
+    const Releasing guard(heap_, context);
+    if (only.is_default()) {
+      heap_.for_each_group(release);
+    } else if (PoolGroup* group = heap_.find_group(only)) {
+      release(*group);
+    }
   }
   for (const PoolId id : idle) heap_.erase_group(id);
   return_segments(lock);

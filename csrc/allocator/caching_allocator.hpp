@@ -31,7 +31,7 @@ class CachingAllocator final : public Allocator {
   void record_stream(Address address, Stream stream) override;
   BaseAllocation base_allocation(Address address) override;
   BlockInfo block(Address address) override;
-  void empty_cache(PoolId pool) override;
+  void empty_cache(PoolId pool = {}, Context context = {}) override;
   Bytes largest_available() override;
 
   Config config() const override;
@@ -135,7 +135,7 @@ class CachingAllocator final : public Allocator {
   void wait(StreamOrder::Wait wait, Lock& lock);
   /// Waits for all work queued by now, without the lock; returns the moment. Blocks freed by then are free afterwards.
   Serial finish_device(Lock& lock);
-  void release_cached(Lock& lock, PoolId only);
+  void release_cached(Lock& lock, PoolId only, const Context& context);
   void release_group(PoolGroup& group);
   [[noreturn]] void fail(const Request& request, Lock& lock, const std::string& callback_error);
 

@@ -184,7 +184,7 @@ Bytes CachingAllocator::take_memory(PoolGroup& group) {
       device_->unmap(address, mapping.size);
       const Handle handle = std::exchange(mapping.handle, kNoHandle);
       heap_.count_released(*segment, mapping.size, 1);
-      heap_.log(Action::kSegmentUnmap, address, mapping.size, *segment, segment->context);
+      heap_.log(Action::kSegmentUnmap, address, mapping.size, *segment, heap_.releasing);
       device_->destroy(handle, mapping.size);
       released += mapping.size;
     }
@@ -217,7 +217,7 @@ ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& l
   ResumeReport report;
   if (!give_memory(groups, report)) {
     report = {};
-    release_cached(lock, {});
+    release_cached(lock, {}, {});
     check_paused(tags);  // the lock was dropped
     if (!give_memory(groups, report)) {
       Bytes needed = 0;
@@ -264,7 +264,7 @@ bool CachingAllocator::give_memory(const std::vector<PoolGroup*>& groups, Resume
       device_->unmap(each.address, each.mapping->size);
       device_->destroy(std::exchange(each.mapping->handle, kNoHandle), each.mapping->size);
       heap_.count_released(*each.segment, each.mapping->size, 1);
-      heap_.log(Action::kSegmentUnmap, each.address, each.mapping->size, *each.segment, each.segment->context);
+      heap_.log(Action::kSegmentUnmap, each.address, each.mapping->size, *each.segment, heap_.releasing);
     }
   };
   for (const PoolGroup* group : groups) {

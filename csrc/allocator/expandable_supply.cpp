@@ -158,7 +158,7 @@ void ExpandableSupply::unmap(Block* block) {
     segment.mappings.erase(mapping);
   }
   heap_.count_released(segment, end - begin, static_cast<std::int64_t>((end - begin) / each));
-  heap_.log(Action::kSegmentUnmap, begin, end - begin, segment, segment.context);
+  heap_.log(Action::kSegmentUnmap, begin, end - begin, segment, heap_.releasing);
 
   heap_.remove_free(block);
   block = heap_.isolate(block, begin, end - begin, Block::State::kUnmapped);

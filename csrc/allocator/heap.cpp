@@ -99,7 +99,7 @@ void Heap::request_free(Block* block, const Context& context) {
   stats.allocation.decrease(kind, 1);
   stats.allocated_bytes.decrease(kind, static_cast<std::int64_t>(block->size));
   if (block->oversize) stats.oversize_allocations.decrease(1);
-  log(Action::kFreeRequested, block->address, block->requested, *block->segment, context);
+  log(Action::kFreeRequested, block->address, block->requested, *block->segment, context ? context : block->context);
 }
 
 void Heap::release(Block* block, const Context& context) {

@@ -29,6 +29,7 @@ class Heap {
   Config config;
   Stats stats;
   History history;
+  Context releasing;  ///< of the call that gives memory back now; see Releasing
 
   PoolGroup& default_group() { return default_group_; }
   /// nullptr if there is no such pool.
@@ -114,6 +115,18 @@ class Heap {
   std::deque<Block> blocks_;
   std::vector<Block*> spare_;
   Serial clock_ = 0;
+};
+
+/// Names the call behind the memory that is given back during the guard's life.
+class Releasing {
+ public:
+  Releasing(Heap& heap, const Context& context) : heap_(heap) { heap_.releasing = context; }
+  ~Releasing() { heap_.releasing.reset(); }
+  Releasing(const Releasing&) = delete;
+  Releasing& operator=(const Releasing&) = delete;
+
+ private:
+  Heap& heap_;
 };
 
 }  // namespace pac::alloc

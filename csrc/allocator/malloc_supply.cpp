@@ -44,7 +44,7 @@ void MallocSupply::release(Block* block) {
   Segment& segment = *block->segment;
   give_back(segment);
   heap_.count_released(segment, segment.size, 1);
-  heap_.log(Action::kSegmentFree, segment.address, segment.size, segment, segment.context);
+  heap_.log(Action::kSegmentFree, segment.address, segment.size, segment, heap_.releasing);
   heap_.erase_segment(segment);
 }
 

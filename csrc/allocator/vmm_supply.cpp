@@ -278,7 +278,7 @@ Block* VmmSupply::move(Block* room, std::vector<Piece>& pieces) {
       heap_.remove_free(piece.block);
       Block* old = heap_.isolate(piece.block, piece.address, piece.mapping.size, Block::State::kRetired);
       from.mappings.erase(piece.address);
-      heap_.log(Action::kSegmentUnmap, piece.address, piece.mapping.size, from, from.context);
+      heap_.log(Action::kSegmentUnmap, piece.address, piece.mapping.size, from, heap_.releasing);
       ++old_mappings_[piece.mapping.handle];
       retired[from.stream].pieces.emplace_back(old, piece.mapping);
       count_move(from, *grown->segment, piece.mapping);
@@ -337,7 +337,7 @@ void VmmSupply::release_pieces(std::vector<Piece>& pieces) {
     segment.mappings.erase(piece.address);
     if (!has_memory) continue;
     heap_.count_released(segment, piece.mapping.size, 1);
-    heap_.log(Action::kSegmentUnmap, piece.address, piece.mapping.size, segment, segment.context);
+    heap_.log(Action::kSegmentUnmap, piece.address, piece.mapping.size, segment, heap_.releasing);
     device_.destroy(piece.mapping.handle, piece.mapping.size);
   }
 }

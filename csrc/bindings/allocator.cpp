@@ -51,10 +51,13 @@ class CachingAllocator {
   Address allocate(const py::object& size, const py::object& stream, const std::string& tag) const {
     const Bytes bytes = to_bytes("size", size);
     const alloc::Stream on = to_number("stream", stream);
-    alloc::Context context = stacks_ ? python_stack() : nullptr;
+    alloc::Context context = this->context();
     const py::gil_scoped_release no_gil;
     return core_->allocate(bytes, on, std::move(context), alloc::tag_named(tag));
   }
+
+  /// The calling stack, if history with stacks is recorded.
+  alloc::Context context() const { return stacks_ ? python_stack() : nullptr; }
 
   void record_history(const std::optional<std::string>& enabled, const py::object& max_entries,
                       const std::optional<std::string>& stacks, bool clear, const py::iterable& skip_actions) {
@@ -281,8 +284,9 @@ void bind_caching_allocator(py::module_& module) {
           "empty_cache",
           [](const Self& self, const py::object& pool) {
             const alloc::PoolId id = to_pool(pool);
+            alloc::Context context = self.context();
             const py::gil_scoped_release no_gil;
-            self.core().empty_cache(id);
+            self.core().empty_cache(id, std::move(context));
           },
           py::arg("pool") = py::make_tuple(0, 0))
       .def("largest_available", [](const Self& self) { return self.core().largest_available(); })

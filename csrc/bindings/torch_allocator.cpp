@@ -122,7 +122,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     if (C10_UNLIKELY(c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace())) {
       return give_back_observed(pointer, address);
     }
-    return runtime_.try_free(address, recorder_.origin(RecordContext::ALL));
+    return runtime_.try_free(address, origin_of_free(address));
   }
 
   void copy_data(void* destination, const void* source, std::size_t count) const override {
@@ -152,7 +152,8 @@ class TorchAllocator final : public native::CUDAAllocator {
   }
 
   void emptyCache(MempoolId_t pool = {0, 0}) override {
-    devices_.for_each([&](DeviceIndex, alloc::Allocator& core) { core.empty_cache(to_core(pool)); });
+    const alloc::Context context = recorder_.origin(RecordContext::ALL);
+    devices_.for_each([&](DeviceIndex, alloc::Allocator& core) { core.empty_cache(to_core(pool), context); });
     if (took_over_) native_.emptyCache(pool);
   }
 
@@ -433,12 +434,19 @@ class TorchAllocator final : public native::CUDAAllocator {
     return block;
   }
 
+  /// The context of a free: torch's stack of the free, or the allocation's if frees record none.
+  alloc::Context origin_of_free(alloc::Address address) {
+    if (C10_LIKELY(!recorder_.recording())) return {};
+    const int device = runtime_.owner(address);
+    return device < 0 ? alloc::Context() : recorder_.origin_of_free(devices_[device].block(address).context);
+  }
+
   bool give_back_observed(void* pointer, alloc::Address address) {
     const int device = runtime_.owner(address);
     if (device < 0) return false;
     const auto size = static_cast<std::int64_t>(devices_[device].block(address).size);
     trace_deallocation(pointer);
-    if (!runtime_.try_free(address, recorder_.origin(RecordContext::ALL))) return false;
+    if (!runtime_.try_free(address, origin_of_free(address))) return false;
     report_to_profiler(pointer, -size, static_cast<DeviceIndex>(device));
     return true;
   }

@@ -120,7 +120,9 @@ inline TorchSegment to_torch(const alloc::SegmentInfo& segment, c10::DeviceIndex
   result.is_large = segment.kind == alloc::PoolKind::kLarge;
   result.is_expandable = segment.expandable;
   result.owner_private_pool_id = to_torch(segment.pool);
-  result.context_when_allocated = stack_of(segment.context);
+  // Stacks of live blocks alone are kept if torch records no more.
+  const Origin* origin = Origin::of(segment.context);
+  result.context_when_allocated = origin && origin->stack_in_trace ? origin->stack : nullptr;
   for (const alloc::BlockInfo& block : segment.blocks) {
     auto& added = result.blocks.emplace_back();
     added.size = block.size;

@@ -44,6 +44,18 @@ class Recorder {
     return C10_LIKELY(!recording()) ? alloc::Context() : gather(least);
   }
 
+  /// The context of a free: the stack is the allocation's where torch records none for frees, and the compile context
+  /// and the metadata are the present ones.
+  alloc::Context origin_of_free(const alloc::Context& allocation) const {
+    alloc::Context context = gather(RecordContext::ALL);
+    const Origin* of_allocation = Origin::of(allocation);
+    if (level_ >= RecordContext::ALL || !of_allocation) return context;
+    Origin origin = context ? *Origin::of(context) : Origin();
+    origin.stack = of_allocation->stack;
+    origin.stack_in_trace = of_allocation->stack_in_trace;
+    return Origin::keep(std::move(origin));
+  }
+
   void configure(bool enabled, CreateContextFn recorder, std::size_t max_entries, RecordContext when, bool clear) {
     TORCH_CHECK(when == RecordContext::NEVER || recorder, "recording contexts needs a function that gathers them");
     const std::lock_guard lock(mutex_);
@@ -93,11 +105,8 @@ class Recorder {
     Origin origin;
     if (level >= least && recorder) origin.stack = recorder();
     origin.stack_in_trace = level >= RecordContext::ALLOC;
-    // A free takes these from the allocation.
-    if (least < RecordContext::ALL) {
-      if (!thread().compile_contexts.empty()) origin.compile_context = thread().compile_contexts.back();
-      origin.user_metadata = thread().user_metadata;
-    }
+    if (!thread().compile_contexts.empty()) origin.compile_context = thread().compile_contexts.back();
+    origin.user_metadata = thread().user_metadata;
     if (!origin.stack && origin.compile_context.empty() && origin.user_metadata.empty()) return {};
     return Origin::keep(std::move(origin));
   }
