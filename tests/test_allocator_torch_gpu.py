@@ -21,7 +21,18 @@ both_growths = pytest.mark.parametrize("growth", ["vmm", "malloc"])
 
 @both_growths
 @pytest.mark.parametrize(
-    "case", ["statistics", "out_of_memory", "limits", "graph", "mem_pool", "frees_behind_a_spin", "unknown", "no_split"]
+    "case",
+    [
+        "statistics",
+        "out_of_memory",
+        "limits",
+        "graph",
+        "mem_pool",
+        "frees_behind_a_spin",
+        "unknown",
+        "history_of_frees",
+        "no_split",
+    ],
 )
 def test_torch_cuda_works_as_with_its_own_allocator(case: str, growth: str) -> None:
     run_case(CASES, case, growth)
