@@ -367,17 +367,56 @@ def test_operands_and_results_of_solutions_are_exact(
     assert not torch.equal(gradients(step, [x], INT8, x, torch.eye(128))[1][0], expected[0])
 
 
-def test_rows_that_lie_apart_in_memory_take_16_bits() -> None:
+def test_rows_that_lie_apart_in_memory_are_stored_normalized() -> None:
     torch.manual_seed(0)
     patches, layer, images = nn.Conv2d(3, 128, 4, 4), nn.Linear(128, 128), torch.randn(4, 3, 32, 32)
+    places = torch.randn(1, 64, 128, requires_grad=True)
 
     def step(images: Tensor) -> Tensor:
         # As a vision transformer's: channels are a row of the norm, tokens are adjacent in memory.
-        x = patches(images).flatten(2).transpose(1, 2)
-        return layer(F.layer_norm(x + x.cos(), (128,))).square().mean()
+        x = patches(images).flatten(2).transpose(1, 2) + places
+        return (x + layer(F.layer_norm(x, (128,)))).sum()
 
-    leaves = [*patches.parameters(), *layer.parameters()]
+    leaves = [*patches.parameters(), places, *layer.parameters()]
     expected = gradients(step, leaves, None, images)[1]
     _, got, (record,) = gradients(step, leaves, INT8, images)
     assert off(got, expected) <= BAR
-    assert [value.form for value in record.saved if value.operator == "add"] == ["16 bits"]
+    # The forward normalizes a copy, the derivative normalizes again: one tensor of codes serves both. Codes of the rows
+    # themselves would span rows.
+    (normalized,) = [value for value in record.saved if value.before == 4 * 64 * 128 * 4]
+    assert (normalized.operator, normalized.form) == ("mul", "codes")
+
+
+def test_windows_and_their_rolls_share_the_codes_of_what_they_are_made_from() -> None:
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(128, 128) for _ in range(3)], torch.randn(4, 8, 8, 128)
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers:
+            rows = F.layer_norm(x, (128,))
+            windows = rows.roll((-1, -1), (1, 2)).view(4, 2, 4, 2, 4, 128).transpose(2, 3).reshape(-1, 16, 128)
+            back = layer(windows).view(4, 2, 2, 4, 4, 128).transpose(2, 3).reshape(x.shape)
+            x = x + back.roll((1, 1), (1, 2))
+        return x.square().mean()
+
+    leaves = [p for layer in layers for p in layer.parameters()]
+    expected = gradients(step, leaves, None, x)[1]
+    _, got, (record,) = gradients(step, leaves, INT8, x)
+    assert off(got, expected) <= BAR
+    # Of each layer the normalized rows, and the result: the first input is kept, as the caller's.
+    codes = [value for value in record.saved if value.form == "codes"]
+    assert len(codes) <= 3, [(value.operator, value.shape) for value in codes]
+    assert not [value for value in record.saved if value.form == "kept" and value.before > x.nbytes // 2][1:]
+
+
+def test_queries_and_keys_of_a_written_softmax_take_codes() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(True), torch.randn(4, 49, 128)
+    (record,) = gradients(lambda x: model(x).square().mean(), list(model.parameters()), INT8, x)[2]
+    # Rows of a window's attention are shorter than a group. A sum of softmax is one at least and amplifies no error.
+    heads = [value for value in record.saved if value.before == x.nbytes and value.reason != "needs no gradient"]
+    assert {value.form for value in heads} == {"codes"}, [(v.operator, v.form, v.reason) for v in heads]
+    # Probabilities in the 16 bits that the product reads, without the scores and their statistics.
+    scores = [value for value in record.saved if value.shape[-2:] == (49, 49)]
+    assert [value.form for value in scores] == ["16 bits"], scores
+    assert not [value for value in record.saved if value.shape[-2:] == (49, 1)]

@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from ..config import Config
-from ..readers.forms import CODES, RELATIVE
+from ..readers.forms import BFLOAT16, CODES, RELATIVE, Form
 from .divisors import Behind
-from .joint import Joint, value
+from .joint import Joint, is_elementwise, name_of, value
 from .needs import needs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,12 +17,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Costs:
     """Sizes of a joint graph's values as they would be stored.
 
-    Only readers that run in backward anyway count: whether an operator of the forward runs again is for the cut to say.
+    Readers that run in backward anyway count, and elementwise operators of the forward, which the cut may run again.
     """
 
     def __init__(self, joint: fx.GraphModule, known: Joint, config: Config, behind: Behind) -> None:
         self.known, self.config = known, config
-        self.needs = needs(joint.graph, known.tangent, known.data, config, known.backward, behind=behind)
+        readers = known.backward | {node.name for node in joint.graph.nodes if is_elementwise(node)}
+        self.needs = needs(joint.graph, known.tangent, known.data, config, readers, behind=behind)
 
     def __call__(self, node: fx.Node, size: int) -> int:
         """Return the bytes of a node that takes ``size`` bytes as it is."""
@@ -36,9 +37,21 @@ class Costs:
             return size
         if node.name not in self.known.learns or node.name not in self.known.data or node.name not in self.needs:
             return size
-        elements, need = size // tensor.element_size(), self.needs[node.name].reading.need
+        elements, found = size // tensor.element_size(), self.needs[node.name]
+        need = RELATIVE if found.spans(self.config.group_size) else found.reading.need
         # Torch's weight grows by 1.1 with each step away from the backward: of a value and its cast, the narrow one.
         wide = 1 + 0.06 * (tensor.element_size() - 2)
         if need <= CODES:
             return int(elements * (1 + 4 / self.config.group_size) * wide)
-        return int(elements * 2 * wide) if need == RELATIVE else size
+        if need != RELATIVE:
+            return size
+        # Torch counts twice what the forward does not write.
+        return int(elements * (1 if _is_written_in_halves(node, found.form) else 2) * wide)
+
+
+def _is_written_in_halves(node: fx.Node, form: Form) -> bool:
+    """Return whether the forward writes the 16 bits of a float32 value anyway, as softmax's result for a product."""
+    if form is not BFLOAT16:
+        return False
+    casts = [value(user) for user in node.users if name_of(user) == "convert_element_type"]
+    return any(cast is not None and cast.dtype is torch.bfloat16 for cast in casts)

@@ -97,14 +97,30 @@ def _divisors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_at_least_one(node: fx.Node, plus_one: bool) -> bool:
-    """Return whether a divisor is 1 + exp(x), as in a sigmoid: a divisor of one or more amplifies nothing."""
+    """Return whether a divisor is at least one and amplifies nothing: 1 + exp(x) of a sigmoid, the sum of a softmax."""
     if plus_one:
         return name_of(node) == "exp"
+    if name_of(node) == "sum":
+        return _is_sum_of_softmax(node)
     if name_of(node) != "add":
         return False
     numbers = [argument for argument in node.args if isinstance(argument, (int, float))]
     others = [argument for argument in node.args if isinstance(argument, fx.Node)]
     return len(others) == 1 and name_of(others[0]) == "exp" and sum(numbers) >= 1
+
+
+def _is_sum_of_softmax(node: fx.Node) -> bool:
+    """Return whether a sum of exponentials holds exp(0): the largest element of the summed row is subtracted before."""
+    exp = node.args[0]
+    shifted = exp.args[0] if isinstance(exp, fx.Node) and name_of(exp) == "exp" else None
+    if isinstance(shifted, fx.Node) and name_of(shifted) == "mul" and isinstance(shifted.args[1], (int, float)):
+        shifted = shifted.args[0]
+    if not isinstance(shifted, fx.Node) or name_of(shifted) != "sub":
+        return False
+    source, largest = shifted.args[:2]
+    if not isinstance(largest, fx.Node) or name_of(largest) != "amax" or largest.args[0] is not source:
+        return False
+    return len(node.args) > 1 and len(largest.args) > 1 and node.args[1] == largest.args[1]
 
 
 def _gathers(node: fx.Node, group_size: int) -> bool:

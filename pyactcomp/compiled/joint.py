@@ -7,6 +7,7 @@ import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..torch_private.partitions import input_infos, is_primal, is_tangent
@@ -34,6 +35,12 @@ def name_of(node: object) -> str:
     return str(getattr(packet, "__name__", target))
 
 
+def is_elementwise(node: fx.Node) -> bool:
+    """Return whether each element of a result is computed from one element of each operand."""
+    tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+    return torch.Tag.pointwise in tags or name_of(node) in VIEWS
+
+
 def fewest(shape: Iterable[object]) -> int:
     """Return the elements of a shape; a dynamic size counts as one, the fewest."""
     return math.prod(size if isinstance(size, int) else 1 for size in shape)
@@ -43,6 +50,31 @@ def outputs_of(graph: fx.GraphModule) -> list[Any]:
     """Return the outputs of a graph, symbolic sizes and None among them."""
     found: Any = graph.graph.find_nodes(op="output")[0].args[0]
     return list(found)
+
+
+def storage_order(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions from outermost to innermost in memory; None where elements overlap or none are neighbours.
+
+    A view with gaps, as queries and keys of one projection, is stored without them.
+    """
+    if not tensor.dim():
+        return None
+    if tensor.is_contiguous():
+        return list(range(tensor.dim()))
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        if isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 1):
+            return None
+    order = sorted(range(tensor.dim()), key=lambda dim: (-hint(tensor.stride(dim)), dim))
+    innermost = tensor.stride(order[-1])
+    return order if isinstance(innermost, int) and innermost == 1 else None
+
+
+def hint(size: object) -> int:
+    """Return a size; for a dynamic one its value in the call that compiles, without a guard."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return 4096 if hint is None else int(hint)
 
 
 class Joint:

@@ -1,7 +1,7 @@
 """How exactly the backward graph needs each value: readers, followed through the operators that backward recomputes.
 
 The decisions agree with ``readers/table.py``, whose operators are decomposed here. An unknown operator needs its
-operands exact.
+operands exact. Longer than 400 lines: one table of operators, with the conditions of its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from .joint import MERGING, VIEWS, fewest, name_of, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution_backward", "mul"}
+# Each element of a result is one of the operand's, as in the rolls of shifted windows.
+_SELECTING = {"index", "index_select", "gather"}
+_COPIES = {"clone", "_to_copy", "convert_element_type"}
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution_backward", "mul", "fma"}
 _ACTIVATIONS = {"gelu_backward", "silu_backward", "mish_backward", "glu_backward"}
 _SHAPES = {"max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"}
 _BOUNDED = {"tanh", "sigmoid", "erf"}
@@ -42,7 +45,7 @@ _TAME |= {"leaky_relu", "elu", "hardtanh", "hardswish", "hardsigmoid", "softplus
 _TAME |= {"neg", "pow", "square", "addcmul", "lerp", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fma"}
 _TAME |= {"native_dropout", "masked_fill", "log1p", "logaddexp", "bernoulli", "rsqrt", "sqrt"} | VIEWS
 # Operators that hand each element of a product on, and how many of them stand before a quotient.
-_HANDED_ON = VIEWS | {"mul", "neg", "gather", "index", "index_select"}
+_HANDED_ON = VIEWS | _SELECTING | {"mul", "neg"}
 _QUOTIENT_WALK = 8
 
 
@@ -63,6 +66,10 @@ class Need(NamedTuple):
     def form(self) -> Form:
         """The cheapest form that serves every reader."""
         return self.reading.form
+
+    def spans(self, group_size: int) -> bool:
+        """Return whether a group of codes would span rows, each divided by a statistic of its own."""
+        return self.reading.need <= CODES and self.row is not None and self.row < group_size
 
 
 def needs(
@@ -150,7 +157,9 @@ def _read(node: fx.Node, user: fx.Node, config: Config, producers: Mapping[str, 
         return reading(AS_SHAPE, "backward reads only the shape")
     if _is_statistic(node, user):
         return reading(ITSELF, "a statistic, one number for many elements")
-    if name == "mul" and _is_divided(user, producers):
+    if name == "fma" and "c" in operands:
+        return _unknown(user)
+    if name in ("mul", "fma") and _is_divided(user, producers):
         return reading(BFLOAT16, "the derivative is a quotient of it, so relative precision counts")
     if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
         return reading(AS_CODES, _MULTIPLIED)
@@ -188,7 +197,12 @@ def _recomputed(node: fx.Node, user: fx.Node, found: dict[str, Need], data: Coll
         return Need(Reading(name, "self", AS_CODES, "the derivative is a smooth bounded function of it"))
     if name in VIEWS or (name == "getitem" and name_of(user.args[0]) in VIEWS):
         result = value(user)
-        return behind if result is None or result.is_floating_point() else _unknown(user)
+        if result is not None and not result.is_floating_point():
+            return _unknown(user)
+        return Need(behind.reading, 1) if behind.row is not None and _is_moved(node, user) else behind
+    if name in _SELECTING and user.args[0] is node:
+        # Neighbours in memory may be rows apart in the result.
+        return behind if behind.row is None else Need(behind.reading, 1)
     if name == "pow":
         power = user.args[1]
         passes = user.args[0] is node and isinstance(power, (int, float)) and power in (1, 2, 3, 4)
@@ -197,6 +211,8 @@ def _recomputed(node: fx.Node, user: fx.Node, found: dict[str, Need], data: Coll
         return _arithmetic(user, behind, None)
     if name not in _LINEAR:
         return _unknown(user)
+    if name == "neg":
+        return behind
     first, other = user.args[0], user.args[1] if len(user.args) > 1 else None
     statistic = isinstance(other, fx.Node) and other is not node and other.name in data and _is_broadcast(other, node)
     if name == "div" and other is node:
@@ -367,9 +383,17 @@ def _is_short(node: fx.Node, config: Config) -> bool:
 def _is_statistic(node: fx.Node, user: fx.Node) -> bool:
     """Return whether an operand of elementwise arithmetic has many times fewer elements than the result."""
     factor, product = value(node), value(user)
-    if name_of(user) not in ("mul", "div") or factor is None or product is None:
+    if name_of(user) not in ("mul", "div", "fma") or factor is None or product is None:
         return False
     return fewest(factor.shape) * FEWER <= fewest(product.shape)
+
+
+def _is_moved(node: fx.Node, user: fx.Node) -> bool:
+    """Return whether a copy has other neighbours in memory than its source."""
+    source, copy = value(node), value(user)
+    if name_of(user) not in _COPIES or source is None or copy is None or source.dim() != copy.dim():
+        return False
+    return source.stride() != copy.stride()
 
 
 def _is_one(size: object) -> bool:

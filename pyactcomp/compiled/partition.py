@@ -13,6 +13,7 @@ from .divisors import behind_divisors
 from .graphs import SavedValue
 from .joint import Joint
 from .rewrite import rewrite
+from .sharing import separate_indices, share_computed
 
 
 def partition(
@@ -38,7 +39,12 @@ def partition(
         Everything saved, parameters and other static inputs aside.
     """
     num_outputs = kwargs["num_fwd_outputs"]
-    known = Joint(joint, num_outputs, frozenset(kwargs.get("static_lifetime_input_indices") or ()))
+    static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+    known = Joint(joint, num_outputs, static)
+    if config.mode == "int8":
+        share_computed(joint, known)
+        separate_indices(joint, known)
+        known = Joint(joint, num_outputs, static)
     behind = behind_divisors(joint.graph, known.tangent, config.group_size)
     with sizes_and_bans(Costs(joint, known, config, behind), lift=config.mode == "int8"):
         forward, backward = min_cut(joint, joint_inputs, **kwargs)

@@ -14,7 +14,7 @@ from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits
 from .context import is_skipped
 from .costs import FLOATS
 from .divisors import Behind
-from .joint import Joint, outputs_of, value
+from .joint import Joint, hint, outputs_of, storage_order, value
 from .needs import Need, needs
 
 Function = Callable[..., object]
@@ -175,7 +175,7 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
         return "needs no gradient"
     if node.name not in known.data:
         return "depends on parameters alone"
-    spans = need.reading.need <= CODES and need.row is not None and need.row < config.group_size
+    spans = need.spans(config.group_size)
     if need.reading.need > RELATIVE:
         return need.reading.reason
     # Less than one group: no sum averages out the errors of codes.
@@ -256,31 +256,6 @@ class _Flat:
             x = x[: x.shape[0] - self.padding]
         x = x.view(*x.shape[: self.outer], *self.inner)
         return x.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-
-def storage_order(tensor: Tensor) -> list[int] | None:
-    """Return the dimensions from outermost to innermost in memory; None where elements overlap or none are neighbours.
-
-    A view with gaps, as queries and keys of one projection, is stored without them.
-    """
-    if not tensor.dim():
-        return None
-    if tensor.is_contiguous():
-        return list(range(tensor.dim()))
-    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        if isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 1):
-            return None
-    order = sorted(range(tensor.dim()), key=lambda dim: (-hint(tensor.stride(dim)), dim))
-    innermost = tensor.stride(order[-1])
-    return order if isinstance(innermost, int) and innermost == 1 else None
-
-
-def hint(size: object) -> int:
-    """Return a size; for a dynamic one its value in the call that compiles, without a guard."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return 4096 if hint is None else int(hint)
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from .costs import FLOATS
-from .joint import name_of, outputs_of, value
+from .joint import Joint, name_of, outputs_of, storage_order, value
 from .masks import drop
 
 # Views of all elements of a tensor, in the same memory.
@@ -23,6 +23,83 @@ def first_use(graph: fx.GraphModule, entry: fx.Node) -> fx.Node:
     """Return the first reader of an input."""
     first: fx.Node = next((node for node in graph.graph.nodes if node in entry.users), first_operator(graph))
     return first
+
+
+def share_computed(joint: fx.GraphModule, known: Joint) -> None:
+    """Let backward read what the forward computes from a contiguous copy of the same operand.
+
+    Of rows that lie apart in memory a norm's forward reads a copy, and its derivative the rows. Saved for both, the
+    normalized rows would be stored twice.
+    """
+    first: dict[object, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function" or value(node) is None or node.name in known.tangent:
+            continue
+        if name_of(node) == "clone":
+            same[node] = same.get(node.args[0], node.args[0])
+            continue
+        tags = getattr(node.target, "tags", ())
+        pointwise = torch.Tag.pointwise in tags or name_of(node) == "convert_element_type"
+        if not pointwise or torch.Tag.nondeterministic_seeded in tags or node.kwargs:
+            continue
+        read = tuple(same.get(each, each) if isinstance(each, fx.Node) else repr(each) for each in node.args)
+        found = first.setdefault((node.target, read), node)
+        if found is node or node.name not in known.backward:
+            continue
+        with joint.graph.inserting_before(node):
+            replacement = _laid_out(joint, found, node)
+        if replacement is not None:
+            same[replacement] = found
+            node.replace_all_uses_with(replacement)
+
+
+def separate_indices(joint: fx.GraphModule, known: Joint) -> None:
+    """Give each reader of equal index vectors a view of its own, as the rolls of shifted windows in equal blocks.
+
+    Torch merges equal vectors, and saves the result of an operator one of whose operands is also read far before it:
+    all rolls would be saved, beside the tensors that they roll.
+    """
+    numbers: dict[str, int] = {}
+    formulas: dict[fx.Node, int] = {}
+    views: dict[int, fx.Node] = {}
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and node.name not in known.data:
+            # Equal for equal formulas.
+            read = [formulas.get(each, each) if isinstance(each, fx.Node) else repr(each) for each in node.args]
+            formulas[node] = numbers.setdefault(f"{node.target}({read}, {node.kwargs})", len(numbers))
+        for index in node.args[1] if name_of(node) == "index" else ():
+            formula = formulas.get(index)
+            if formula is None:
+                continue
+            view = index
+            if formula in views:
+                # Torch never bans recomputing a view, and merges equal views: each is a view of the one before.
+                with joint.graph.inserting_before(node):
+                    view = joint.graph.call_function(torch.ops.aten.alias.default, (views[formula],))
+                view.meta["val"] = torch.ops.aten.alias.default(value(index))
+                node.replace_input_with(index, view)
+            views[formula] = view
+
+
+def _laid_out(joint: fx.GraphModule, found: fx.Node, node: fx.Node) -> fx.Node | None:
+    """Return a node with the elements of one and the strides of another, or None where the strides have gaps."""
+    source, wanted = value(found), value(node)
+    assert source is not None
+    assert wanted is not None
+    if source.stride() == wanted.stride():
+        return found
+    order = storage_order(wanted)
+    if order is None or not wanted.permute(order).is_contiguous():
+        return None
+    graph, back = joint.graph, [order.index(dim) for dim in range(len(order))]
+    permuted = graph.call_function(torch.ops.aten.permute.default, (found, order))
+    dense = graph.call_function(torch.ops.aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
+    result = graph.call_function(torch.ops.aten.permute.default, (dense, back))
+    permuted.meta["val"] = source.permute(order)
+    dense.meta["val"] = permuted.meta["val"].clone(memory_format=torch.contiguous_format)
+    result.meta["val"] = dense.meta["val"].permute(back)
+    return result
 
 
 def share_casts(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
