@@ -100,6 +100,7 @@ PauseReport CachingAllocator::pause(const PauseOptions& options) {
   check_can_pause(options);
   const Serial now = finish_device(lock);
   check_can_pause(options);  // the lock was dropped
+  vmm_->finish_moves();      // of threads that allocated meanwhile
 
   PauseReport report;
   std::vector<PoolGroup*> groups;

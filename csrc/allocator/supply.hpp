@@ -54,6 +54,8 @@ class Supply {
   virtual bool release_oversize(const Request&) { return false; }
   /// Gives back a group's free memory; under vmm growth only memory whose stream has passed a fence.
   virtual void release_unused(PoolGroup& group) = 0;
+  /// Waits until memory that moved is mapped nowhere else: a handle can then be destroyed.
+  virtual void finish_moves() {}
   /// Segments of sources, given back by the functions above, for the caller to return without the lock.
   std::vector<ReturnedSegment> returned;
   /// Makes an acquired range of memory a segment of the request's pool; returns the block, free.

@@ -52,6 +52,7 @@ class VmmSupply final : public Supply {
   }
   Block* grow(const Request& request, Effort effort, bool capturing) override;
   void release_unused(PoolGroup& group) override;
+  void finish_moves() override;
   void release_everything() override;
 
  private:
@@ -356,6 +357,11 @@ void VmmSupply::release_unused(PoolGroup& group) {
     Segment& segment = *(at++)->second;
     erase_if_empty(segment);
   }
+}
+
+void VmmSupply::finish_moves() {
+  for (const Retired& batch : retired_) device_.wait(batch.event);
+  settle();
 }
 
 void VmmSupply::collect_garbage(const Block* keep) {
