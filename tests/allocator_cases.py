@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,29 @@ def physical(device: SimulatedDevice, address: int, size: int) -> list[tuple[int
 
 def overlap(left: list[tuple[int, int, int]], right: list[tuple[int, int, int]]) -> bool:
     return any(a == b and begin < stop and start < end for a, begin, end in left for b, start, stop in right)
+
+
+HEADER = ("pid", "nonce", "segment", "segment_size", "begin", "offset", "size")
+"""The numbers of a shared block's text; behind them the handles, a footer and the magic."""
+PIECE = ("id", "size", "descriptor")
+
+
+def read_text(text: bytes) -> tuple[dict[str, int], list[dict[str, int]], bytes]:
+    """Return the header, the handles and the magic of a text without a prefix."""
+    header = dict(zip(HEADER, struct.unpack_from("<q6Q", text), strict=True))
+    count = (len(text) - 56 - 12) // 20
+    pieces = [dict(zip(PIECE, struct.unpack_from("<QQi", text, 56 + 20 * i), strict=True)) for i in range(count)]
+    return header, pieces, text[56 + 20 * count + 12 :]
+
+
+def write_text(header: dict[str, int], pieces: list[dict[str, int]], magic: bytes) -> bytes:
+    """Return a text with a right checksum, FNV-1a."""
+    text = struct.pack("<q6Q", *header.values())
+    text += b"".join(struct.pack("<QQi", *piece.values()) for piece in pieces) + struct.pack("<I", len(pieces))
+    checksum = 0xCBF29CE484222325
+    for byte in text:
+        checksum = (checksum ^ byte) * 0x100000001B3 % 2**64
+    return text + struct.pack("<Q", checksum) + magic
 
 
 def assert_typed(path: Path, settings: list[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyactcomp import PyactcompError, allocator
@@ -525,35 +523,6 @@ def raw() -> None:
     assert straight.sum().item() == 7 * MIB // 4
     del straight
     torch.cuda.memory.caching_allocator_enable(True)
-
-
-def _add_one(tensor: torch.Tensor, settings: str) -> None:
-    if settings == "pyactcomp":
-        enable("malloc")
-    assert bool((tensor == 1).all())
-    tensor.add_(1)
-    torch.cuda.synchronize()
-
-
-def shared_between_processes() -> None:
-    enable("malloc")
-    # Several in one segment: the handle names the segment, and an offset the tensor.
-    tensors = [filled(256 * KIB, value) for value in (0, 1, 2)]
-    context = multiprocessing.get_context("spawn")
-    for count, settings in enumerate(("native", "pyactcomp"), start=1):
-        tensors[1].fill_(1)
-        torch.cuda.synchronize()
-        child = context.Process(target=_add_one, args=(tensors[1], settings))
-        child.start()
-        child.join()
-        assert child.exitcode == 0, count
-        assert [tensor.unique().tolist() for tensor in tensors] == [[0], [2], [2]]
-
-
-def shared_under_vmm() -> None:
-    enable("vmm")
-    with pytest.raises(RuntimeError, match='growth="malloc"'):
-        reduce_tensor(filled(MIB))
 
 
 def race(growth: str, protection: str) -> None:

@@ -100,6 +100,7 @@ BINDINGS = """
 #include "bindings/allocator_config.cpp"
 #include "bindings/allocator_dicts.cpp"
 #include "bindings/python_values.cpp"
+#include "bindings/sharing.cpp"
 #include "bindings/simulated_device.cpp"
 
 PYBIND11_MODULE(_settings, module) { pac::bindings::bind_allocator(module); }
@@ -110,7 +111,8 @@ def build_settings() -> None:
     """Compile the allocator's core and its bindings, without CUDA and two files at once: all of _core takes minutes."""
     import pybind11
 
-    core = {*(TREE / "csrc" / "allocator").glob("*.cpp"), *(TREE / "csrc" / "device").glob("simulated_*.cpp")}
+    core = {*(TREE / "csrc" / "allocator").glob("*.cpp"), *(TREE / "csrc" / "device").glob("*.cpp")}
+    core -= set((TREE / "csrc" / "device").glob("cuda_*.cpp"))
     core -= {TREE / "csrc" / "allocator" / "runtime.cpp"}
     sources = {"bindings": BINDINGS, "core": "".join(f'#include "{path}"\n' for path in sorted(core))}
     compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden"]

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pyactcomp import PyactcompError
+from pyactcomp import PyactcompError, _core
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
 
 CAPACITY = 400 * MIB
@@ -34,6 +34,7 @@ class Live:
     stream: int
     pool: tuple[int, int]
     uses: set[int] = field(default_factory=set)
+    opened: list[_core.OpenedBlock] = field(default_factory=list)  # in another process
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Machine(RuleBasedStateMachine):
         )
         self.limit = int(fraction * CAPACITY)
         self.allocator = CachingAllocator(self.device, config)
+        self.receiver = SimulatedDevice(CAPACITY)
+        self.importer = _core.Importer(self.receiver)
         self.live: dict[int, Live] = {}
         self.freed: list[Freed] = []
         self.open_pools: list[tuple[tuple[int, int], int]] = []
@@ -111,6 +114,8 @@ class Machine(RuleBasedStateMachine):
         waits = self.device.calls()["synchronising"]
         for address in self.picked(picks):
             block = self.live.pop(address)
+            for opened in block.opened:  # the owner waits for its receivers
+                opened.close()
             memory = physical(self.device, address, block.size)
             self.freed.append(Freed(address, block.size, memory, {block.stream} | block.uses, self.device.now()))
             self.allocator.free(address)
@@ -126,6 +131,32 @@ class Machine(RuleBasedStateMachine):
             self.allocator.record_stream(address, stream)
             self.live[address].uses.add(stream)
 
+    @rule(picks=PICKS)
+    def share(self, picks: list[int]) -> None:
+        for address in self.picked(picks):
+            try:
+                shared = self.allocator.share(address)
+            except PyactcompError:
+                continue  # as the device was asked to fail
+            assert (shared is None) == (self.growth == "malloc")
+            if shared is None:
+                continue
+            text, offset, _, _ = shared
+            opened = self.importer.open(text)
+            assert opened is not None
+            self.live[address].opened.append(opened)
+            mine = physical(self.device, address, self.live[address].size)
+            there = physical(self.receiver, opened.address + offset, self.live[address].size)
+            assert [piece[1:] for piece in mine] == [piece[1:] for piece in there]
+            same = self.receiver.shared_memory(opened.address + offset)
+            assert self.device.shared_memory(address) == same != 0
+
+    @rule(picks=PICKS)
+    def close(self, picks: list[int]) -> None:
+        for address in self.picked(picks):
+            if self.live[address].opened:
+                self.live[address].opened.pop().close()
+
     @rule(streams=st.lists(STREAMS, min_size=1, max_size=3), count=st.one_of(st.none(), st.integers(1, 3)))
     def complete(self, streams: list[int], count: int | None) -> None:
         for stream in streams:
@@ -136,7 +167,9 @@ class Machine(RuleBasedStateMachine):
         self.allocator.empty_cache()
 
     @rule(
-        call=st.sampled_from(["acquire", "create", "map", "reserve"]), count=st.integers(0, 2), skip=st.integers(0, 3)
+        call=st.sampled_from(["acquire", "create", "map", "reserve", "export"]),
+        count=st.integers(0, 2),
+        skip=st.integers(0, 3),
     )
     def fail(self, call: str, count: int, skip: int) -> None:
         self.device.fail(call, count, skip)
@@ -187,13 +220,16 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "allocator"):
             return
-        for call in ("acquire", "create", "map", "reserve"):
+        for call in ("acquire", "create", "map", "reserve", "export"):
             self.device.fail(call, 0)
         for pool, _ in self.open_pools:
             self.allocator.end_allocate_to_pool(pool)
             self.allocator.release_pool(pool)
-        for address in self.live:
+        for address, block in self.live.items():
+            for opened in block.opened:
+                opened.close()
             self.allocator.free(address)
+        assert (self.importer.mapped, self.device.open_exports) == (0, 0)
         self.allocator.empty_cache()
         self.allocator.check_invariants()
         assert self.device.reserved == 0

@@ -185,6 +185,40 @@ def test_a_held_pool_stays_and_is_named() -> None:
         allocator.hold(POOL, True)
 
 
+def test_memory_open_in_other_processes_stays_and_is_named() -> None:
+    allocator, device = make("vmm")
+    alone = filled(allocator, device, 300 * MIB, 1)
+    shared = filled(allocator, device, 5 * MIB, 2)
+    beside = filled(allocator, device, 3 * MIB, 3)
+    freed = filled(allocator, device, 30 * MIB, 4)
+    for address in (shared, freed):
+        assert allocator.share(address)
+    before = device.reserved
+    report = allocator.pause(KEEP)
+    [(pool, stayed, reason)] = report["skipped"]
+    assert (pool, reason) == ((0, 0), "is open in other processes")
+    # The handles of 20 to 64 MiB under the two blocks, which are not saved.
+    assert 35 * MIB <= stayed == device.reserved <= 4 * 64 * MIB
+    assert report["released"] == before - stayed
+    assert report["saved"] == 303 * MIB
+    assert allocator.paused() == {"": (before - stayed, 303 * MIB)}
+    assert holds(device, shared, 5 * MIB, 2)
+    assert holds(device, beside, 3 * MIB, 3)  # in the first handle of `shared`
+    allocator.check_invariants()
+    with pytest.raises(PyactcompError, match="memory that is paused cannot be shared"):
+        allocator.share(alone)
+    fill(device, shared, 5 * MIB, 5)  # another process writes
+    allocator.free(freed)
+    assert device.open_exports == 1
+    allocator.check_invariants()
+    allocator.resume([""])
+    contents = {(alone, 300): 1, (shared, 5): 5, (beside, 3): 3}
+    assert all(holds(device, address, size * MIB, value) for (address, size), value in contents.items())
+    allocator.check_invariants()
+    allocator.free(shared)
+    assert allocator.pause(KEEP)["skipped"] == []
+
+
 def test_too_little_host_memory_changes_nothing() -> None:
     allocator, device = make("vmm")
     address = filled(allocator, device, 300 * MIB, 9)

@@ -63,14 +63,6 @@ def test_enabling_after_initialisation_keeps_native_memory(growth: str) -> None:
     run_case(CASES, "after_initialisation", growth)
 
 
-def test_tensors_are_shared_between_processes_under_malloc_growth() -> None:
-    run_case(CASES, "shared_between_processes")
-
-
-def test_sharing_under_vmm_growth_names_the_setting() -> None:
-    run_case(CASES, "shared_under_vmm")
-
-
 @both_growths
 @pytest.mark.parametrize("protection", ["protected", "unprotected"])
 def test_record_stream_alone_keeps_a_block_from_reuse(protection: str, growth: str) -> None:

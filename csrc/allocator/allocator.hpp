@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -148,6 +149,14 @@ struct BaseAllocation {
   Bytes size = 0;
 };
 
+/// What another process needs to open a block.
+struct SharedMemory {
+  std::string text;              ///< for Runtime::open_shared
+  Bytes offset = 0;              ///< of the block in the first of its handles
+  Bytes piece_size = 0;          ///< of each handle; 0 if they differ
+  std::vector<int> descriptors;  ///< one a handle, open until the block is freed
+};
+
 class Allocator {
  public:
   Allocator() = default;
@@ -167,6 +176,9 @@ class Allocator {
   virtual void record_stream(Address address, Stream stream) = 0;
   virtual BaseAllocation base_allocation(Address address) = 0;
   virtual BlockInfo block(Address address) = 0;
+  /// Lets other processes open the block's memory, which neither moves nor is given back until the block is freed.
+  /// nullopt for memory that is not of mapped handles (malloc growth, a SegmentSource). Throws DeviceError.
+  virtual std::optional<SharedMemory> share(Address address) = 0;
   /// Gives all unused memory back to the device, or one private pool's. May synchronise.
   virtual void empty_cache(PoolId pool = {}, Context context = {}) = 0;
   /// The largest possible allocation, growth included.
@@ -227,6 +239,9 @@ class Allocator {
   /// remove_pressure_callback.
   virtual int add_pressure_callback(std::function<bool(Bytes)> callback) = 0;
   virtual void remove_pressure_callback(int id) = 0;
+  /// Sets a callback, called without the lock before the allocator grows: it may free memory that other processes have
+  /// done with.
+  virtual void set_growth_callback(std::function<void()> callback) = 0;
   /// Registers an observer, called without the lock when every remedy has failed, before OutOfMemory is thrown:
   /// requested bytes, device total, device free.
   virtual int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) = 0;

@@ -40,6 +40,9 @@ constexpr Handle kNoHandle = 0;
 struct Mapping {
   Handle handle = kNoHandle;
   Bytes size = 0;
+  std::uint64_t shared_id = 0;      ///< of the handle, for other processes; 0 until it is shared
+  int descriptor = -1;              ///< of the open export
+  std::uint32_t shared_blocks = 0;  ///< blocks in use that other processes may have open; the export closes at 0
 };
 
 /// One device allocation, or a reserved range of addresses into which handles are mapped.
@@ -73,6 +76,7 @@ struct Block {
   Block* next = nullptr;
   State state = State::kFree;
   bool oversize = false;        ///< counted in oversize_allocations when allocated
+  bool shared = false;          ///< other processes may have it open
   std::uint32_t events = 0;     ///< of a pending block: events not yet completed
   Serial freed = 0;             ///< of the last free among the merged parts
   std::uint64_t fit_calls = 0;  ///< the pool's fit_calls when the block became free: the age for garbage collection

@@ -110,6 +110,7 @@ Block* CachingAllocator::attempt(Request& request, Effort effort, Lock& lock) {
 }
 
 Block* CachingAllocator::obtain(Request& request, Lock& lock) {
+  if (before_growth_) call_before_growth(lock);
   refused_.clear();
   if (Block* block = attempt(request, Effort::kNormal, lock)) return block;
   if (Block* block = borrow_from_private_pools(request)) return block;
@@ -258,6 +259,7 @@ bool CachingAllocator::try_free(Address address, Context context) {
 }
 
 void CachingAllocator::free_block(Block& block, const Context& context) {
+  if (block.shared) end_sharing(block);
   if (block.uses.empty()) {
     heap_.request_free(&block, context);
     heap_.release(&block, context);
@@ -370,19 +372,6 @@ BaseAllocation CachingAllocator::base_allocation(Address address) {
 BlockInfo CachingAllocator::block(Address address) {
   const Lock lock(mutex_);
   return describe(live(address));
-}
-
-Bytes CachingAllocator::largest_available() {
-  const Lock lock(mutex_);
-  const Bytes limit = malloc_->limit();
-  const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
-  const Bytes growable = std::min(device_->memory().free, limit - std::min(limit, reserved));
-  Bytes largest = growable;
-  heap_.for_each_pool([&](const Pool& pool) {
-    if (pool.group.paused) return;
-    for (const Block* block : pool.free) largest = std::max(largest, block->size);
-  });
-  return largest;
 }
 
 // ---- settings ----

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,6 +32,7 @@ class CachingAllocator final : public Allocator {
   void record_stream(Address address, Stream stream) override;
   BaseAllocation base_allocation(Address address) override;
   BlockInfo block(Address address) override;
+  std::optional<SharedMemory> share(Address address) override;
   void empty_cache(PoolId pool = {}, Context context = {}) override;
   Bytes largest_available() override;
 
@@ -69,6 +71,7 @@ class CachingAllocator final : public Allocator {
   void set_tracker(std::function<void(const TraceEntry&)> tracker) override;
   int add_pressure_callback(std::function<bool(Bytes)> callback) override;
   void remove_pressure_callback(int id) override;
+  void set_growth_callback(std::function<void()> callback) override;
   int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
   void check_invariants() override;
 
@@ -119,6 +122,7 @@ class CachingAllocator final : public Allocator {
   ResumeReport resume_tags(const std::vector<Tag>& tags, Lock& lock);
   Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source && !group.by_malloc ? *vmm_ : *malloc_; }
   void free_block(Block& block, const Context& context);
+  void end_sharing(Block& block);
   void collect_freed();
 
   /// Sets request.pool to the group's pool; returns the best free block there, or nullptr.
@@ -132,6 +136,7 @@ class CachingAllocator final : public Allocator {
   Block* borrow_from_private_pools(Request& request);
   Block* wait_for_streams(Request& request, Lock& lock);
   Block* ask_callbacks(Request& request, Lock& lock, std::string& error);
+  void call_before_growth(Lock& lock);
   void wait(StreamOrder::Wait wait, Lock& lock);
   /// Waits for all work queued by now, without the lock; returns the moment. Blocks freed by then are free afterwards.
   Serial finish_device(Lock& lock);
@@ -152,6 +157,7 @@ class CachingAllocator final : public Allocator {
   HostStore store_;
   std::map<Tag, Paused> paused_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
+  std::function<void()> before_growth_;
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;
   std::string refused_;  ///< the driver's words, if it refused virtual memory during the last growth
   int next_callback_ = 0;

@@ -46,9 +46,24 @@ const char* stays(const PoolGroup& group) {
   return group.by_malloc ? "is never split, so its memory comes from cudaMalloc" : nullptr;
 }
 
+constexpr char kShared[] = "is open in other processes";
+
+/// Of handles that are there.
 Bytes mapped_bytes(const Segment& segment) {
   Bytes bytes = 0;
-  for (const auto& [address, mapping] : segment.mappings) bytes += mapping.size;
+  for (const auto& [address, mapping] : segment.mappings) bytes += mapping.handle == kNoHandle ? 0 : mapping.size;
+  return bytes;
+}
+
+Bytes mapped_bytes(const PoolGroup& group) {
+  Bytes bytes = 0;
+  for (const auto& [address, segment] : group.segments) bytes += mapped_bytes(*segment);
+  return bytes;
+}
+
+Bytes absent_bytes(const Segment& segment) {
+  Bytes bytes = 0;
+  for (const auto& [address, mapping] : segment.mappings) bytes += mapping.handle == kNoHandle ? mapping.size : 0;
   return bytes;
 }
 
@@ -124,6 +139,7 @@ PauseReport CachingAllocator::pause(const PauseOptions& options) {
     for (PoolGroup* group : groups) {
       group->paused = true;
       report.released += take_memory(*group);
+      if (const Bytes stayed = mapped_bytes(*group)) report.skipped.push_back({group->id, stayed, kShared});
     }
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
@@ -145,7 +161,7 @@ std::map<Tag, CachingAllocator::Paused> CachingAllocator::save(const PauseOption
     if (!options.keep.at(group->tag)) continue;
     for (const auto& [address, segment] : group->segments) {
       for (const Block* block = segment->first; block; block = block->next) {
-        if (block->state != Block::State::kAllocated) continue;
+        if (block->state != Block::State::kAllocated || block->shared) continue;
         kept.push_back(block);
         report.saved += block->size;
       }
@@ -181,7 +197,7 @@ Bytes CachingAllocator::take_memory(PoolGroup& group) {
   Bytes released = 0;
   for (const auto& [begin, segment] : group.segments) {
     for (auto& [address, mapping] : segment->mappings) {
-      if (mapping.handle == kNoHandle) continue;
+      if (mapping.handle == kNoHandle || mapping.shared_blocks > 0) continue;
       device_->unmap(address, mapping.size);
       const Handle handle = std::exchange(mapping.handle, kNoHandle);
       heap_.count_released(*segment, mapping.size, 1);
@@ -223,7 +239,7 @@ ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& l
     if (!give_memory(groups, report)) {
       Bytes needed = 0;
       for (const PoolGroup* group : groups) {
-        for (const auto& [address, segment] : group->segments) needed += mapped_bytes(*segment);
+        for (const auto& [address, segment] : group->segments) needed += absent_bytes(*segment);
       }
       const Device::Memory memory = device_->memory();
       const Bytes limit = vmm_->limit();
@@ -304,7 +320,7 @@ std::vector<PausedInfo> CachingAllocator::paused() {
     for (const Saved& saved : each.saved) info.saved += saved.size;
   }
   for (const Segment& segment : heap_.segments()) {
-    if (segment.pool->group.paused) all[segment.pool->group.tag].released += mapped_bytes(segment);
+    if (segment.pool->group.paused) all[segment.pool->group.tag].released += absent_bytes(segment);
   }
   std::vector<PausedInfo> result;
   for (const auto& [tag, info] : all) result.push_back(info);

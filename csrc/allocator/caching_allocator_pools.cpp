@@ -154,6 +154,7 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
   for (Block* block : in_use) {
     delta.freed.push_back(block->address);
     block->uses.clear();
+    if (block->shared) end_sharing(*block);
     heap_.request_free(block, {});
     heap_.release(block, {});
   }

@@ -14,6 +14,19 @@ Stats CachingAllocator::stats() {
   return stats;
 }
 
+Bytes CachingAllocator::largest_available() {
+  const Lock lock(mutex_);
+  const Bytes limit = malloc_->limit();
+  const auto reserved = static_cast<Bytes>(heap_.stats.reserved_bytes.all().current);
+  const Bytes growable = std::min(device_->memory().free, limit - std::min(limit, reserved));
+  Bytes largest = growable;
+  heap_.for_each_pool([&](const Pool& pool) {
+    if (pool.group.paused) return;
+    for (const Block* block : pool.free) largest = std::max(largest, block->size);
+  });
+  return largest;
+}
+
 namespace {
 
 template <class Visit>
@@ -100,6 +113,18 @@ void CachingAllocator::remove_pressure_callback(int id) {
   const Lock lock(mutex_);
   const auto is_it = [&](const auto& each) { return each.first == id; };
   callbacks_.erase(std::remove_if(callbacks_.begin(), callbacks_.end(), is_it), callbacks_.end());
+}
+
+void CachingAllocator::set_growth_callback(std::function<void()> callback) {
+  const Lock lock(mutex_);
+  before_growth_ = std::move(callback);
+}
+
+void CachingAllocator::call_before_growth(Lock& lock) {
+  const auto callback = before_growth_;
+  lock.unlock();
+  callback();
+  lock.lock();
 }
 
 int CachingAllocator::add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) {

@@ -64,7 +64,7 @@ inline constexpr Setting kSettings[] = {
     {"growth", "expandable_segments", &Config::growth, "pyactcomp", "'vmm' or 'malloc'",
      [](const Config&) { return true; },
      "`\"vmm\"`: physical memory is mapped into reserved addresses, and free pieces can move together. `\"malloc\"`: "
-     "cudaMalloc, with PyTorch's decisions to the byte; needed to share tensors between processes"},
+     "cudaMalloc, with PyTorch's decisions to the byte; needed to send tensors to processes without this allocator"},
     {"max_split_size", "", &Config::max_split_size, "native pyactcomp", "at least large_segment_size",
      [](const Config& config) { return config.max_split_size >= config.large_segment_size; },
      "malloc: free memory blocks of at least this size are not split for smaller requests. vmm: requests of at least "

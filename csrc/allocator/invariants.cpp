@@ -65,6 +65,26 @@ void count_block(const Block& block, const AddressTable<Block>& live, Recount& c
   }
 }
 
+/// Only blocks in use are shared, and a handle is exported exactly while a shared block lies on it.
+void check_sharing(const Segment& segment) {
+  std::map<Address, std::uint32_t> shared;
+  for (const Block* block = segment.first; block; block = block->next) {
+    if (!block->shared) continue;
+    require(block->state == Block::State::kAllocated && segment.expandable, "the block at ", block->address,
+            " is shared, and not in use");
+    for (auto mapping = --segment.mappings.upper_bound(block->address);
+         mapping != segment.mappings.end() && mapping->first < block->end(); ++mapping) {
+      ++shared[mapping->first];
+    }
+  }
+  for (const auto& [address, mapping] : segment.mappings) {
+    require(mapping.shared_blocks == shared[address], "the handle at ", address, " counts ", mapping.shared_blocks,
+            " shared blocks, a recount gives ", shared[address]);
+    require((mapping.descriptor >= 0) == (mapping.shared_blocks > 0), "the handle at ", address,
+            " is exported without a shared block, or not with one");
+  }
+}
+
 /// The mappings cover exactly the blocks with memory.
 void check_mappings(const Segment& segment) {
   for (const Block* block = segment.first; block; block = block->next) {
@@ -108,15 +128,18 @@ void check_segment(const Segment& segment, const AddressTable<Block>& live, Reco
     reserved = 0;
     Bytes absent = 0;
     const bool paused = segment.pool->group.paused;
-    pieces = paused ? 0 : static_cast<std::int64_t>(segment.mappings.size());
+    pieces = 0;
     for (const auto& [address, mapping] : segment.mappings) {
-      require((mapping.handle == kNoHandle) == paused, "the memory at ", address, " is ", paused ? "" : "not ",
-              "paused, and the handle is ", mapping.handle);
-      (paused ? absent : reserved) += mapping.size;
+      const bool there = mapping.handle != kNoHandle;
+      require(there || paused, "the memory at ", address, " is not paused, and has no handle");
+      require(there || mapping.shared_blocks == 0, "the memory at ", address, " was shared, and has no handle");
+      pieces += there;
+      (there ? reserved : absent) += mapping.size;
     }
     count.paused += static_cast<std::int64_t>(absent);
     check_mappings(segment);
   }
+  check_sharing(segment);
   Recount::add(count.reserved, kind, static_cast<std::int64_t>(reserved));
   Recount::add(count.segments, kind, pieces);
   count.oversize_segments += segment.oversize;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "allocator/caching_allocator.hpp"
+#include "allocator/sharing.hpp"
 #include "common/check.hpp"
 #include "device/cuda_device.hpp"
 
@@ -103,6 +104,11 @@ class CudaRuntime final : public Runtime {
     port(device).enable_peer(peer);
   }
 
+  std::shared_ptr<const Address> open_shared(const std::string& text, int device) override {
+    const std::optional<SharedBlock> block = from_text(text);
+    return block ? importer(device)->open(*block) : nullptr;
+  }
+
   std::optional<Address> acquire_segment(Bytes size, int device) override { return port(device).acquire(size); }
 
   void release_segment(Address address, Bytes size, int device) override { port(device).release(address, size); }
@@ -111,6 +117,7 @@ class CudaRuntime final : public Runtime {
   struct Slot {
     std::shared_ptr<CudaDevice> device;
     std::shared_ptr<Allocator> allocator;
+    std::shared_ptr<Importer> importer;
   };
 
   static int checked(int index) {
@@ -142,6 +149,14 @@ class CudaRuntime final : public Runtime {
     if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
     const std::lock_guard<std::mutex> lock(mutex_);
     return *slot_with_device(index).device;
+  }
+
+  std::shared_ptr<Importer> importer(int index) {
+    if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Slot& slot = slot_with_device(index);
+    if (!slot.importer) slot.importer = std::make_shared<Importer>(slot.device);
+    return slot.importer;
   }
 
   Allocator& create(int index) {

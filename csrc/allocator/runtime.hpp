@@ -46,6 +46,10 @@ class Runtime {
   /// connection have access from the start: the pluggable route is not told of peers.
   virtual void enable_peer_access(int device, int peer) = 0;
 
+  /// Opens a block that another process shared; the address of its first handle on `device`, valid while a copy lives.
+  /// nullptr if the text is not of Allocator::share. Throws std::invalid_argument for a damaged text, DeviceError.
+  virtual std::shared_ptr<const Address> open_shared(const std::string& text, int device) = 0;
+
   /// Memory straight from the device, not cached and in no statistics. nullopt: out of memory.
   virtual std::optional<Address> acquire_segment(Bytes size, int device) = 0;
   virtual void release_segment(Address address, Bytes size, int device) = 0;

@@ -45,6 +45,7 @@ void Supply::release_ranges() {
     if (!segment.expandable) continue;
     for (const auto& [address, mapping] : segment.mappings) {
       if (mapping.handle == kNoHandle) continue;
+      if (mapping.descriptor >= 0) device_.close_export(mapping.descriptor);
       device_.unmap(address, mapping.size);
       device_.destroy(mapping.handle, mapping.size);
     }

@@ -348,7 +348,7 @@ void VmmSupply::release_unused(PoolGroup& group) {
   std::vector<Piece> unused;
   for (Pool* pool : {&group.large, &group.oversize, &group.small}) {
     for_each_piece(*pool, [&](const Piece& piece) {
-      const bool passed = group.paused || order_.passed(piece.block->stream(), piece.block->freed);
+      const bool passed = piece.mapping.handle == kNoHandle || order_.passed(piece.block->stream(), piece.block->freed);
       if (passed && old_mappings_.count(piece.mapping.handle) == 0) unused.push_back(piece);
     });
   }

@@ -1,3 +1,4 @@
+// Longer than 400 lines: one class, all of whose methods Python calls.
 #include "bindings/allocator.hpp"
 
 #include <pybind11/stl.h>
@@ -18,6 +19,7 @@
 #include "bindings/allocator_config.hpp"
 #include "bindings/allocator_dicts.hpp"
 #include "bindings/python_values.hpp"
+#include "bindings/sharing.hpp"
 #include "bindings/simulated_device.hpp"
 #include "device/simulated_device.hpp"
 
@@ -281,6 +283,14 @@ void bind_caching_allocator(py::module_& module) {
           },
           py::arg("address"))
       .def(
+          "share",
+          [](const Self& self, const py::object& address) -> std::optional<py::tuple> {
+            const auto memory = self.core().share(to_number("address", address));
+            if (!memory) return std::nullopt;
+            return py::make_tuple(py::bytes(memory->text), memory->offset, memory->piece_size, memory->descriptors);
+          },
+          py::arg("address"))
+      .def(
           "empty_cache",
           [](const Self& self, const py::object& pool) {
             const alloc::PoolId id = to_pool(pool);
@@ -306,6 +316,12 @@ void bind_caching_allocator(py::module_& module) {
             collect_dropped();
           },
           py::arg("id"))
+      .def(
+          "set_growth_callback",
+          [](const Self& self, const py::object& callback) {
+            self.core().set_growth_callback([call = pressure_callback(callback)] { call(0); });
+          },
+          py::arg("callback"))
       .def(
           "add_oom_observer",
           [](const Self& self, const py::object& observer) {
@@ -350,6 +366,10 @@ void bind_runtime(py::module_& module) {
   module.def("runtime_existing", &runtime_existing, py::arg("index"));
   module.def("runtime_capsule", [] { return py::capsule(&alloc::runtime(), alloc::kRuntimeCapsule); });
   module.def(
+      "runtime_open_shared",
+      [](const py::bytes& text, int device) { return opened(alloc::runtime().open_shared(std::string(text), device)); },
+      py::arg("text"), py::arg("device"));
+  module.def(
       "runtime_try_free",
       [](const py::object& address) { return alloc::runtime().try_free(to_number("address", address)); },
       py::arg("address"));
@@ -372,6 +392,7 @@ void bind_allocator(py::module_& module) {
   py::register_local_exception_translator(&raise_out_of_memory);
   bind_config(module);
   bind_simulated_device(module);
+  bind_sharing(module);
   bind_caching_allocator(module);
   module.def("tag_named", &alloc::tag_named, py::arg("name"));
 #if PAC_CUDA_ALLOCATOR

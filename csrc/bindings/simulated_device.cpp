@@ -26,6 +26,8 @@ py::dict calls(const SimulatedDevice& device) {
   result["destroy"] = calls.destroy;
   result["map"] = calls.map;
   result["unmap"] = calls.unmap;
+  result["export"] = calls.exports;
+  result["import"] = calls.imports;
   result["record"] = calls.record;
   result["query"] = calls.query;
   result["wait"] = calls.wait;
@@ -75,6 +77,14 @@ void bind_simulated_device(py::module_& module) {
       .def_property_readonly("addresses", &SimulatedDevice::addresses)
       .def_property_readonly("pinned", &SimulatedDevice::pinned)
       .def_property_readonly("reserved", &SimulatedDevice::reserved)
+      .def_property_readonly("kept_by_importers", &SimulatedDevice::kept_by_importers)
+      .def_property_readonly("open_exports", &SimulatedDevice::open_exports)
+      .def(
+          "shared_memory",
+          [](const SimulatedDevice& self, const py::object& address) {
+            return self.shared_memory(to_number("address", address));
+          },
+          py::arg("address"))
       .def(
           "physical",
           [](const SimulatedDevice& self, const py::object& address) {

@@ -18,6 +18,7 @@
 #include "bindings/torch_devices.hpp"
 #include "bindings/torch_headers.hpp"
 #include "bindings/torch_recorder.hpp"
+#include "bindings/torch_sharing.hpp"
 #include "bindings/torch_tags.hpp"
 
 namespace pac::bindings {
@@ -68,7 +69,7 @@ class TorchAllocator final : public native::CUDAAllocator {
         took_over_(native.initialized()),
         uncached_always_(c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true),
         enabled_(!uncached_always_),
-        devices_(runtime, [this](DeviceIndex device) { return free_elsewhere(device); }) {
+        devices_(runtime, [] { free_returned(); }, [this](DeviceIndex device) { return free_elsewhere(device); }) {
     devices_.add_oom_observer([this](std::int64_t device, size_t requested, size_t, size_t) {
       report_oom_to_profiler(static_cast<DeviceIndex>(device), requested);
     });
@@ -190,21 +191,24 @@ class TorchAllocator final : public native::CUDAAllocator {
   native::ShareableHandle shareIpcHandle(void* pointer) override {
     const int device = runtime_.owner(address_of(pointer));
     if (device < 0) return native_.shareIpcHandle(pointer);
-    TORCH_CHECK(devices_[device].config().growth == alloc::Growth::kMalloc,
-                "a CUDA tensor cannot be shared with another process while pyactcomp's allocator grows by virtual "
-                "memory; enable it with growth=\"malloc\" (PYACTCOMP_ALLOC_CONF=growth:malloc)");
+    if (const auto mapped = devices_[device].share(address_of(pointer))) {
+      return {static_cast<std::ptrdiff_t>(mapped->offset), text_for_torch(*mapped) + mapped->text};
+    }
     const alloc::BaseAllocation base = devices_[device].base_allocation(address_of(pointer));
     const c10::cuda::CUDAGuard guard(static_cast<DeviceIndex>(device));
     cudaIpcMemHandle_t handle;
     C10_CUDA_CHECK(cudaIpcGetMemHandle(&handle, pointer_to(base.address)));
-    // The format of torch's native allocator, here or in the other process: a version accepted by releases since 2.11,
-    // the kind of memory ('c': cudaMalloc), CUDA's handle.
-    std::string text = "\2c";
-    text.append(handle.reserved, sizeof handle.reserved);
-    return {static_cast<std::ptrdiff_t>(address_of(pointer) - base.address), std::move(text)};
+    return {static_cast<std::ptrdiff_t>(address_of(pointer) - base.address), text_for_torch(handle)};
   }
 
-  std::shared_ptr<void> getIpcDevPtr(std::string handle) override { return native_.getIpcDevPtr(std::move(handle)); }
+  std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
+    if (const auto opened = runtime_.open_shared(handle, current_device())) {
+      return {opened, pointer_to(*opened)};
+    }
+    TORCH_CHECK(handle.compare(0, kOursAlone.size(), kOursAlone) != 0,
+                "the description of a CUDA tensor shared by another process is cut off");
+    return native_.getIpcDevPtr(std::move(handle));
+  }
 
   // Private pools.
 
@@ -385,13 +389,18 @@ class TorchAllocator final : public native::CUDAAllocator {
     return stream.id() == 0 ? 0 : number_of(stream.stream());
   }
 
-  /// Frees memory outside our allocators: tensors that other processes have done with, and the native allocator's
-  /// cache.
-  bool free_elsewhere(DeviceIndex device) {
+  /// Frees tensors that other processes have done with. The native allocator does so before it grows, too.
+  static bool free_returned() {
     bool freed = false;
     for (const std::string& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
       freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
     }
+    return freed;
+  }
+
+  /// Frees memory outside our allocators: returned tensors and the native allocator's cache.
+  bool free_elsewhere(DeviceIndex device) {
+    bool freed = free_returned();
     // Giving memory back breaks a capture.
     if (took_over_ && c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
       const auto reserved = [&] { return native_.getDeviceStats(device).reserved_bytes[0].current; };

@@ -21,8 +21,8 @@ class Devices {
   /// Called before an allocation on the device fails; returns whether memory was freed.
   using PressureCallback = std::function<bool(c10::DeviceIndex)>;
 
-  Devices(alloc::Runtime& runtime, PressureCallback on_pressure)
-      : runtime_(runtime), on_pressure_(std::move(on_pressure)) {}
+  Devices(alloc::Runtime& runtime, std::function<void()> before_growth, PressureCallback on_pressure)
+      : runtime_(runtime), before_growth_(std::move(before_growth)), on_pressure_(std::move(on_pressure)) {}
 
   void set_count(int count) { count_ = count; }
   int count() const { return count_; }
@@ -75,6 +75,7 @@ class Devices {
     const std::lock_guard lock(mutex_);
     std::atomic<alloc::Allocator*>& known = known_[static_cast<std::size_t>(device)];
     if (known) return created;
+    created.set_growth_callback(before_growth_);
     created.add_pressure_callback([this, device](alloc::Bytes) { return on_pressure_(device); });
     created.add_oom_observer([this, device](alloc::Bytes requested, alloc::Bytes total, alloc::Bytes free) {
       std::unique_lock observing(mutex_);
@@ -96,6 +97,7 @@ class Devices {
   }
 
   alloc::Runtime& runtime_;
+  const std::function<void()> before_growth_;
   const PressureCallback on_pressure_;
   std::atomic<int> count_{0};
   std::array<std::atomic<alloc::Allocator*>, C10_COMPILE_TIME_MAX_GPUS> known_{};

@@ -1,4 +1,8 @@
+// Longer than 400 lines: one class, all of whose calls to the driver are checked.
 #include "device/cuda_device.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -6,6 +10,7 @@
 #include <string>
 
 #include "common/check.hpp"
+#include "device/descriptor_socket.hpp"
 #include "device/host_memory.hpp"
 
 namespace pac::alloc {
@@ -119,6 +124,9 @@ void CudaDevice::look_for_virtual_memory() {
   if (supported(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)) {
     properties_.allocFlags.gpuDirectRDMACapable = 1;
   }
+  if (driver_.sharing && supported(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)) {
+    properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  }
   std::size_t least = 0;
   if (driver_.cuMemGetAllocationGranularity(&least, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS) {
     granularity_ = std::max<Bytes>(2_MiB, least);
@@ -178,8 +186,16 @@ void CudaDevice::unreserve(Address address, Bytes size) {
 
 std::optional<Handle> CudaDevice::create(Bytes size) {
   CUmemGenericAllocationHandle handle = 0;
-  const CUresult status = timed([&] { return driver_.cuMemCreate(&handle, size, &properties_, 0); });
+  CUresult status = timed([&] { return driver_.cuMemCreate(&handle, size, &properties_, 0); });
   if (status == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
+  if (status != CUDA_SUCCESS && properties_.requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE) {
+    // Some containers refuse memory that can be shared: then there is memory, and no sharing.
+    CUmemAllocationProp private_properties = properties_;
+    private_properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_NONE;
+    status = timed([&] { return driver_.cuMemCreate(&handle, size, &private_properties, 0); });
+    if (status == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
+    if (status == CUDA_SUCCESS) properties_ = private_properties;
+  }
   check(status, {"cuMemCreate", size});
   return handle;
 }
@@ -210,6 +226,55 @@ void CudaDevice::unmap(Address address, Bytes size) {
   const std::lock_guard<std::mutex> lock(mutex_);
   give_back({"cuMemUnmap", size, address}, [&] { return driver_.cuMemUnmap(address, size); });
   mappings_.erase(address);
+}
+
+int CudaDevice::export_handle(Handle handle) {
+  if (properties_.requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE) {
+    throw DeviceError("the driver gives " + name() +
+                      " no memory that other processes can open; to share CUDA tensors, enable the allocator with "
+                      "growth=\"malloc\" (PYACTCOMP_ALLOC_CONF=growth:malloc)");
+  }
+  int descriptor = -1;
+  const CUresult status = timed([&] {
+    return driver_.cuMemExportToShareableHandle(&descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  });
+  if (status != CUDA_SUCCESS && out_of_descriptors()) {
+    throw DeviceError(
+        "a CUDA tensor cannot be shared: this process has too many open files, and a shared tensor has one for each of "
+        "the 20 to 64 MiB pieces that it lies in; raise the limit (ulimit -n), or free shared tensors");
+  }
+  check(status, {"cuMemExportToShareableHandle"});
+  ::fcntl(descriptor, F_SETFD, FD_CLOEXEC);  // a program started by this process must not keep the memory
+  try {
+    offer(descriptor);
+  } catch (...) {
+    ::close(descriptor);
+    throw;
+  }
+  return descriptor;
+}
+
+void CudaDevice::close_export(int descriptor) {
+  if (forked_after_cuda()) return;
+  withdraw(descriptor);
+  ::close(descriptor);
+}
+
+Handle CudaDevice::import_handle(const Process& owner, int descriptor, Bytes size) {
+  if (!driver_.sharing || granularity_ == 0) {
+    throw DeviceError("the driver cannot open CUDA tensors of other processes on " + name() +
+                      "; enable the allocator with growth=\"malloc\" in the process that sends");
+  }
+  const Descriptor copy = fetch_descriptor(owner, descriptor);
+  CUmemGenericAllocationHandle handle = 0;
+  const auto number = static_cast<std::uintptr_t>(copy.number());
+  const CUresult status = timed([&] {
+    // The driver takes the descriptor in place of a pointer.
+    return driver_.cuMemImportFromShareableHandle(&handle, reinterpret_cast<void*>(number),  // NOLINT
+                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  });
+  check(status, {"cuMemImportFromShareableHandle", size});
+  return handle;
 }
 
 Bytes CudaDevice::host_available() { return available_host_memory(); }

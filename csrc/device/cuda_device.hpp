@@ -44,6 +44,9 @@ class CudaDevice final : public Device {
   void destroy(Handle handle, Bytes size) override;
   void map(Address address, Bytes size, Handle handle) override;
   void unmap(Address address, Bytes size) override;
+  int export_handle(Handle handle) override;
+  void close_export(int descriptor) override;
+  Handle import_handle(const Process& owner, int descriptor, Bytes size) override;
   Bytes host_available() override;
   std::optional<Address> acquire_host(Bytes size) override;
   void release_host(Address address, Bytes size) override;
@@ -87,8 +90,8 @@ class CudaDevice final : public Device {
   int index_;
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
-  CUmemAllocationProp properties_{};
-  Bytes granularity_ = 0;  ///< 0: no virtual memory
+  CUmemAllocationProp properties_{};  ///< guarded by the core's lock
+  Bytes granularity_ = 0;             ///< 0: no virtual memory
   std::atomic<std::int64_t> driver_ns_{0};
   // Guarded by the core's lock, as record() and recycle() are.
   std::vector<CUevent> spare_events_;

@@ -47,11 +47,14 @@ CudaDriver load() {
 #define PAC_LOAD(call) driver.call = required<decltype(driver.call)>(library, PAC_NAME(call));
   PAC_DRIVER_CALLS(PAC_LOAD)
 #undef PAC_LOAD
-  driver.virtual_memory = true;
+  bool complete = true;
 #define PAC_LOAD(call)                                                 \
   driver.call = found<decltype(driver.call)>(library, PAC_NAME(call)); \
-  driver.virtual_memory = driver.virtual_memory && driver.call != nullptr;
+  complete = complete && driver.call != nullptr;
   PAC_VIRTUAL_MEMORY_CALLS(PAC_LOAD)
+  driver.virtual_memory = complete;
+  PAC_SHARING_CALLS(PAC_LOAD)
+  driver.sharing = complete;
 #undef PAC_LOAD
 #undef PAC_NAME
 

@@ -49,13 +49,18 @@ namespace pac::alloc {
   X(cuMemMap)                       \
   X(cuMemUnmap)                     \
   X(cuMemSetAccess)
+#define PAC_SHARING_CALLS(X)      \
+  X(cuMemExportToShareableHandle) \
+  X(cuMemImportFromShareableHandle)
 
 struct CudaDriver {
 #define PAC_MEMBER(call) decltype(&::call) call = nullptr;
   PAC_DRIVER_CALLS(PAC_MEMBER)
   PAC_VIRTUAL_MEMORY_CALLS(PAC_MEMBER)
+  PAC_SHARING_CALLS(PAC_MEMBER)
 #undef PAC_MEMBER
   bool virtual_memory = false;  ///< all calls of virtual memory are there
+  bool sharing = false;         ///< and those that share virtual memory between processes
 };
 
 /// The initialised driver. Throws DeviceError without a driver or a device, and in a process forked after the

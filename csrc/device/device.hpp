@@ -1,11 +1,12 @@
 // The port: the only door between the allocator core and a device.
 //
-// Contract of every function. The caller holds the core's lock, except for wait() and synchronize(); no function calls
-// back into the core. Sizes and addresses of virtual memory are multiples of granularity(). Running out of memory is a
-// result (nullopt); any other failure throws DeviceError and leaves the device as before. Only release(), wait(),
-// synchronize() and the copies may wait for the device; no other function waits for work queued on a stream. The caller
-// guarantees two things. No running kernel reads or writes memory being released or unmapped. Ranges and handles to
-// unmap, unreserve and destroy are exactly the mapped, reserved and created ones.
+// Contract of every function. The caller holds the core's lock, except for wait() and synchronize(), and the Importer's
+// calls for memory of other processes; no function calls back into the core. Sizes and addresses of virtual memory are
+// multiples of granularity(). Running out of memory is a result (nullopt); any other failure throws DeviceError and
+// leaves the device as before. Only release(), wait(), synchronize() and the copies may wait for the device; no other
+// function waits for work queued on a stream. The caller guarantees two things. No running kernel reads or writes
+// memory being released or unmapped. Ranges and handles to unmap, unreserve and destroy are exactly the mapped,
+// reserved and created ones.
 #pragma once
 
 #include <optional>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "allocator/types.hpp"
+#include "device/process.hpp"
 
 namespace pac::alloc {
 
@@ -50,6 +52,13 @@ class Device {
   virtual void destroy(Handle handle, Bytes size) = 0;
   virtual void map(Address address, Bytes size, Handle handle) = 0;
   virtual void unmap(Address address, Bytes size) = 0;
+
+  // Handles shared between processes. An export is a file descriptor: while it is open, other processes can import the
+  // handle, and the handle is not destroyed. An imported handle is mapped and destroyed like a created one, and keeps
+  // the memory until then, whatever becomes of the owner.
+  virtual int export_handle(Handle handle) = 0;
+  virtual void close_export(int descriptor) = 0;
+  virtual Handle import_handle(const Process& owner, int descriptor, Bytes size) = 0;
 
   // Pinned host memory, and copies between host and device. A copy may span several mappings.
   struct Copy {

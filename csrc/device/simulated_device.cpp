@@ -1,3 +1,4 @@
+// Longer than 400 lines: each call of the port checks what the driver would refuse or not notice.
 #include "device/simulated_device.hpp"
 
 #include <algorithm>
@@ -42,6 +43,8 @@ constexpr Cost kDestroy[] = {
     {2_MiB, 3794 / 512.0}, {20_MiB, 552 / 51.2}, {32_MiB, 518 / 32.0}, {128_MiB, 303 / 8.0}, {512_MiB, 233 / 2.0}};
 constexpr Cost kAcquire[] = {{2_MiB, 54}, {1024_MiB, 62}};
 constexpr Cost kRelease[] = {{2_MiB, 31}, {1024_MiB, 216}};
+// Not measured: a system call each, and the driver's own work.
+constexpr double kShareUs = 10;
 constexpr double kRecordUs = 0.19;
 constexpr double kQueryUs = 0.11;
 
@@ -59,6 +62,34 @@ double cost(const Cost (&rows)[N], Bytes size) {
 }
 
 }  // namespace
+
+/// Physical memory with more than one owner: the device that created it and those that imported it.
+struct SimulatedDevice::Shared {
+  std::uint64_t number;
+  Bytes size;
+  std::shared_ptr<std::atomic<Bytes>> kept;
+  bool destroyed = false;  ///< by the device that created it
+
+  Shared(std::uint64_t shared_number, Bytes bytes, std::shared_ptr<std::atomic<Bytes>> kept_by_importers)
+      : number(shared_number), size(bytes), kept(std::move(kept_by_importers)) {}
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  ~Shared() {
+    if (destroyed) *kept -= size;
+  }
+};
+
+struct SimulatedDevice::Kernel {
+  std::mutex mutex;  // taken after a device's
+  std::map<int, std::shared_ptr<Shared>> descriptors;
+  int next_descriptor = 3;
+  std::uint64_t next_number = 1;
+};
+
+SimulatedDevice::Kernel& SimulatedDevice::kernel() {
+  static Kernel& kernel = *std::make_unique<Kernel>().release();  // outlives every device
+  return kernel;
+}
 
 std::optional<Address> AddressSpace::take(Bytes size) {
   if (size > end_ - begin_) return std::nullopt;
@@ -113,7 +144,8 @@ SimulatedDevice::SimulatedDevice(Bytes capacity, bool virtual_memory, bool async
     : capacity_(capacity),
       virtual_memory_(virtual_memory),
       asynchronous_(asynchronous),
-      failures_{{"acquire", {}}, {"acquire_host", {}}, {"copy", {}}, {"create", {}}, {"map", {}}, {"reserve", {}}},
+      failures_{{"acquire", {}}, {"acquire_host", {}}, {"copy", {}},   {"create", {}},
+                {"map", {}},     {"reserve", {}},      {"export", {}}, {"import", {}}},
       acquired_(kAcquiredBegin, kVirtualBegin - kAcquiredBegin),
       virtual_(kVirtualBegin, kVirtualSize),
       host_(kHostBegin, kHostSize),
@@ -123,7 +155,7 @@ SimulatedDevice::SimulatedDevice(Bytes capacity, bool virtual_memory, bool async
 
 Device::Memory SimulatedDevice::memory() {
   const std::lock_guard lock(mutex_);
-  return {capacity_ - reserved_, capacity_};
+  return {capacity_ - reserved_ - *kept_, capacity_};
 }
 
 double SimulatedDevice::driver_seconds() const {
@@ -140,7 +172,7 @@ std::optional<Address> SimulatedDevice::acquire(Bytes size) {
   const std::lock_guard lock(mutex_);
   require(size > 0, "acquire", "of 0 bytes");
   ++calls_.acquire;
-  if (fails("acquire") || size > capacity_ - reserved_) return std::nullopt;
+  if (fails("acquire") || size > capacity_ - reserved_ - *kept_) return std::nullopt;
   std::optional<Address> address = suggested_.load(std::memory_order_relaxed);
   if (*address == 0 || !acquired_.take_at(*address, size)) address = acquired_.take(size);
   if (!address) return std::nullopt;
@@ -192,9 +224,9 @@ std::optional<Handle> SimulatedDevice::create(Bytes size) {
   const std::lock_guard lock(mutex_);
   check_virtual("create", 0, size);
   ++calls_.create;
-  if (fails("create") || size > capacity_ - reserved_) return std::nullopt;
+  if (fails("create") || size > capacity_ - reserved_ - *kept_) return std::nullopt;
   const Handle handle = next_handle_++;
-  handles_.emplace(handle, Physical{size, 0});
+  handles_.emplace(handle, Physical{size});
   reserved_ += size;
   memory_us_ += cost(kCreate, size);
   succeeded("create");
@@ -208,10 +240,17 @@ void SimulatedDevice::destroy(Handle handle, Bytes size) {
   require(found != handles_.end(), "destroy", "handle ", handle, " does not exist");
   require(found->second.size == size, "destroy", "handle ", handle, " has ", found->second.size, " bytes, not ", size);
   require(found->second.mappings == 0, "destroy", "handle ", handle, " is mapped");
+  require(found->second.descriptor < 0, "destroy", "handle ", handle, " has an open export");
   ++calls_.destroy;
+  if (!found->second.imported) {
+    reserved_ -= size;
+    if (found->second.shared) {
+      *kept_ += size;
+      found->second.shared->destroyed = true;
+    }
+  }
   handles_.erase(found);
   contents_.erase(handle);
-  reserved_ -= size;
   memory_us_ += cost(kDestroy, size);
 }
 
@@ -245,6 +284,61 @@ void SimulatedDevice::unmap(Address address, Bytes size) {
   --handles_.at(found->second.handle).mappings;
   mapped_.erase(found);
   memory_us_ += cost(kUnmap, size);
+}
+
+int SimulatedDevice::export_handle(Handle handle) {
+  const std::lock_guard lock(mutex_);
+  const auto found = handles_.find(handle);
+  require(found != handles_.end(), "export", "handle ", handle, " does not exist");
+  Physical& physical = found->second;
+  require(!physical.imported, "export", "handle ", handle, " was imported");
+  require(physical.descriptor < 0, "export", "handle ", handle, " has an open export");
+  ++calls_.exports;
+  if (fails("export")) throw DeviceError("simulated device: export: fails, as it was asked to");
+  Kernel& shared = kernel();
+  const std::lock_guard table(shared.mutex);
+  if (!physical.shared) physical.shared = std::make_shared<Shared>(shared.next_number++, physical.size, kept_);
+  physical.descriptor = shared.next_descriptor++;
+  shared.descriptors.emplace(physical.descriptor, physical.shared);
+  memory_us_ += kShareUs;
+  succeeded("export");
+  return physical.descriptor;
+}
+
+void SimulatedDevice::close_export(int descriptor) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(handles_.begin(), handles_.end(),
+                                  [&](const auto& each) { return each.second.descriptor == descriptor; });
+  require(descriptor >= 0 && found != handles_.end(), "close_export", "descriptor ", descriptor, " is not open");
+  found->second.descriptor = -1;
+  Kernel& shared = kernel();
+  const std::lock_guard table(shared.mutex);
+  shared.descriptors.erase(descriptor);
+}
+
+Handle SimulatedDevice::import_handle(const Process& owner, int descriptor, Bytes size) {
+  const std::lock_guard lock(mutex_);
+  check_virtual("import", 0, size);
+  require(owner.nonce == this_process().nonce, "import", "process ", owner.pid, " is another one");
+  std::shared_ptr<Shared> memory;
+  {
+    Kernel& shared = kernel();
+    const std::lock_guard table(shared.mutex);
+    const auto found = shared.descriptors.find(descriptor);
+    require(found != shared.descriptors.end(), "import", "descriptor ", descriptor, " is not open");
+    memory = found->second;
+  }
+  require(memory->size == size, "import", "descriptor ", descriptor, " has ", memory->size, " bytes, not ", size);
+  require(std::none_of(handles_.begin(), handles_.end(),
+                       [&](const auto& each) { return each.second.imported && each.second.shared == memory; }),
+          "import", "descriptor ", descriptor, " is imported already");
+  ++calls_.imports;
+  if (fails("import")) throw DeviceError("simulated device: import: fails, as it was asked to");
+  const Handle handle = next_handle_++;
+  handles_.emplace(handle, Physical{size, 0, std::move(memory), -1, true});
+  memory_us_ += kShareUs;
+  succeeded("import");
+  return handle;
 }
 
 Event SimulatedDevice::record(Stream stream) {
@@ -310,7 +404,8 @@ void SimulatedDevice::complete_all() {
 void SimulatedDevice::fail(const std::string& call, std::uint64_t count, std::uint64_t skip) {
   const std::lock_guard lock(mutex_);
   const auto found = failures_.find(call);
-  PAC_CHECK(found != failures_.end(), "call is acquire, acquire_host, copy, create, map or reserve, got '", call, "'");
+  PAC_CHECK(found != failures_.end(),
+            "call is acquire, acquire_host, copy, create, map, reserve, export or import, got '", call, "'");
   found->second = {count, skip};
 }
 
@@ -324,6 +419,12 @@ Bytes SimulatedDevice::reserved() const {
   return reserved_;
 }
 
+std::uint64_t SimulatedDevice::open_exports() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::uint64_t>(
+      std::count_if(handles_.begin(), handles_.end(), [](const auto& each) { return each.second.descriptor >= 0; }));
+}
+
 std::uint64_t SimulatedDevice::live_events() const {
   const std::lock_guard lock(mutex_);
   return events_.size();
@@ -335,12 +436,24 @@ SimulatedDevice::Piece SimulatedDevice::physical(Address address) const {
 }
 
 SimulatedDevice::Piece SimulatedDevice::piece_at(const char* call, Address address) const {
+  const auto found = mapping_at(call, address);
+  const Bytes offset = address - found->first;
+  return {found->second.handle, offset, found->second.size - offset};
+}
+
+std::uint64_t SimulatedDevice::shared_memory(Address address) const {
+  const std::lock_guard lock(mutex_);
+  const auto physical = handles_.find(mapping_at("shared_memory", address)->second.handle);
+  return physical == handles_.end() || !physical->second.shared ? 0 : physical->second.shared->number;
+}
+
+std::map<Address, SimulatedDevice::Mapping>::const_iterator SimulatedDevice::mapping_at(const char* call,
+                                                                                        Address address) const {
   const auto after = mapped_.upper_bound(address);
   const auto found = after == mapped_.begin() ? mapped_.end() : std::prev(after);
   require(found != mapped_.end() && address - found->first < found->second.size, call, "nothing lies at ",
           Hex{address});
-  const Bytes offset = address - found->first;
-  return {found->second.handle, offset, found->second.size - offset};
+  return found;
 }
 
 Event SimulatedDevice::now() const {

@@ -2,12 +2,14 @@
 //
 // The simulation is strict. Every call the real driver would reject or, worse, not notice throws std::logic_error,
 // naming the call, and changes nothing: sizes or addresses off the granularity, overlapping mappings, mapping part of a
-// handle or a dead one, destroying a mapped handle, unmapping or releasing memory that was never mapped or acquired.
+// handle or a dead one, destroying a mapped handle, unmapping or releasing memory that was never mapped or acquired;
+// destroying a handle with an open export, importing one closed, of another size or twice.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -43,6 +45,7 @@ class SimulatedDevice final : public Device {
  public:
   struct Calls {
     std::uint64_t acquire = 0, release = 0, reserve = 0, unreserve = 0, create = 0, destroy = 0, map = 0, unmap = 0;
+    std::uint64_t exports = 0, imports = 0;
     std::uint64_t record = 0, query = 0, wait = 0, synchronize = 0;
     /// The calls that wait for the device: wait, synchronize and release.
     std::uint64_t synchronising = 0;
@@ -71,6 +74,10 @@ class SimulatedDevice final : public Device {
   void destroy(Handle handle, Bytes size) override;
   void map(Address address, Bytes size, Handle handle) override;
   void unmap(Address address, Bytes size) override;
+  int export_handle(Handle handle) override;
+  void close_export(int descriptor) override;
+  /// From any simulated device of this process, itself included: a table that they share stands for the kernel.
+  Handle import_handle(const Process& owner, int descriptor, Bytes size) override;
   Bytes host_available() override;
   std::optional<Address> acquire_host(Bytes size) override;
   void release_host(Address address, Bytes size) override;
@@ -92,9 +99,9 @@ class SimulatedDevice final : public Device {
   /// Lets the oldest `count` events of a stream complete, or all of them.
   void complete(Stream stream, std::uint64_t count = UINT64_MAX);
   void complete_all();
-  /// Makes the next `count` calls of this name ("acquire", "acquire_host", "copy", "create", "map" or "reserve") fail,
-  /// after `skip` successful ones: acquire, acquire_host and create as out of memory, the others by throwing
-  /// DeviceError. Replaces the earlier setting for the name.
+  /// Makes the next `count` calls of this name ("acquire", "acquire_host", "copy", "create", "map", "reserve", "export"
+  /// or "import") fail, after `skip` successful ones: acquire, acquire_host and create as out of memory, the others by
+  /// throwing DeviceError. Replaces the earlier setting for the name.
   void fail(const std::string& call, std::uint64_t count, std::uint64_t skip = 0);
 
   /// Writes or reads the 512 bytes at an address as one number; memory never written holds 0.
@@ -110,8 +117,13 @@ class SimulatedDevice final : public Device {
   /// Calls the driver would have seen, failed ones included.
   Calls calls() const;
   Bytes capacity() const { return capacity_; }
-  /// Bytes of live handles and acquired segments.
+  /// Bytes of live handles and acquired segments. Imported handles count on the device that created them.
   Bytes reserved() const;
+  /// Bytes of destroyed handles that other devices still import.
+  Bytes kept_by_importers() const { return kept_->load(); }
+  std::uint64_t open_exports() const;
+  /// The same number for the same physical memory, on every device that exported or imported it; 0 otherwise.
+  std::uint64_t shared_memory(Address address) const;
   /// Events recorded and not recycled.
   std::uint64_t live_events() const;
   /// The physical memory at an address; std::logic_error if there is none.
@@ -126,10 +138,16 @@ class SimulatedDevice final : public Device {
     Bytes size;
     Handle handle;
   };
+  struct Shared;
   struct Physical {
     Bytes size;
-    std::uint64_t mappings;
+    std::uint64_t mappings = 0;
+    std::shared_ptr<Shared> shared = nullptr;  ///< once exported, or imported
+    int descriptor = -1;                       ///< of the open export
+    bool imported = false;
   };
+  struct Kernel;
+  static Kernel& kernel();
   struct Failure {
     std::uint64_t count = 0;
     std::uint64_t skip = 0;
@@ -142,6 +160,7 @@ class SimulatedDevice final : public Device {
   Piece piece_at(const char* call, Address address) const;
   bool fails(const char* call);
   void succeeded(const char* call);
+  std::map<Address, Mapping>::const_iterator mapping_at(const char* call, Address address) const;
   void check_virtual(const char* call, Address address, Bytes size) const;
   void finish(Stream stream, Event last);
   void finish_all();
@@ -163,6 +182,7 @@ class SimulatedDevice final : public Device {
   AddressSpace virtual_;
   std::map<Address, Mapping> mapped_;  // acquired segments too, each under a handle number of its own
   std::unordered_map<Handle, Physical> handles_;
+  std::shared_ptr<std::atomic<Bytes>> kept_ = std::make_shared<std::atomic<Bytes>>(0);
   Handle next_handle_ = 1;
 
   AddressSpace host_;

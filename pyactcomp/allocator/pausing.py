@@ -106,7 +106,7 @@ def pause(
     Notes
     -----
     Pools given to :func:`hold` or with an allocator of their own stay and are named in ``skipped``, and so does memory
-    from before :func:`enable`. ``PYACTCOMP_DISABLE=1`` turns the call into a no-op.
+    that is open in other processes or from before :func:`enable`. ``PYACTCOMP_DISABLE=1`` turns the call into a no-op.
 
     Examples
     --------

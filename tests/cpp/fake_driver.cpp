@@ -1,7 +1,11 @@
 // A libcuda.so.1 with one device of 1 GiB and no device memory: addresses are numbers. Host memory is real, and a copy
 // to the host writes the addresses that it copies from; a copy back checks them. The library has the functions that the
 // allocator calls, by the names and signatures of the driver's binary interface, written down here without cuda.h.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -13,6 +17,9 @@
 #ifndef FAKE_VIRTUAL_MEMORY
 #define FAKE_VIRTUAL_MEMORY 1
 #endif
+#ifndef FAKE_REFUSES_SHARED_MEMORY
+#define FAKE_REFUSES_SHARED_MEMORY 0
+#endif
 
 namespace {
 
@@ -21,7 +28,16 @@ constexpr std::size_t kTotal = std::size_t{1} << 30;
 constexpr std::size_t kGranularity = std::size_t{2} << 20;
 constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
+constexpr int kNotPermitted = 800;
+constexpr int kOperatingSystem = 304;
 constexpr int kVirtualMemorySupported = 102;
+constexpr int kDescriptorSupported = 103;
+
+/// The beginning of CUmemAllocationProp.
+struct Properties {
+  int type;
+  int handle_types;
+};
 
 int context_depth = 0;
 Number next_address = Number{1} << 40;
@@ -29,7 +45,7 @@ Number next_handle = 1;
 std::size_t in_use = 0;
 void* const kContext = &context_depth;
 void* const kEvent = &in_use;
-std::map<Number, std::size_t> allocated, reserved, created, mapped, pinned;
+std::map<Number, std::size_t> allocated, reserved, created, imported, mapped, pinned;
 Number copied = 0;
 
 /// Whether the range lies within ranges of the map without a gap.
@@ -100,7 +116,9 @@ int set(Value* result, Value value) {
 extern "C" {
 
 /// Contexts left pushed, bytes of memory in use and mappings: 0 when all was given back.
-Number fake_left() { return static_cast<Number>(context_depth) + in_use + mapped.size(); }
+Number fake_left() { return static_cast<Number>(context_depth) + in_use + mapped.size() + imported.size(); }
+/// Handles of other processes.
+Number fake_imported() { return imported.size(); }
 /// Pieces of physical memory, which only virtual memory has.
 Number fake_created() { return next_handle - 1; }
 /// Bytes copied in either direction, and of pinned host memory.
@@ -117,7 +135,8 @@ int cuGetErrorString(int, const char** text) { return set(text, "a fault of the 
 int cuDeviceGet(int* device, int index) { return set(device, index); }
 int cuDeviceGetCount(int* count) { return set(count, 1); }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  return set(value, attribute == kVirtualMemorySupported ? FAKE_VIRTUAL_MEMORY : 0);
+  return set(value,
+             attribute == kVirtualMemorySupported || attribute == kDescriptorSupported ? FAKE_VIRTUAL_MEMORY : 0);
 }
 int cuDeviceCanAccessPeer(int* can, int, int) { return set(can, 0); }
 int cuDevicePrimaryCtxRetain(void** context, int) { return set(context, kContext); }
@@ -181,16 +200,37 @@ int cuMemAddressReserve(Number* address, std::size_t size, std::size_t, Number, 
   return 0;
 }
 int cuMemAddressFree(Number address, std::size_t size) { return take_exactly(reserved, address, size); }
-int cuMemCreate(Number* handle, std::size_t size, const void*, Number) {
+int cuMemCreate(Number* handle, std::size_t size, const Properties* properties, Number) {
+  if (FAKE_REFUSES_SHARED_MEMORY && properties->handle_types != 0) return kNotPermitted;
   if (in_use + size > kTotal) return kOutOfMemory;
   in_use += size;
   set(handle, next_handle++);
   created.emplace(*handle, size);
   return 0;
 }
-int cuMemRelease(Number handle) { return give_back(created, handle); }
+int cuMemRelease(Number handle) { return imported.erase(handle) == 1 ? 0 : give_back(created, handle); }
 int cuMemMap(Number address, std::size_t size, std::size_t, Number handle, Number) {
-  return created.count(handle) == 1 && mapped.emplace(address, size).second ? 0 : kInvalidValue;
+  const auto& handles = imported.count(handle) == 1 ? imported : created;
+  const auto found = handles.find(handle);
+  const bool whole = found != handles.end() && found->second == size;
+  return whole && mapped.emplace(address, size).second ? 0 : kInvalidValue;
+}
+/// The descriptor of a file with the size of the memory.
+int cuMemExportToShareableHandle(int* descriptor, Number handle, int, Number) {
+  const auto found = created.find(handle);
+  if (found == created.end()) return kInvalidValue;
+  const std::size_t size = found->second;
+  const int file = memfd_create("memory", 0);
+  if (file < 0 || write(file, &size, sizeof size) != static_cast<ssize_t>(sizeof size)) return kOperatingSystem;
+  return set(descriptor, file);
+}
+int cuMemImportFromShareableHandle(Number* handle, void* descriptor, int) {
+  std::size_t size = 0;
+  const auto file = static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor));
+  if (pread(file, &size, sizeof size, 0) != static_cast<ssize_t>(sizeof size)) return kInvalidValue;
+  set(handle, next_handle++);
+  imported.emplace(*handle, size);
+  return 0;
 }
 int cuMemSetAccess(Number address, std::size_t, const void*, std::size_t) {
   return mapped.count(address) == 1 ? 0 : kInvalidValue;

@@ -74,11 +74,13 @@ PoolLife MemoryModel::allocated(Address address, Bytes size, Stream stream, Pool
   return owner;
 }
 
-void MemoryModel::freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses, bool paused) {
+void MemoryModel::freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses,
+                        const std::vector<std::pair<Address, Bytes>>& there) {
   addresses_.set(address, {address + size, false, pool, uses});
-  if (paused) return;
-  pieces(address, size,
-         [&](std::uint64_t begin, std::uint64_t end) { physical_.set(begin, {end, false, pool, uses}); });
+  for (const auto& [begin, bytes] : there) {
+    pieces(begin, bytes,
+           [&](std::uint64_t first, std::uint64_t end) { physical_.set(first, {end, false, pool, uses}); });
+  }
 }
 
 void MemoryModel::resumed(Address address, Bytes size) {
@@ -145,6 +147,18 @@ void WatchedDevice::unmap(Address address, Bytes size) {
   if (!pausing) model_.taking(address, size, /*waits=*/false);
   device_.unmap(address, size);
   mapped.erase(address);
+}
+
+std::vector<std::pair<Address, Bytes>> WatchedDevice::with_memory(Address address, Bytes size) const {
+  std::vector<std::pair<Address, Bytes>> parts;
+  auto next = mapped.upper_bound(address);
+  if (next != mapped.begin()) --next;
+  for (; next != mapped.end() && next->first < address + size; ++next) {
+    const Address begin = std::max(address, next->first);
+    const Address end = std::min(address + size, next->first + next->second);
+    if (begin < end) parts.emplace_back(begin, end - begin);
+  }
+  return parts;
 }
 
 Event WatchedDevice::record(Stream stream) {

@@ -62,8 +62,9 @@ class MemoryModel {
   /// A block was handed out. Throws Violation where another has its bytes, or a stream may not be done with them.
   /// Returns whose memory it is: a pool that was lent from keeps it.
   PoolLife allocated(Address address, Bytes size, Stream stream, PoolLife pool);
-  /// A block is about to be freed, after these uses; `paused`: without memory of its own.
-  void freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses, bool paused = false);
+  /// A block is about to be freed, after these uses; `there`: its parts that have memory.
+  void freed(Address address, Bytes size, PoolLife pool, const std::vector<Use>& uses,
+             const std::vector<std::pair<Address, Bytes>>& there);
   /// Paused addresses got memory again.
   void resumed(Address address, Bytes size);
   /// The allocator takes the memory from under a range of addresses.
@@ -92,10 +93,8 @@ class WatchedDevice final : public Device {
   std::map<Address, Bytes> mapped;  ///< segments and mappings
   bool pausing = false;             ///< live blocks lose their memory, and get other memory at the same addresses
 
-  bool has_memory(Address address) const {
-    const auto after = mapped.upper_bound(address);
-    return after != mapped.begin() && address - std::prev(after)->first < std::prev(after)->second;
-  }
+  /// The parts of a range of addresses that have memory: all, but while memory is paused.
+  std::vector<std::pair<Address, Bytes>> with_memory(Address address, Bytes size) const;
   std::string name() const override { return device_.name(); }
   Memory memory() override { return device_.memory(); }
   double driver_seconds() const override { return device_.driver_seconds(); }
@@ -109,6 +108,11 @@ class WatchedDevice final : public Device {
   void destroy(Handle handle, Bytes size) override;
   void map(Address address, Bytes size, Handle handle) override;
   void unmap(Address address, Bytes size) override;
+  int export_handle(Handle handle) override { return device_.export_handle(handle); }
+  void close_export(int descriptor) override { device_.close_export(descriptor); }
+  Handle import_handle(const Process& owner, int descriptor, Bytes size) override {
+    return device_.import_handle(owner, descriptor, size);
+  }
   Bytes host_available() override { return device_.host_available(); }
   std::optional<Address> acquire_host(Bytes size) override { return device_.acquire_host(size); }
   void release_host(Address address, Bytes size) override { device_.release_host(address, size); }

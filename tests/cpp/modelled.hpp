@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "allocator/allocator.hpp"
+#include "allocator/sharing.hpp"
 #include "memory_model.hpp"
 #include "stress.hpp"
 
@@ -22,8 +23,9 @@ struct Live {
   Bytes size;
   Bytes requested;
   PoolLife owner;
-  std::vector<Stream> streams;  ///< its own, and those recorded
-  Tag tag;                      ///< as it was asked for
+  std::vector<Stream> streams;                              ///< its own, and those recorded
+  Tag tag;                                                  ///< as it was asked for
+  std::vector<std::shared_ptr<const Address>> opened = {};  ///< in other processes
 };
 
 struct PrivatePool {
@@ -74,6 +76,7 @@ class Modelled {
   void pause_and_resume();
   void free(std::size_t index);
   void record_stream();
+  void share_or_close();
   void refuse_unknown();
   void complete_events();
   void empty_cache();
@@ -95,6 +98,8 @@ class Modelled {
   MemoryModel model_;
   std::shared_ptr<WatchedDevice> watched_;
   std::shared_ptr<Allocator> core_;
+  std::shared_ptr<SimulatedDevice> receiver_;  ///< another process's
+  std::shared_ptr<Importer> importer_;
   std::uint64_t done_ = 0;
 
   std::vector<Live> live_;

@@ -92,6 +92,12 @@ void Modelled::pause_and_resume() {
     require(refused([&] { core_->pause(options); }), "memory was paused during a capture or under malloc growth");
     return;
   }
+  // A pool may be lent to a request with a tag; its memory keeps the pool's own.
+  std::set<Address> in_pools;
+  for (const SegmentInfo& segment : core_->segments()) {
+    if (segment.pool.is_default()) continue;
+    for (const BlockInfo& block : segment.blocks) in_pools.insert(block.address);
+  }
   std::map<Address, std::uint64_t> contents;
   for (const Live& block : live_) {
     device_.write(block.address, contents[block.address] = random_());
@@ -134,7 +140,7 @@ void Modelled::pause_and_resume() {
   }
   watched_->pausing = false;
   for (const Live& block : live_) {
-    const auto keep = options.keep.find(block.owner == 0 ? block.tag : 0);
+    const auto keep = options.keep.find(in_pools.count(block.address) == 0 ? block.tag : 0);
     if (keep != options.keep.end() && !keep->second) continue;
     require(device_.read(block.address) == contents.at(block.address), "the block at ", block.address,
             " lost its contents");

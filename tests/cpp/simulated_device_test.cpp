@@ -31,7 +31,7 @@ auto state(SimulatedDevice& device, const std::vector<Address>& mapped) {
   std::vector<Handle> handles;
   for (const Address address : mapped) handles.push_back(device.physical(address).handle);
   return std::make_tuple(std::vector{c.acquire, c.release, c.reserve, c.unreserve, c.create, c.destroy, c.map, c.unmap,
-                                     c.record, c.query, c.wait, c.synchronize, c.synchronising},
+                                     c.exports, c.imports, c.record, c.query, c.wait, c.synchronize, c.synchronising},
                          device.reserved(), device.memory().free, device.live_events(), device.now(),
                          device.driver_seconds(), handles);
 }
@@ -49,7 +49,9 @@ void refused(SimulatedDevice& device, const std::string& name, const std::vector
   expect(named, ("a wrong " + name + " was not refused by name").c_str(), line);
   expect(state(device, mapped) == before, ("a refused " + name + " changed the device").c_str(), line);
 }
-#define REFUSED(name, mapped, ...) refused(device, name, mapped, [&] { static_cast<void>(__VA_ARGS__); }, __LINE__)
+#define REFUSED_BY(device, name, mapped, ...) \
+  refused(device, name, mapped, [&] { static_cast<void>(__VA_ARGS__); }, __LINE__)
+#define REFUSED(name, mapped, ...) REFUSED_BY(device, name, mapped, __VA_ARGS__)
 
 template <class Error, class Call>
 bool throws(const Call& call) {
@@ -195,6 +197,52 @@ void test_mapping() {
   EXPECT(device.calls().synchronising == 0);
 }
 
+void test_sharing() {
+  SimulatedDevice owner(64_MiB);
+  SimulatedDevice importer(64_MiB);
+  const Process here = this_process();
+  const Handle handle = *owner.create(20_MiB);
+  REFUSED_BY(owner, "export", {}, owner.export_handle(handle + 1));
+  REFUSED_BY(owner, "close_export", {}, owner.close_export(-1));
+  const int descriptor = owner.export_handle(handle);
+  REFUSED_BY(owner, "export", {}, owner.export_handle(handle));
+  REFUSED_BY(owner, "close_export", {}, owner.close_export(descriptor + 1));
+  REFUSED_BY(importer, "close_export", {}, importer.close_export(descriptor));
+  REFUSED_BY(owner, "destroy", {}, owner.destroy(handle, 20_MiB));  // the export is open
+  REFUSED_BY(importer, "import", {}, importer.import_handle({here.pid, here.nonce + 1}, descriptor, 20_MiB));
+  REFUSED_BY(importer, "import", {}, importer.import_handle(here, descriptor + 1, 20_MiB));
+  REFUSED_BY(importer, "import", {}, importer.import_handle(here, descriptor, 18_MiB));
+  const Handle imported = importer.import_handle(here, descriptor, 20_MiB);
+  REFUSED_BY(importer, "import", {}, importer.import_handle(here, descriptor, 20_MiB));  // twice
+  REFUSED_BY(importer, "export", {}, importer.export_handle(imported));
+  EXPECT(importer.reserved() == 0 && owner.reserved() == 20_MiB && owner.open_exports() == 1);
+
+  const Address mine = owner.reserve(20_MiB);
+  const Address theirs = importer.reserve(22_MiB) + 2_MiB;
+  owner.map(mine, 20_MiB, handle);
+  REFUSED_BY(importer, "map", {}, importer.map(theirs, 2_MiB, imported));
+  importer.map(theirs, 20_MiB, imported);
+  EXPECT(owner.shared_memory(mine) != 0 && owner.shared_memory(mine) == importer.shared_memory(theirs));
+  REFUSED_BY(importer, "destroy", {theirs}, importer.destroy(imported, 20_MiB));
+
+  // The memory lives on in the importer.
+  owner.unmap(mine, 20_MiB);
+  owner.close_export(descriptor);
+  REFUSED_BY(owner, "import", {}, owner.import_handle(here, descriptor, 20_MiB));  // closed
+  owner.destroy(handle, 20_MiB);
+  EXPECT(owner.reserved() == 0 && owner.kept_by_importers() == 20_MiB && owner.memory().free == 44_MiB);
+  EXPECT(!owner.create(46_MiB));
+  importer.unmap(theirs, 20_MiB);
+  importer.destroy(imported, 20_MiB);
+  EXPECT(owner.kept_by_importers() == 0 && owner.create(64_MiB).has_value());
+
+  // Memory that was exported once and has no importer goes at once.
+  const Handle again = *importer.create(2_MiB);
+  importer.close_export(importer.export_handle(again));
+  importer.destroy(again, 2_MiB);
+  EXPECT(importer.memory().free == 64_MiB);
+}
+
 void test_no_virtual_memory() {
   SimulatedDevice device(64_MiB, /*virtual_memory=*/false);
   EXPECT(!device.has_virtual_memory());
@@ -327,6 +375,7 @@ int main() {
   test_places();
   test_reserve();
   test_mapping();
+  test_sharing();
   test_no_virtual_memory();
   test_events();
   test_failures();

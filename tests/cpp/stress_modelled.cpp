@@ -15,7 +15,9 @@ Modelled::Modelled(const Options& options)
       device_(setup_.capacity, setup_.virtual_memory, setup_.asynchronous),
       model_(device_),
       watched_(std::make_shared<WatchedDevice>(device_, model_)),
-      core_(std::make_shared<CachingAllocator>(watched_, setup_.config)) {
+      core_(std::make_shared<CachingAllocator>(watched_, setup_.config)),
+      receiver_(std::make_shared<SimulatedDevice>(setup_.capacity)),
+      importer_(std::make_shared<Importer>(receiver_)) {
   for (const Tag tag : kTags)
     require(tag == 0 || tag_named("tag " + std::to_string(tag)) == tag, "tags are numbered in order");
   for (int i = 0; i < 12; ++i) sizes_.push_back(any_size(random_, 96_MiB));
@@ -81,7 +83,7 @@ void Modelled::allocate(Bytes size, Stream stream, Tag tag) {
   const Bytes after = device_.reserved();
   require(after <= reserved || after <= limit_of(core_->config(), setup_.capacity), "reserved ", after,
           " bytes, beyond the limit");
-  live_.push_back({address, block.size, size, owner, {stream}, tag});
+  live_.push_back({address, block.size, size, owner, {stream}, tag, {}});
   expected_.allocation.add(1);
   expected_.allocated.add(block.size);
   expected_.requested.add(size);
@@ -93,12 +95,14 @@ void Modelled::allocate(Bytes size, Stream stream, Tag tag) {
 }
 
 void Modelled::free(std::size_t index) {
-  const Live block = live_[index];
+  Live block = live_[index];
+  live_[index].opened.clear();
+  block.opened.clear();  // the owner frees only when its receivers are done
   live_[index] = live_.back();
   live_.pop_back();
   std::vector<Use> uses;
   for (const Stream stream : block.streams) uses.push_back({stream, device_.now()});
-  model_.freed(block.address, block.size, block.owner, uses, !watched_->has_memory(block.address));
+  model_.freed(block.address, block.size, block.owner, uses, watched_->with_memory(block.address, block.size));
   expected_.allocation.take(1);
   expected_.allocated.take(block.size);
 
@@ -125,6 +129,43 @@ void Modelled::record_stream() {
   require(core_->owns(block.address), "the block at ", block.address, " is not owned");
 }
 
+/// Another process opens a block, or closes one. The block is the same memory there.
+void Modelled::share_or_close() {
+  if (live_.empty()) return;
+  Live& block = any_live();
+  if (!block.opened.empty() && random_.below(2) == 0) {
+    block.opened.pop_back();
+    return;
+  }
+  if (random_.below(8) == 0) receiver_->fail(random_.below(2) == 0 ? "import" : "map", 1, random_.below(3));
+  try {
+    const std::optional<SharedMemory> memory = core_->share(block.address);
+    const std::vector<SegmentInfo> segments = core_->segments();
+    const bool has_handles = std::any_of(segments.begin(), segments.end(), [&](const SegmentInfo& segment) {
+      return segment.expandable && block.address - segment.address < segment.size;
+    });
+    require(memory.has_value() == has_handles, "the block at ", block.address,
+            " is shared, and has no handles, or the other way round");
+    if (!memory) return;
+    const std::shared_ptr<const Address> opened = importer_->open(from_text("a prefix" + memory->text).value());
+    const Address there = *opened + memory->offset;
+    for (Bytes at = 0; at < block.size;) {
+      const SimulatedDevice::Piece mine = device_.physical(block.address + at);
+      const SimulatedDevice::Piece theirs = receiver_->physical(there + at);
+      require(mine.offset == theirs.offset && mine.size == theirs.size &&
+                  device_.shared_memory(block.address + at) == receiver_->shared_memory(there + at),
+              "byte ", at, " of the block at ", block.address, " is other memory in the receiver");
+      at += mine.size;
+    }
+    block.opened.push_back(opened);
+  } catch (const PauseError&) {
+    require(core_->paused().size() > 0, "memory that is not paused was not shared");
+  } catch (const pac::DeviceError&) {
+    // Refused as the simulated devices were asked to; invariants are checked after every step.
+  }
+  for (const char* call : {"import", "map"}) receiver_->fail(call, 0);
+}
+
 void Modelled::refuse_unknown() {
   Address address = random_() | 1;
   if (random_.below(2) == 0 && !freed_.empty()) address = freed_[random_.below(freed_.size())];
@@ -134,10 +175,9 @@ void Modelled::refuse_unknown() {
 
   const SimulatedDevice::Calls before = device_.calls();
   const std::function<void()> calls[] = {
-      [&] { core_->free(address); },
-      [&] { core_->record_stream(address, any_stream()); },
-      [&] { core_->block(address); },
-      [&] { core_->base_allocation(address); },
+      [&] { core_->free(address); },  [&] { core_->record_stream(address, any_stream()); },
+      [&] { core_->block(address); }, [&] { core_->base_allocation(address); },
+      [&] { core_->share(address); },
   };
   for (const auto& call : calls) {
     bool refused = false;
@@ -182,10 +222,11 @@ void Modelled::empty_cache() {
 }
 
 void Modelled::inject_failures() {
-  constexpr const char* kCalls[] = {"acquire", "create", "map", "reserve"};
-  device_.fail(kCalls[random_.below(4)], 1 + random_.below(3), random_.below(3));
+  constexpr const char* kCalls[] = {"acquire", "create", "map", "reserve", "export"};
+  device_.fail(kCalls[random_.below(std::size(kCalls))], 1 + random_.below(3), random_.below(3));
   failing_ = true;
   for (int i = 0; i < 4; ++i) {
+    share_or_close();
     allocate(random_.below(2) == 0 ? next_size() : any_size(random_, 4_MiB) * 64, any_stream());
     model_.check();
     if (random_.below(8) == 0) empty_cache();
@@ -204,8 +245,10 @@ void Modelled::step() {
     if (!live_.empty() && random_.below(2 * setup_.target) < setup_.target / 2 + live_.size()) {
       free(random_.below(live_.size()));
     }
-  } else if (kind < 870) {
+  } else if (kind < 840) {
     record_stream();
+  } else if (kind < 870) {
+    share_or_close();
   } else if (kind < 940) {
     complete_events();
   } else if (kind < 960) {
@@ -255,6 +298,10 @@ void Modelled::finish() {
   core_->check_invariants();
   check_counters();
   check_blocks();
+  require(importer_->mapped() == 0 && receiver_->calls().reserve == receiver_->calls().unreserve,
+          "the receiver still has ", importer_->mapped(), " bytes mapped");
+  require(device_.open_exports() == 0 && device_.kept_by_importers() == 0, device_.open_exports(),
+          " exports are still open");
   require(device_.reserved() == 0, device_.reserved(), " bytes are still reserved");
   require(device_.live_events() == 0, device_.live_events(), " events were not given back");
 

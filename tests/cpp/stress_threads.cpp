@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "allocator/caching_allocator.hpp"
+#include "allocator/sharing.hpp"
 #include "device/simulated_device.hpp"
 #include "stress.hpp"
 
@@ -41,6 +42,8 @@ class Threads {
         setup_(setup_of(options.seed)),
         device_(std::make_shared<SimulatedDevice>(setup_.capacity, setup_.virtual_memory, setup_.asynchronous)),
         core_(std::make_shared<CachingAllocator>(device_, setup_.config)),
+        receiver_(std::make_shared<SimulatedDevice>(setup_.capacity)),
+        importer_(std::make_shared<Importer>(receiver_)),
         mailboxes_(options.threads),
         notes_(options.threads),
         allocations_(options.threads),
@@ -57,6 +60,8 @@ class Threads {
   Setup setup_;
   std::shared_ptr<SimulatedDevice> device_;
   std::shared_ptr<Allocator> core_;
+  std::shared_ptr<SimulatedDevice> receiver_;  ///< another process's
+  std::shared_ptr<Importer> importer_;
   std::atomic<std::uint64_t> ticket_{0};
   std::vector<Mailbox> mailboxes_;
   std::vector<std::vector<Note>> notes_;
@@ -70,16 +75,27 @@ void Threads::work(std::size_t self) {
   const Stream most_stream = 2 * options_.threads;
   std::vector<Note> live;
   const auto next_ticket = [&] { return ticket_.fetch_add(1, std::memory_order_relaxed); };
+  std::map<Address, std::shared_ptr<const Address>> opened;
   const auto free = [&](Note note) {
+    opened.erase(note.address);
     note.end = next_ticket();
     core_->free(note.address);
     notes_[self].push_back(note);
+  };
+  const auto share = [&](Address address) {
+    if (opened.erase(address) == 1) return;
+    try {
+      if (const auto memory = core_->share(address)) opened[address] = importer_->open(from_text(memory->text).value());
+    } catch (const PauseError&) {
+      std::this_thread::yield();  // between another thread's pause and resume
+    }
   };
   const auto take_one = [&] {
     const std::size_t index = random.below(live.size());
     const Note note = live[index];
     live[index] = live.back();
     live.pop_back();
+    opened.erase(note.address);  // another thread may free the block
     return note;
   };
 
@@ -98,6 +114,8 @@ void Threads::work(std::size_t self) {
       }
     } else if (kind < 880) {
       if (!live.empty()) free(take_one());
+    } else if (kind < 905) {
+      if (!live.empty()) share(live[random.below(live.size())].address);
     } else if (kind < 930) {
       if (!live.empty()) core_->record_stream(live[random.below(live.size())].address, random.below(most_stream));
     } else if (kind < 960) {
@@ -186,6 +204,7 @@ void Threads::finish() {
   const Stat allocation = core_->stats().allocation.all();
   require(allocation.current == 0 && allocation.allocated == allocations && allocation.freed == allocations, "of ",
           allocations, " allocations ", allocation.allocated, " were counted, ", allocation.freed, " as freed");
+  require(importer_->mapped() == 0 && device_->open_exports() == 0, importer_->mapped(), " bytes are still open");
   require(device_->reserved() == 0 && device_->live_events() == 0, device_->reserved(), " bytes and ",
           device_->live_events(), " events are left");
 }
