@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .rows import ROOT, Budget, Options
 
-ALLOC_PARTS = ("pair", "threads", "training", "traces", "prediction")
+ALLOC_PARTS = ("pair", "threads", "share", "training", "traces", "prediction")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """Suite `alloc`: what an allocation costs, what dynamic-shape trainings reserve, what recorded traces would reserve.
 
-Parts: ``pair`` (from Python), ``threads`` (native threads), ``prediction`` (recorded runs replayed, beside real ones),
-``training`` (whole runs) and ``traces`` (replayed on the simulated device, which needs no GPU).
+Parts: ``pair`` (from Python), ``threads`` (native threads), ``share`` (the first use of a tensor in another process),
+``prediction`` (recorded runs replayed, beside real ones), ``training`` (whole runs) and ``traces`` (replayed on the
+simulated device, which needs no GPU).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from . import alloc_prediction, alloc_traces
-from .alloc_methods import METHODS, NATIVE, TRAINING
+from .alloc_methods import METHODS, NATIVE, SHARING, TRAINING
 from .alloc_worker import Job, start
 from .alloc_workloads import WORKLOADS
 from .rows import Options, Store
@@ -22,7 +23,7 @@ ROUNDS = 5
 def selectable() -> list[str]:
     """Return what ``--only`` may name."""
     traces = map(alloc_traces.workload_of, sorted(alloc_traces.FOLDER.glob("*.npz")))
-    return ["pair", "threads", *WORKLOADS, *traces, *map(alloc_prediction.workload_of, WORKLOADS)]
+    return ["pair", "threads", "share", *WORKLOADS, *traces, *map(alloc_prediction.workload_of, WORKLOADS)]
 
 
 def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> None:
@@ -33,6 +34,8 @@ def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> 
     calls = tuple(part for part in ("pair", "threads") if part in parts and options.selects(part))
     if calls:
         measure(options, store, calls, methods or tuple(METHODS))
+    if "share" in parts and options.selects("share"):
+        measure(options, store, ("share",), methods or SHARING)
     if "prediction" in parts:
         alloc_prediction.run(options, store, methods)
     if "training" in parts:

@@ -104,6 +104,8 @@ METHODS = {
         Method(PLAIN, _plain, lambda: _ours_allocates() and not _has_pools()),
     )
 }
+SHARING = (NATIVE, "expandable", OURS, "pyactcomp-malloc")
+"""The allocators whose tensors other processes can open."""
 TRAINING = (NATIVE, "expandable", OURS)
 """What a training runs under unless ``--methods`` names others too."""
 

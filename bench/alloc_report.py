@@ -72,12 +72,14 @@ def _size(nbytes: int) -> str:
 COLUMNS = {
     "pair": (("raw", 0, "alloc + delete"), ("empty", 0, "torch.empty")),
     "threads": tuple(("native", n, "1 thread" if n == 1 else f"{n} threads") for n in THREADS),
+    "share": (("send", 0, "describe"), ("open", 0, "open and read")),
 }
-"""Of both tables: call, threads, and what the column is called."""
+"""Of the tables: call, threads, and what the column is called."""
+UNITS = {"pair": ("ns a pair", 1.0), "threads": ("ns a pair", 1.0), "share": ("us", 1e3)}
 
 
 def pair_table(rows: Iterable[Row]) -> str:
-    """Return the tables of what an allocation and its free cost, from Python and from native threads."""
+    """Return the tables of what an allocation and its free cost, and what a tensor's way to another process does."""
     everything = list(rows)
     found = rounds(everything, COLUMNS, {"x": ("median_ns", "median_ns")})
     parts = []
@@ -89,13 +91,19 @@ def pair_table(rows: Iterable[Row]) -> str:
             for call, threads, _ in columns:
                 own = found.get((method, kind, call, nbytes, threads), [])
                 best = min((row["best_ns"] for row in own), default=None)
-                cells += [_cell(_median(own, "median_ns"), ".0f"), _cell(best, ".0f"), _cell(_median(own, "x"), ".2f")]
+                times = [_cell(value, ".0f", UNITS[kind][1]) for value in (_median(own, "median_ns"), best)]
+                cells += [*times, _cell(_median(own, "x"), ".2f")]
                 if kind == "threads":
                     cells.append(_cell(_median(own, "operations_per_s"), ".2f", 1e6))
             lines.append([_size(nbytes), method, *cells])
         header = ["size", "method"]
         for _, _, name in columns:
-            header += [f"{name}: ns a pair", "best", "x native", *(["M operations/s"] if kind == "threads" else [])]
+            header += [
+                f"{name}: {UNITS[kind][0]}",
+                "best",
+                "x native",
+                *(["M operations/s"] if kind == "threads" else []),
+            ]
         if lines:
             parts.append(table(header, lines))
     if not parts:
@@ -105,6 +113,11 @@ def pair_table(rows: Iterable[Row]) -> str:
         "the same round. alloc + delete: torch's own interface to its allocator, from Python. Threads are native, hold "
         "no interpreter lock and use one stream each; ns a pair is per thread, operations/s is over all threads."
     )
+    if any(workload == "share" for _, workload, *_ in found):
+        note += (
+            " Describe, open and read: a new tensor's first use in another process, the sender's part and the "
+            "receiver's."
+        )
     measured = [row for own in found.values() for row in own]
     return section(*parts, note, conditions(measured), _failed(everything, COLUMNS))
 

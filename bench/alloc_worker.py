@@ -78,6 +78,10 @@ def rows(job: Job, workload: str) -> Iterator[Row]:
         from .alloc_pairs import measure_threads
 
         yield from measure_threads(job.tiny)
+    elif workload == "share":
+        from . import alloc_share
+
+        yield from alloc_share.measure(job.method, job.tiny)
     else:
         from . import alloc_training
         from .alloc_methods import NATIVE

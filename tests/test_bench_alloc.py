@@ -20,6 +20,7 @@ from bench import (
     alloc_methods,
     alloc_pairs,
     alloc_report,
+    alloc_share,
     alloc_traces,
     alloc_training,
     alloc_worker,
@@ -338,12 +339,21 @@ def test_pairs_are_timed_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["samples_ns"], row["best_ns"], row["median_ns"]) == ([50.0, 30.0], 30.0, 40.0)
 
 
+def test_first_use_in_another_process_is_timed_on_both_sides() -> None:
+    found = list(alloc_share.measure("native", tiny=True, device="cpu"))
+    assert [(row["call"], row["nbytes"], len(row["samples_ns"])) for row in found] == [
+        ("send", 1 << 20, 2),
+        ("open", 1 << 20, 2),
+    ]
+    assert all(0 < row["best_ns"] <= row["median_ns"] for row in found)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--parts", "pairs"], "unknown part ['pairs']; known: pair, threads, training, traces"),
+        (["--parts", "pairs"], "unknown part ['pairs']; known: pair, threads, share, training, traces"),
         (["--methods", "cuda"], "unknown method ['cuda']; known: native"),
-        (["--only", "sft"], "unknown workload ['sft']; known: pair, threads, sft_varlen"),
+        (["--only", "sft"], "unknown workload ['sft']; known: pair, threads, share, sft_varlen"),
         (["--parts", "training"], "only traces can be measured without a GPU"),
     ],
 )
@@ -417,7 +427,13 @@ def test_pair_table_has_the_ratio_to_natives_same_round() -> None:
                     own = {"call": call, "nbytes": nbytes, "threads": threads, "median_ns": median, "best_ns": median}
                     own["operations_per_s"] = 2e9 * threads / median
                     found.append(row_of(workload, method, number, **own))
+    for method, ns in (("native", 300_000.0), ("pyactcomp", 450_000.0)):
+        for call in alloc_share.CALLS:
+            own = {"call": call, "nbytes": 64 << 20, "threads": 0, "median_ns": ns, "best_ns": ns}
+            found.append(row_of("share", method, 0, **own))
     text = alloc_report.pair_table(found)
+    assert "| size | method | describe: us | best | x native | open and read: us | best | x native |" in text
+    assert "| 64 MiB | pyactcomp | 450 | 450 | 1.50 | 450 | 450 | 1.50 |" in text
     assert "| size | method | alloc + delete: ns a pair | best | x native | torch.empty: ns a pair |" in text
     assert "| 4 KiB | native | 1600 | 800 | 1.00 |  |  |  |" in text
     assert "| 8 MiB | pyactcomp | 800 | 400 | 0.50 |  |  |  |" in text
@@ -474,13 +490,14 @@ def test_report_fills_the_allocators_blocks_and_draws(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_suite_measures_every_part_on_a_gpu(tmp_path: Path) -> None:
     chosen = options(tmp_path, device="cuda")
-    alloc.run(chosen, ("pair", "threads"), ("native", "pyactcomp"))
+    alloc.run(chosen, ("pair", "threads", "share"), ("native", "pyactcomp"))
     alloc.run(replace(chosen, only=("graphs",)), ("training",), ("native", "expandable", "pyactcomp"))
     found = written(tmp_path)
     assert {row["status"] for row in found} == {"ok"}, [row.get("reason") for row in found]
     cases = {(row.get("call"), row.get("nbytes"), row.get("threads")) for row in found if row["workload"] != "graphs"}
     expected = {(call, size, 0) for call in ("raw", "empty") for size in alloc_pairs.SIZES}
     expected |= {("native", size, threads) for size in alloc_pairs.SIZES for threads in alloc_pairs.THREADS}
+    expected |= {(call, 1 << 20, 0) for call in alloc_share.CALLS}
     assert cases == expected
     for row in rows.select(found, workload="graphs"):
         assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > 0
