@@ -18,8 +18,8 @@ ARGS ?=
 # Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
 PROGRAMS ?= 100000
 
-LINTED := bench docs/site examples pyactcomp requirements setup.py tests
-NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
+LINTED := _pyactcomp_startup.py bench docs/site examples pyactcomp requirements setup.py tests
+NATIVE := CMakeLists.txt setup.py pyproject.toml pyactcomp.pth $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test slow lint bench docs examples wheel soak sweep clean

@@ -89,12 +89,19 @@ class CMakeBuild(build_ext):
 
 
 class BuildWithSources(build_py):
-    """Puts ``csrc`` into the wheel: the libraries for torch are compiled from it for any later release of torch."""
+    """Puts ``csrc`` into the wheel: the libraries for torch are compiled from it for any later release of torch.
+
+    ``pyactcomp.pth`` goes to the root of the wheel, from where it is installed into site-packages; an editable install
+    builds a wheel too, which has no files of ``build_lib``.
+    """
 
     def run(self) -> None:
         super().run()
+        root = Path(self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib)
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "pyactcomp.pth", root)
         if not self.editable_mode:
-            shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "pyactcomp" / "csrc", dirs_exist_ok=True)
+            shutil.copytree(ROOT / "csrc", root / "pyactcomp" / "csrc", dirs_exist_ok=True)
 
 
 setup(

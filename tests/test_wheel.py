@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import site
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import allocator_variable_checks
 import pluggable_library
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 WHEELS = sorted((ROOT / "dist").glob("*.whl"))
@@ -35,13 +36,10 @@ def wheel(request: pytest.FixtureRequest) -> Path:
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the interpreter of a fresh environment with the wheel, which sees the torch that is here."""
     folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    packages = next(folder.glob("lib/python*/site-packages"))
-    # The folders alone: their .pth files, one of which may be this checkout's, are not read.
-    (packages / "torch.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    interpreter, packages = allocator_variable_checks.make_environment(folder)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, wheel]
     subprocess.run(install, check=True, env={**os.environ, "PATH": str(folder / "bin")})
-    return folder / "bin" / "python"
+    return interpreter
 
 
 def run(python: Path, folder: Path, *arguments: str, path: str = "", **variables: str) -> str:
@@ -59,6 +57,7 @@ def test_wheel_holds_its_sources_and_native_module(wheel: Path) -> None:
     assert {f"pyactcomp/{source}" for source in sources} <= set(names)
     assert sum(name.startswith("pyactcomp/_core.") and name.endswith(".so") for name in names) == 1
     assert not [name for name in names if name.startswith(("tests/", "bench/", "csrc/"))]
+    assert [name for name in names if "/" not in name] == ["_pyactcomp_startup.py", "pyactcomp.pth"]
 
 
 def test_readme_runs_from_the_wheel_without_a_compiler(python: Path, wheel: Path, tmp_path: Path) -> None:
@@ -101,6 +100,17 @@ def test_the_allocator_is_in_every_wheel_and_lacks_a_gpu_alone(python: Path, whe
     # The driver is looked for: there is none, or it has no device.
     assert "no CUDA driver to allocate with" in starting or "cuInit failed" in starting
     assert ("built without nvcc" in codec) == ("1cuda" not in wheel.name)
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(), reason="torch has CUDA, and finds no device"
+)
+@pytest.mark.parametrize("case", allocator_variable_checks.CASES)
+def test_the_variable_enables_the_allocator(case: str, python: Path, tmp_path: Path) -> None:
+    stand_in = torch.version.cuda is None
+    if not stand_in and not list(python.parents[1].glob("lib/python*/site-packages/pyactcomp/_torch_allocator*.so")):
+        run(python, tmp_path, "-m", "pyactcomp", "build-allocator", path=os.environ["PATH"])
+    allocator_variable_checks.check(python, case, stand_in=stand_in)
 
 
 def test_the_observer_is_recompiled_from_the_wheel(python: Path, tmp_path: Path) -> None:

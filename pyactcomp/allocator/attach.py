@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import PyactcompError
 from . import plain, settings, subclass
 
 _active: AllocatorConfig | None = None
+_by_variable = False
 
 
 def enable(
@@ -81,7 +83,8 @@ def enable(
     RuntimeError with the text of ``torch.OutOfMemoryError``.
 
     The allocator stays enabled until the process ends. ``PYACTCOMP_DISABLE=1`` in the environment turns the call into a
-    no-op.
+    no-op. ``PYACTCOMP_ALLOCATOR=1`` enables the allocator at the first use of CUDA, without a call; a later call with
+    equal settings does nothing.
 
     Examples
     --------
@@ -157,21 +160,44 @@ def unavailable_reason() -> str | None:
 
 def activate(config: AllocatorConfig) -> None:
     """Attach the allocator with these settings; see :func:`enable`."""
-    global _active
     if _active is not None:
+        if _by_variable and config == _active:
+            return
         raise PyactcompError(
-            f"the allocator is enabled already, with {str(_active) or 'the default settings'}, and stays so as long "
-            "as the process lives: call enable once"
+            f"the allocator is enabled already{', by PYACTCOMP_ALLOCATOR=1' if _by_variable else ''}, with "
+            f"{str(_active) or 'the default settings'}, and stays so as long as the process lives: call enable once"
         )
     reason = unavailable_reason()
     if reason is not None:
         raise PyactcompError(f"the allocator cannot be enabled: {reason}")
     extension, missing = subclass.load()
     if extension is not None:
-        _core.runtime_configure(config)
-        extension.install(_core.runtime_capsule())
+        _install(extension, config)
     else:
         _attach_pluggable(config, missing)
+        _attached(config)
+
+
+def attach_by_variable(config: AllocatorConfig) -> None:
+    """Attach the subclass with these settings, without a look for devices: torch is about to look for them."""
+    global _by_variable
+    if not _core.has_cuda_allocator:
+        raise PyactcompError(_NO_RUNTIME)
+    extension, missing = subclass.load()
+    if extension is None:
+        raise PyactcompError(missing)
+    _install(extension, config)
+    _by_variable = True
+
+
+def _install(extension: ModuleType, config: AllocatorConfig) -> None:
+    _core.runtime_configure(config)
+    extension.install(_core.runtime_capsule())
+    _attached(config)
+
+
+def _attached(config: AllocatorConfig) -> None:
+    global _active
     # torch parses settings itself and does not forward them to the allocator.
     torch_private.replace_entry_points({"_accelerator_setAllocatorSettings": _set_allocator_settings})
     _active = config

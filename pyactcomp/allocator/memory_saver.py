@@ -19,10 +19,10 @@ import torch
 
 from . import attach, pausing
 from .settings import disabled
+from .variable import VARIABLE
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
-VARIABLE = "PYACTCOMP_ALLOCATOR"
 _DEFAULT = "default"
 
 

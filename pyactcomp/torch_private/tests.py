@@ -364,6 +364,22 @@ def _test_entry_points() -> None:
     assert vars(torch._C).pop("_pyactcomp_self_test") is _test_entry_points
 
 
+# Of _pyactcomp_startup, which stands outside the package: the functions that initialise CUDA, and who looks them up.
+INITIALISING: dict[str, Callable[..., object] | None] = {
+    "_cuda_init": torch.cuda._lazy_init,
+    "_cuda_record_memory_history": torch.cuda.memory._record_memory_history_impl,
+    "_cuda_record_memory_history_legacy": torch.cuda.memory._record_memory_history_legacy,
+    "_cuda_attach_out_of_memory_observer": None,  # programs alone
+}
+
+
+def _test_initialising() -> None:
+    for name, caller in INITIALISING.items():
+        assert hasattr(torch._C, name) or torch.version.cuda is None, f"torch._C has no {name}"
+        found = caller is None or name in inspect.unwrap(caller).__code__.co_names
+        assert found, f"{caller} does not look {name} up"
+
+
 def _test_history_enabled() -> None:
     assert history_enabled() in (False, True)
 
@@ -517,6 +533,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._dynamo.exc, torch._dynamo.config.recompile_limit": _test_dynamo,
     "InstructionTranslator.current_tx().output: guards, root_tx.f_locals": _test_owner_being_traced,
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
+    "torch._C._cuda_init and the like, looked up at each call": _test_initialising,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
 }
 

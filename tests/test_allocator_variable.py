@@ -1,0 +1,131 @@
+"""PYACTCOMP_ALLOCATOR=1: pyactcomp.pth waits for torch, and the allocator is attached as torch initialises CUDA."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import allocator_variable_checks as checks
+import pytest
+import torch
+
+import _pyactcomp_startup
+from pyactcomp import _core
+from pyactcomp.torch_private import tests as torch_private_tests
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = checks.FILE
+
+needs_the_allocator = pytest.mark.skipif(
+    not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h"
+)
+needs_torch_without_cuda = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch has CUDA: test_allocator_variable_gpu.py has this case"
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the interpreter and site-packages of an environment that sees this checkout and has its .pth file."""
+    return checks.with_the_checkout(tmp_path_factory.mktemp("environment"))
+
+
+SLOW = ("launched", "spawn")
+
+
+@needs_torch_without_cuda
+@needs_the_allocator
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in checks.CASES]
+)
+def test_the_allocator_is_attached_as_torch_initialises_cuda(case: str, environment: tuple[Path, Path]) -> None:
+    checks.check(environment[0], case, stand_in=True)
+
+
+def _waits(python: Path, *options: str, **variables: str) -> bool:
+    done = checks.run(python, *options, "-c", "import sys; print('_pyactcomp_startup' in sys.modules)", **variables)
+    assert done.stderr == ""
+    return json.loads(done.stdout.strip().lower())
+
+
+def test_python_waits_for_torch_if_the_variable_is_set(environment: tuple[Path, Path]) -> None:
+    python, _ = environment
+    assert _waits(python, PYACTCOMP_ALLOCATOR="1")
+    assert not _waits(python)
+    for option in ("-S", "-I", "-E"):
+        assert not _waits(python, option, PYACTCOMP_ALLOCATOR="1")
+
+
+# Each exec compiles the line, as Python does at its start. The least of the times is the one without a pause of the
+# machine; a bound of 0.2 ms is the contract, ten times what the line takes.
+MEASURE = """
+import site, sys, time  # site, which reads the files, has imported its own modules before
+line = open(sys.argv[1]).read()
+before, times = set(sys.modules), []
+for _ in range(50):
+    start = time.perf_counter()
+    exec(line)
+    times.append(time.perf_counter() - start)
+print(min(times), *set(sys.modules) - before)
+"""
+
+
+def test_without_the_variable_the_file_imports_nothing_and_takes_no_time(environment: tuple[Path, Path]) -> None:
+    done = checks.run(environment[0], "-S", "-c", MEASURE, FILE)
+    seconds, *imported = done.stdout.split()
+    assert imported == []
+    assert float(seconds) < 0.2e-3
+
+
+def test_waiting_imports_nothing_that_python_has_not_at_its_start(environment: tuple[Path, Path]) -> None:
+    code = "import sys; print(*sys.modules)"
+    without, waiting = (
+        set(checks.run(environment[0], "-c", code, PYACTCOMP_ALLOCATOR=value).stdout.split()) for value in ("", "1")
+    )
+    assert waiting - without == {"_pyactcomp_startup"}
+
+
+@needs_torch_without_cuda
+def test_a_torch_without_cuda_is_left_alone(environment: tuple[Path, Path]) -> None:
+    code = "import sys, torch; print('pyactcomp' in sys.modules, [n for n in dir(torch._C) if n == '_cuda_init'])"
+    done = checks.run(environment[0], "-W", "error", "-c", code, PYACTCOMP_ALLOCATOR="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("False ")
+
+
+def test_names_of_torch_are_those_that_the_doctor_tests() -> None:
+    assert set(torch_private_tests.INITIALISING) == set(_pyactcomp_startup.INITIALISING)
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_the_file_is_installed(kind: str, tmp_path: Path) -> None:
+    """Wheels of the package in a tree of its own, without the native module: a compiler takes minutes."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "pyactcomp", tree / "pyactcomp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "_pyactcomp_startup.py", "pyactcomp.pth"):
+        shutil.copy(ROOT / name, tree)
+    code = (
+        "import sys; from setuptools import build_meta; from setuptools.command.build_ext import build_ext\n"
+        "build_ext.run = lambda self: None\n"
+        f"print(build_meta.build_{kind}(sys.argv[1]))\n"
+    )
+    build = [sys.executable, "-c", code, tmp_path]
+    done = subprocess.run(build, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        assert wheel.read("pyactcomp.pth") == FILE.read_bytes()
+        record = next(name for name in wheel.namelist() if name.endswith("/RECORD"))
+        assert "pyactcomp.pth," in wheel.read(record).decode()
+        if kind == "wheel":
+            assert wheel.read("_pyactcomp_startup.py") == (ROOT / "_pyactcomp_startup.py").read_bytes()
+            return
+        [finder] = [name for name in wheel.namelist() if name.endswith("_finder.py")]
+        assert "'_pyactcomp_startup'" in wheel.read(finder).decode()
+        # Python reads .pth files by name: the one that finds the module is before the one that imports it.
+        [static] = [name for name in wheel.namelist() if name.startswith("__editable__") and name.endswith(".pth")]
+        assert static < "pyactcomp.pth"
