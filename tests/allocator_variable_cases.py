@@ -30,14 +30,14 @@ def use_cuda() -> None:
         torch.ones(1000, device="cuda")
 
 
-def check_attached() -> None:
+def check_attached(*before: str) -> None:
     """The allocator became torch's before CUDA was initialised, with the environment's settings."""
     from pyactcomp import _core, allocator
 
     assert allocator.is_enabled()
     assert str(_core.runtime_config()) == os.environ.get("PYACTCOMP_ALLOC_CONF", "")
     if stand_in:
-        assert stand_in.events == ["install", "init"]
+        assert stand_in.events == [*before, "install", "init"]
         assert stand_in.drivers_before == [False]
     else:
         assert torch.cuda.memory.get_allocator_backend() == "pyactcomp"
@@ -90,6 +90,14 @@ def spawn() -> None:
     use_cuda()
     check_attached()
     _in_a_process("spawn")
+
+
+def spawn_under_run() -> None:
+    """pyactcomp run enabled the allocator here, and hands the settings on."""
+    assert os.environ["PYACTCOMP_ALLOC_CONF"] == "growth:malloc"
+    _in_a_process("spawn")
+    use_cuda()
+    check_attached("count")
 
 
 def launched() -> None:

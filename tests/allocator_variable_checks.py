@@ -71,3 +71,10 @@ def check(python: Path, case: str, *, stand_in: bool, **variables: str) -> None:
     variables = {"PYACTCOMP_ALLOCATOR": "1", "PAC_STAND_IN": "1" if stand_in else ""} | CASES[case] | variables
     done = run(python, HERE / "allocator_variable_cases.py", case, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_run(python: Path, *, stand_in: bool) -> None:
+    """Children of ``pyactcomp run`` get the allocator with the settings of the command."""
+    command = ["-m", "pyactcomp", "run", "--growth", "malloc", HERE / "allocator_variable_cases.py", "spawn_under_run"]
+    done = run(python, *command, PAC_STAND_IN="1" if stand_in else "")
+    assert done.returncode == 0, done.stdout + done.stderr

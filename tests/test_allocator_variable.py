@@ -46,6 +46,13 @@ def test_the_allocator_is_attached_as_torch_initialises_cuda(case: str, environm
     checks.check(environment[0], case, stand_in=True)
 
 
+@needs_torch_without_cuda
+@needs_the_allocator
+def test_children_under_run_have_the_allocator(environment: tuple[Path, Path]) -> None:
+    pytest.importorskip("typer")
+    checks.check_run(environment[0], stand_in=True)
+
+
 def _waits(python: Path, *options: str, **variables: str) -> bool:
     done = checks.run(python, *options, "-c", "import sys; print('_pyactcomp_startup' in sys.modules)", **variables)
     assert done.stderr == ""

@@ -23,3 +23,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", checks.CASES)
 def test_the_allocator_is_attached_as_torch_initialises_cuda(case: str, python: Path) -> None:
     checks.check(python, case, stand_in=False)
+
+
+def test_children_under_run_have_the_allocator(python: Path) -> None:
+    pytest.importorskip("typer")
+    checks.check_run(python, stand_in=False)

@@ -105,12 +105,15 @@ def test_the_allocator_is_in_every_wheel_and_lacks_a_gpu_alone(python: Path, whe
 @pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(), reason="torch has CUDA, and finds no device"
 )
-@pytest.mark.parametrize("case", allocator_variable_checks.CASES)
+@pytest.mark.parametrize("case", [*allocator_variable_checks.CASES, "run"])
 def test_the_variable_enables_the_allocator(case: str, python: Path, tmp_path: Path) -> None:
     stand_in = torch.version.cuda is None
     if not stand_in and not list(python.parents[1].glob("lib/python*/site-packages/pyactcomp/_torch_allocator*.so")):
         run(python, tmp_path, "-m", "pyactcomp", "build-allocator", path=os.environ["PATH"])
-    allocator_variable_checks.check(python, case, stand_in=stand_in)
+    if case == "run":
+        allocator_variable_checks.check_run(python, stand_in=stand_in)
+    else:
+        allocator_variable_checks.check(python, case, stand_in=stand_in)
 
 
 def test_the_observer_is_recompiled_from_the_wheel(python: Path, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from .._core import AllocatorConfig
-from . import settings
+from . import settings, variable
 from .attach import activate
 
 
 def prepare(conf: str | None = None, growth: str | None = None, max_split_size: str | None = None) -> None:
-    """Enable the allocator; ``conf`` overrides the environment's settings, and the other arguments override both.
+    """Enable the allocator, here and in child processes.
+
+    ``conf`` overrides the environment's settings, and the other arguments override both.
 
     Raises
     ------
@@ -24,7 +26,9 @@ def prepare(conf: str | None = None, growth: str | None = None, max_split_size: 
     """
     if not settings.disabled():
         config = AllocatorConfig.parse(conf or "", settings.from_environment())
-        activate(settings.override(config, growth=growth, max_split_size=max_split_size))
+        config = settings.override(config, growth=growth, max_split_size=max_split_size)
+        activate(config)
+        variable.hand_on(config)
 
 
 def execute(target: str, arguments: Sequence[str], *, module: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from .._core import AllocatorConfig
 from ..errors import PyactcompError
 from . import settings
 from .attach import attach_by_variable, is_enabled
@@ -29,6 +30,12 @@ def attach() -> str | None:
     except (PyactcompError, ValueError) as error:
         return str(error)
     return wrong
+
+
+def hand_on(config: AllocatorConfig) -> None:
+    """Let the processes that this one starts have the allocator too, with these settings."""
+    os.environ[VARIABLE] = "1"
+    os.environ[settings.VARIABLE] = str(config)
 
 
 def _asked() -> bool:
