@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyactcomp.allocator import attach, subclass
+from pyactcomp.allocator import attach, subclass, variable
 from pyactcomp.cli import examine
 
 
@@ -117,6 +117,7 @@ def test_doctor_tells_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
         "unavailable_reason": attach.unavailable_reason(),
         "torch_subclass": subclass.load()[1],
         "settings": None,
+        "variable": variable.state(),
     }
     monkeypatch.setenv("PYACTCOMP_ALLOC_CONF", "growth:?")
     assert "growth is 'vmm' or 'malloc', got '?'" in str(examine._allocator()["settings"])
@@ -126,6 +127,31 @@ def test_doctor_calls_malformed_settings_a_problem(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYACTCOMP_ALLOC_CONF", "growth:?")
     problems = examine.examine()["problems"]
     assert any("PYACTCOMP_ALLOC_CONF" in problem for problem in problems)
+
+
+def test_doctor_says_whether_and_how_the_variable_enables_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("typer")
+    from pyactcomp.cli import doctor
+
+    monkeypatch.delenv("PYACTCOMP_DISABLE", raising=False)
+    monkeypatch.setenv("PYACTCOMP_ALLOCATOR", "on")
+    findings = examine.examine()
+    [problem] = [each for each in findings["problems"] if "PYACTCOMP_ALLOCATOR" in each]
+    assert problem == f"PYACTCOMP_ALLOCATOR has no effect: {variable.state()['problem']}"
+    entry = findings["allocator"]
+    state = {"value": "1", "on": True, "attached": False, "file": "/site/pyactcomp.pth", "problem": None}
+    lines = {
+        "PYACTCOMP_ALLOCATOR: not set, off; no pyactcomp.pth in site-packages reads it": {
+            "value": None,
+            "on": False,
+            "file": None,
+        },
+        "PYACTCOMP_ALLOCATOR: 1, the allocator is attached as torch initialises CUDA; read by /site/pyactcomp.pth": {},
+        "PYACTCOMP_ALLOCATOR: 1, the allocator is attached; read by /site/pyactcomp.pth": {"attached": True},
+        "PYACTCOMP_ALLOCATOR: on, no effect; read by /site/pyactcomp.pth": {"value": "on", "problem": "wrong"},
+    }
+    for line, differing in lines.items():
+        assert doctor._allocator_lines(entry | {"variable": state | differing}).splitlines()[1] == line
 
 
 def test_doctor_works_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import _pyactcomp_startup
 from pyactcomp import _core
+from pyactcomp.allocator import variable
 from pyactcomp.torch_private import tests as torch_private_tests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,6 +103,37 @@ def test_a_torch_without_cuda_is_left_alone(environment: tuple[Path, Path]) -> N
     done = checks.run(environment[0], "-W", "error", "-c", code, PYACTCOMP_ALLOCATOR="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("False ")
+
+
+def _state(python: Path, *options: str, **variables: str) -> dict[str, object]:
+    code = "import json; from pyactcomp.allocator import variable; print(json.dumps(variable.state()))"
+    done = checks.run(python, *options, "-c", code, **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_state_tells_whether_and_how_it_is_on(environment: tuple[Path, Path]) -> None:
+    python, packages = environment
+    quiet = {"value": None, "on": False, "attached": False, "file": str(packages / "pyactcomp.pth"), "problem": None}
+    assert _state(python) == quiet
+    assert _state(python, PYACTCOMP_ALLOCATOR="1") == quiet | {"value": "1", "on": True}
+    unread = _state(python, "-E", PYACTCOMP_ALLOCATOR="1")
+    assert str(unread["problem"]).startswith(f"this process has not read {packages / 'pyactcomp.pth'}: ")
+
+
+def test_the_state_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variable.site, "getsitepackages", list)
+    monkeypatch.setattr(variable.site, "ENABLE_USER_SITE", False)
+    monkeypatch.setitem(sys.modules, "_pyactcomp_startup", _pyactcomp_startup)
+    for value, on, problem in (("0", False, None), ("yes", True, "got 'yes'"), ("1", True, None)):
+        monkeypatch.setenv("PYACTCOMP_ALLOCATOR", value)
+        state = variable.state()
+        assert (state["value"], state["on"], state["file"]) == (value, on, None)
+        assert state["problem"] is None if problem is None else problem in str(state["problem"])
+    monkeypatch.delitem(sys.modules, "_pyactcomp_startup")
+    assert "no pyactcomp.pth is in site-packages" in str(variable.state()["problem"])
+    monkeypatch.setenv("PYACTCOMP_DISABLE", "1")
+    assert variable.state()["problem"] is None
 
 
 def test_names_of_torch_are_those_that_the_doctor_tests() -> None:

@@ -58,8 +58,20 @@ def _print_findings(findings: dict[str, Any]) -> None:
         console.print("everything that should work here works")
 
 
-def _allocator_lines(entry: dict[str, str | None]) -> str:
-    if entry["unavailable_reason"]:
-        return f"allocator: not available: {entry['unavailable_reason']}"
-    missing = entry["torch_subclass"]
-    return f"allocator: attached through torch's plain interface: {missing}" if missing else "allocator: works"
+def _allocator_lines(entry: dict[str, Any]) -> str:
+    missing, variable = entry["torch_subclass"], entry["variable"]
+    works = f"attached through torch's plain interface: {missing}" if missing else "works"
+    reason = entry["unavailable_reason"]
+    line = f"allocator: {f'not available: {reason}' if reason else works}"
+    return f"{line}\n{_variable_line(variable)}" if variable else line
+
+
+def _variable_line(state: dict[str, Any]) -> str:
+    if state["attached"]:
+        effect = "the allocator is attached"
+    elif state["problem"]:
+        effect = "no effect"
+    else:
+        effect = "the allocator is attached as torch initialises CUDA" if state["on"] else "off"
+    reader = f"read by {state['file']}" if state["file"] else "no pyactcomp.pth in site-packages reads it"
+    return f"PYACTCOMP_ALLOCATOR: {state['value'] or 'not set'}, {effect}; {reader}"

@@ -34,7 +34,8 @@ def examine() -> dict[str, Any]:
         ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
         sentence (``self_test`` is None if the test passed or could not run); ``allocator``: ``unavailable_reason``,
         ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, the error in
-        the environment's settings); ``observer``: None or why the observer is not used;
+        the environment's settings), and ``variable``, the state of ``PYACTCOMP_ALLOCATOR``; ``observer``: None or
+        why the observer is not used;
         ``torch_private``: name to None or the deviation; ``problems``: a sentence for every failure.
 
     Examples
@@ -53,6 +54,8 @@ def examine() -> dict[str, Any]:
     ]
     problems += [f"{observer}; more tensors stay exact without it"] if observer else []
     problems += [f"the allocator's settings: {allocator['settings']}"] if allocator["settings"] else []
+    if allocator["variable"] and allocator["variable"]["problem"]:
+        problems.append(f"PYACTCOMP_ALLOCATOR has no effect: {allocator['variable']['problem']}")
     problems += [f"torch's {name}: {wrong}" for name, wrong in private.items() if wrong is not None]
     for device in devices:
         if codec.resolve("auto", torch.device(device["device"])) == "reference":
@@ -107,12 +110,12 @@ def _implementation(name: str, device_type: str) -> dict[str, str | None]:
     }
 
 
-def _allocator() -> dict[str, str | None]:
+def _allocator() -> dict[str, Any]:
     try:
-        from ..allocator import attach, settings, subclass
+        from ..allocator import attach, settings, subclass, variable
     except ImportError as error:
         reason = f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp"
-        return {"unavailable_reason": reason, "torch_subclass": None, "settings": None}
+        return {"unavailable_reason": reason, "torch_subclass": None, "settings": None, "variable": None}
     malformed = None
     try:
         settings.from_environment()
@@ -122,6 +125,7 @@ def _allocator() -> dict[str, str | None]:
         "unavailable_reason": attach.unavailable_reason(),
         "torch_subclass": subclass.load()[1],
         "settings": malformed,
+        "variable": variable.state(),
     }
 
 
