@@ -40,6 +40,8 @@ def compiled(namespace: dict[str, Any], **options: Any) -> tuple[Outcome, int]:
         return built
 
     outcome = programs_check.run({**namespace, "Model": model, "HOW": "compiled", "STEPS": 1})
+    # A view of an inference tensor fails in torch while it traces, and leaves this key on for all that follows.
+    torch._C._dispatch_tls_set_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher, False)
     graphs = pyactcomp.report(models[0]).graphs if options and models else ()
     return outcome, sum(value.after for graph in graphs for value in graph.saved if value.form == "codes")
 
