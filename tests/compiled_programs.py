@@ -40,8 +40,6 @@ def compiled(namespace: dict[str, Any], **options: Any) -> tuple[Outcome, int]:
         return built
 
     outcome = programs_check.run({**namespace, "Model": model, "HOW": "compiled", "STEPS": 1})
-    # A view of an inference tensor fails in torch while it traces, and leaves this key on for all that follows.
-    torch._C._dispatch_tls_set_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher, False)
     graphs = pyactcomp.report(models[0]).graphs if options and models else ()
     return outcome, sum(value.after for graph in graphs for value in graph.saved if value.form == "codes")
 
@@ -99,8 +97,9 @@ def main() -> None:
         if time.monotonic() - begin > arguments.seconds:
             break
         program = programs.generate(arguments.seed * programs._SWEEP + index)
-        result = failures(module_of(program))
         done["programs"] += 1
+        # While torch traces a view of an inference tensor it fails, and leaves its dispatch keys on.
+        result = None if "inference_mode" in program.text() else failures(module_of(program))
         if result is None:
             done["not compiled, or not repeated, by torch"] += 1
             continue
