@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from pyactcomp.cli.demo import measured, memory
+from pyactcomp.cli.demo import command, measured, memory
 from pyactcomp.cli.demo import model as models
 from pyactcomp.cli.demo import text as texts
 from pyactcomp.cli.demo import training as demo
@@ -79,6 +81,20 @@ def test_summary_without_a_gpu_says_which_figures_are_of_one(result: demo.Result
     assert f"{figures['int8'].step:.2f}x for GPT-2 medium on an {figures['int8'].device}" in text
     assert "not of this run" in text
     assert "GPU" not in demo.summary(result, {})
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_table_fits_the_terminal_and_cuts_nothing(result: demo.Result, width: int) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(command._table(result.rows))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    vanilla = result.rows[0]
+    for row in result.rows:
+        assert row.method in text
+        assert f"{row.saved_bytes / vanilla.saved_bytes:.2f}x" in text
+        assert f"{row.step_ms / vanilla.step_ms:.2f}x" in text
+        assert f"{row.val_loss - vanilla.val_loss:+.4f}" in text
 
 
 def test_committed_figures_are_ratios_within_a_run(tmp_path: Path) -> None:

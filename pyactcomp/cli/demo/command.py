@@ -93,7 +93,7 @@ def _empty(*headings: str) -> Table:
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
@@ -106,13 +106,13 @@ def _gpu_table(rows: Sequence[Measured]) -> Table:
 
 def _table(rows: Sequence[Row]) -> Table:
     vanilla = rows[0]
-    table = _empty("saved for\nbackward", "peak", "step", "validation loss\non held-out modules")
+    table = _empty("saved for\nbackward", "peak", "step", "validation\nloss")
     for row in rows:
         table.add_row(
             row.method,
             f"{humanize.naturalsize(row.saved_bytes, binary=True)} {row.saved_bytes / vanilla.saved_bytes:.2f}x",
             f"{humanize.naturalsize(row.peak_bytes, binary=True)} {row.peak_bytes / vanilla.peak_bytes:.2f}x",
-            f"{row.step_ms:.4g} ms {row.step_ms / vanilla.step_ms:.2f}x",
-            f"{row.val_loss:.4f} {row.val_loss - vanilla.val_loss:+.4f}",
+            f"{row.step_ms:.{0 if row.step_ms >= 100 else 1}f} ms {row.step_ms / vanilla.step_ms:.2f}x",
+            f"{row.val_loss:.3f} {row.val_loss - vanilla.val_loss:+.4f}",
         )
     return table
