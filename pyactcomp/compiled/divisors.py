@@ -25,7 +25,7 @@ _NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_
 
 
 class Behind(NamedTuple):
-    """Names of values behind divisors.
+    """Names of values behind divisors, and of functions with a divisor's demands: a small operand counts most.
 
     Attributes
     ----------
@@ -33,18 +33,21 @@ class Behind(NamedTuple):
         Stay exact.
     rows : set of str
         A group of codes would span several rows, each with a divisor of its own: 16 bits or more.
+    saturating : set of str
+        Functions of ``gates.py``: 16 bits of the operand or more.
     """
 
     factors: set[str]
     rows: set[str]
+    saturating: set[str]
 
 
-NONE_BEHIND = Behind(set(), set())
+NONE_BEHIND = Behind(set(), set(), set())
 
 
 def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
     """Return the values from which a divisor is computed, of those that depend on no tangent."""
-    found = Behind(set(), set())
+    found = Behind(set(), set(), set())
     waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
     seen: set[fx.Node] = set()
     while waiting:
@@ -68,7 +71,7 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
         if name_of(node) in SOLUTIONS:
             found.factors.add(node.name)
         if name_of(node) in VIEWS or name_of(node) == "getitem":
-            for names in found:
+            for names in (found.factors, found.rows):
                 if any(source.name in names for source in node.all_input_nodes):
                     names.add(node.name)
     return found

@@ -17,6 +17,7 @@ from ..config import Config
 from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
 from ..readers.observer import FEWER
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
+from .gates import is_sigmoid
 from .joint import MERGING, VIEWS, fewest, name_of, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
@@ -95,7 +96,7 @@ def needs(
     producers : mapping of str to fx.Node, optional
         The forward's node of each input of a backward graph.
     behind : Behind
-        The values from which the forward computes divisors.
+        The values from which the forward computes divisors, and functions that saturate.
     """
     found: dict[str, Need] = {}
     for node in reversed(graph.nodes):
@@ -110,7 +111,7 @@ def needs(
             elif user.name in tangent:
                 all_needs.append(_read(node, user, config, producers or {}))
             else:
-                all_needs.append(_recomputed(node, user, found, data))
+                all_needs.append(_recomputed(node, user, found, data, behind.saturating))
         if not all_needs:
             found[node.name] = Need(Reading("", "", AS_SHAPE, "backward reads only the shape"))
             continue
@@ -183,14 +184,18 @@ def _read(node: fx.Node, user: fx.Node, config: Config, producers: Mapping[str, 
     return _unknown(user)
 
 
-def _recomputed(node: fx.Node, user: fx.Node, found: dict[str, Need], data: Collection[str]) -> Need:
+def _recomputed(
+    node: fx.Node, user: fx.Node, found: dict[str, Need], data: Collection[str], saturating: Collection[str]
+) -> Need:
     """Return the need of an operator that backward runs again."""
     name, behind = name_of(user), found[user.name]
     if behind.reading.need == AS_SHAPE.need or name in COMPARISONS:
         # The forward compares, see masks.py.
         return Need(Reading(name, "operand", AS_SHAPE, "compared in the forward"))
+    if user.name in saturating:
+        return Need(Reading(name, "self", BFLOAT16, "the gradient is largest where it is small"))
     if name in ("exp", "exp2"):
-        if _is_density(user) or _is_sigmoid(user):
+        if _is_density(user) or is_sigmoid(user):
             return Need(Reading(name, "self", AS_CODES, "the derivative is a smooth bounded function of it"))
         return Need(Reading(name, "self", LOG, "the derivative takes the exponential of it"))
     if name in _BOUNDED:
@@ -355,18 +360,6 @@ def _is_density(exp: fx.Node) -> bool:
         return False
     is_square = name_of(square) == "mul" and square.args[0] is square.args[1]
     return is_square or (name_of(square) == "pow" and bool(square.args[1] == 2))
-
-
-def _is_sigmoid(exp: fx.Node) -> bool:
-    """Return whether an exponential serves only 1 / (1 + exp(-x))."""
-    if name_of(exp.args[0]) != "neg":
-        return False
-    for user in exp.users:
-        if name_of(user) != "add" or 1 not in [a for a in user.args if isinstance(a, (int, float))]:
-            return False
-        if not all(name_of(u) == "reciprocal" or (name_of(u) == "div" and u.args[1] is user) for u in user.users):
-            return False
-    return True
 
 
 def _is_rotation(user: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from ..config import Config
 from ..torch_private.partitions import min_cut, sizes_and_bans
 from .costs import Costs
 from .divisors import behind_divisors
+from .gates import saturating
 from .graphs import SavedValue
 from .joint import Joint
 from .rewrite import rewrite
@@ -46,6 +47,7 @@ def partition(
         separate_indices(joint, known)
         known = Joint(joint, num_outputs, static)
     behind = behind_divisors(joint.graph, known.tangent, config.group_size)
+    behind = behind._replace(saturating=saturating(joint.graph, known.backward))
     with sizes_and_bans(Costs(joint, known, config, behind), lift=config.mode == "int8"):
         forward, backward = min_cut(joint, joint_inputs, **kwargs)
     return forward, backward, rewrite(forward, backward, num_outputs, known, config, behind)
