@@ -301,11 +301,19 @@ def limits(growth: str) -> None:
     change("max_split_size_mb:256")
     assert torch.cuda.memory._snapshot()["allocator_settings"]["max_split_size"] == 256 * MIB
     assert torch.cuda.get_per_process_memory_fraction() == 0.1
-    other = growth == "malloc"
-    for refused in (f"expandable_segments:{other}", "max_split_size_mb:1", "no_such_key:1"):
+    other = "vmm" if growth == "malloc" else "malloc"
+    for refused in (f"growth:{other}", "max_split_size_mb:1", "no_such_key:1"):
         with pytest.raises((ValueError, RuntimeError)):
             change(refused)
     assert torch.cuda.memory._snapshot()["allocator_settings"]["max_split_size"] == 256 * MIB
+    with pytest.warns(UserWarning, match="'expandable_segments' has no effect"):
+        change("expandable_segments:True")
+    change("expandable_segments:False,pinned_num_register_threads:8")
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    assert settings["max_split_size"] == -1
+    assert settings["expandable_segments"] == (growth == "vmm")
+    assert settings["pinned_num_register_threads"] == 8
+    change("pinned_num_register_threads:1")
 
 
 def convolution() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import pyactcomp
 from pyactcomp import PyactcompError, _core, allocator
-from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, attach, plain, subclass
+from pyactcomp.allocator import AllocatorConfig, attach, plain, subclass
 
 MIB = 1 << 20
 
@@ -34,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Sim
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: told.cuda_initialized)
     monkeypatch.setattr(_core, "runtime_configure", told.configured.append, raising=False)
     monkeypatch.setattr(_core, "runtime_capsule", lambda: "capsule", raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: None)
     return told
 
 
@@ -179,23 +179,18 @@ def test_enabling_twice_names_the_settings_that_hold(machine: SimpleNamespace) -
     assert len(machine.configured) == len(machine.installed) == 1
 
 
-def test_settings_of_torch_reach_the_running_allocators(
+def test_torchs_settings_change_the_running_allocator(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = CachingAllocator(SimulatedDevice("64MiB"), AllocatorConfig(memory_fraction=0.75))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(_core, "runtime_existing", {0: running}.get, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(_core, "runtime_config", lambda: AllocatorConfig(max_split_size="64MiB"), raising=False)
     machine.subclass = (machine.module, None)
-    allocator.enable()
+    allocator.enable(max_split_size="64MiB")
     with pytest.warns(FutureWarning, match="deprecated"):
         torch.cuda.memory._set_allocator_settings("max_split_size_mb:32")
     assert machine.configured[-1] == AllocatorConfig(max_split_size="32MiB")
-    # The device keeps the fraction that is its own.
-    assert running.config == AllocatorConfig(max_split_size="32MiB", memory_fraction=0.75)
-    with pytest.raises(ValueError, match="'backend' has no use in this allocator"):
-        torch._C._accelerator_setAllocatorSettings("backend:cudaMallocAsync")
-    assert running.config == AllocatorConfig(max_split_size="32MiB", memory_fraction=0.75)
+    torch._C._accelerator_setAllocatorSettings("")
+    assert machine.configured[-1] == AllocatorConfig(max_split_size="64MiB")
 
 
 def test_disabled_by_the_environment_nothing_happens_and_nothing_raises(

@@ -146,19 +146,6 @@ void set(Config& config, const Setting& setting, std::string_view key, std::stri
              setting.field);
 }
 
-/// PyTorch's keys without a use here, and advice for each.
-constexpr struct {
-  std::string_view name, advice;
-} kForeignKeys[] = {
-    {"backend", "it chooses among PyTorch's own allocators, which this one replaces: leave it out"},
-    {"release_lock_on_cudamalloc", "it concerns PyTorch's native allocator alone: leave it out"},
-    {"release_lock_on_hipmalloc", "it concerns PyTorch's native allocator alone: leave it out"},
-    {"graph_capture_record_stream_reuse",
-     "memory recorded on other streams is reused after the capture only: leave it out"},
-    {"throw_on_cudamalloc_oom", "an allocation that fails always raises out of memory: leave it out"},
-    {"expandable_segments_reserve", "addresses are reserved as they are needed: leave it out"},
-    {"expandable_segments_reserve_by_class", "addresses are reserved as they are needed: leave it out"},
-};
 constexpr std::string_view kHostPrefix = "pinned_";
 
 const Setting& find_setting(std::string_view key) {
@@ -169,8 +156,10 @@ const Setting& find_setting(std::string_view key) {
       accepted.append(accepted.empty() ? "" : ", ").append(each);
     }
   }
-  for (const auto& foreign : kForeignKeys) {
-    if (foreign.name == key) reject("PyTorch's setting '", key, "' has no use in this allocator: ", foreign.advice);
+  for (const ForeignKey& foreign : kForeignKeys) {
+    if (foreign.name == key) {
+      reject("PyTorch's setting '", key, "' has no use in this allocator: ", foreign.reason, ": leave it out");
+    }
   }
   if (key.substr(0, kHostPrefix.size()) == kHostPrefix) {
     reject("PyTorch's setting '", key,

@@ -99,6 +99,21 @@ inline constexpr Setting kSettings[] = {
      "reserved for the large pool at a device's first allocation"},
 };
 
+struct ForeignKey {
+  std::string_view name, reason;
+};
+
+/// PyTorch's keys without an effect here, and the reason for each.
+inline constexpr ForeignKey kForeignKeys[] = {
+    {"backend", "it chooses among PyTorch's own allocators, which this one replaces"},
+    {"release_lock_on_cudamalloc", "it concerns PyTorch's native allocator alone"},
+    {"release_lock_on_hipmalloc", "it concerns PyTorch's native allocator alone"},
+    {"graph_capture_record_stream_reuse", "memory recorded on other streams is reused after the capture only"},
+    {"throw_on_cudamalloc_oom", "an allocation that fails always raises out of memory"},
+    {"expandable_segments_reserve", "addresses are reserved as they are needed"},
+    {"expandable_segments_reserve_by_class", "addresses are reserved as they are needed"},
+};
+
 /// Parses PyTorch's syntax, "max_split_size_mb:512,growth:vmm", and returns `base` with these settings; keys are
 /// PyTorch's wherever PyTorch has the setting. Throws std::invalid_argument naming the key or value and the accepted
 /// ones.

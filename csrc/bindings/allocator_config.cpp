@@ -120,6 +120,13 @@ py::dict settings() {
   return result;
 }
 
+/// PyTorch's keys without an effect, with the reasons.
+py::dict foreign() {
+  py::dict result;
+  for (const alloc::ForeignKey& key : alloc::kForeignKeys) result[py::str(key.name)] = key.reason;
+  return result;
+}
+
 }  // namespace
 
 void bind_config(py::module_& module) {
@@ -127,6 +134,7 @@ void bind_config(py::module_& module) {
                           "Settings of an allocator; sizes are bytes or texts like '512MiB'.");
   type.def(py::init(&make_config))
       .def_static("settings", &settings)
+      .def_static("foreign", &foreign)
       .def_static(
           "parse",
           [](const std::string& text, const std::optional<Config>& base) {

@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
-from .. import _core, torch_private
+from .. import _core
 from .._core import AllocatorConfig
 from ..errors import PyactcompError
-from . import plain, settings, subclass
+from . import plain, runtime_settings, settings, subclass
 
 _active: AllocatorConfig | None = None
 _by_variable = False
@@ -199,7 +199,7 @@ def _install(extension: ModuleType, config: AllocatorConfig) -> None:
 def _attached(config: AllocatorConfig) -> None:
     global _active
     # torch parses settings itself and does not forward them to the allocator.
-    torch_private.replace_entry_points({"_accelerator_setAllocatorSettings": _set_allocator_settings})
+    runtime_settings.attach(config)
     _active = config
 
 
@@ -218,13 +218,3 @@ def _attach_pluggable(config: AllocatorConfig, missing: str | None) -> None:
         f"raise: {', '.join(plain.MISSING)}.",
         stacklevel=4,
     )
-
-
-def _set_allocator_settings(text: str) -> None:
-    """Change settings of the running allocator, as torch.cuda.memory._set_allocator_settings does for torch's own."""
-    running = [_core.runtime_existing(index) for index in range(torch.cuda.device_count())]
-    # Each device may have a memory fraction of its own.
-    changed = [(device, AllocatorConfig.parse(text, device.config)) for device in running if device is not None]
-    _core.runtime_configure(AllocatorConfig.parse(text, _core.runtime_config()))
-    for device, config in changed:
-        device.configure(config)

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import Node
 
 __all__ = [
+    "allocator_settings_setter",
     "backend_being_traced",
     "being_traced",
     "checkpointed_run",
@@ -250,6 +251,11 @@ def history_enabled() -> bool:
     """Return whether torch records the history of CUDA memory."""
     # Before CUDA is initialised there is no allocator, and torch 2.11 does not check.
     return torch.cuda.is_initialized() and bool(torch._C._cuda_isHistoryEnabled())  # type: ignore[no-untyped-call]
+
+
+def allocator_settings_setter() -> Callable[[str], None]:
+    """Return torch's own function that parses and sets its allocators' settings."""
+    return torch._C._accelerator_setAllocatorSettings
 
 
 def replace_entry_points(functions: Mapping[str, Callable[..., object]]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from . import (
+    allocator_settings_setter,
     backend_being_traced,
     being_traced,
     checkpointed_run,
@@ -360,6 +361,7 @@ def _test_entry_points() -> None:
     for name, caller in callers.items():
         assert name in inspect.unwrap(caller).__code__.co_names, f"{caller.__name__} does not look {name} up"
         assert hasattr(torch._C, name) or torch.version.cuda is None, f"torch._C has no {name}"
+    assert allocator_settings_setter() is torch._C._accelerator_setAllocatorSettings
     replace_entry_points({"_pyactcomp_self_test": _test_entry_points})
     assert vars(torch._C).pop("_pyactcomp_self_test") is _test_entry_points
 
