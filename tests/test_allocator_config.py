@@ -41,6 +41,8 @@ INTERVALS = [1 << i for i in range(16)]  # in MiB: from 1 MiB to 32 GiB
         ("per_process_memory_fraction:0.5", {"memory_fraction": 0.5}),
         ("initial_pool_size:1.5GiB", {"initial_pool_size": 1536 * MIB}),
         ("initial_pool_size_mb:100", {"initial_pool_size": 100 * MIB}),
+        ("graph_capture_record_stream_reuse:True", {"graph_capture_record_stream_reuse": True}),
+        ("graph_capture_record_stream_reuse:False", {}),
         ("max_split_size_mb:64,growth:malloc", {"max_split_size": 64 * MIB, "growth": "malloc"}),
         (" max_split_size_mb : 64 , growth : malloc ", {"max_split_size": 64 * MIB, "growth": "malloc"}),
     ],
@@ -143,6 +145,7 @@ def test_sizes_that_overflow_are_refused(text: str) -> None:
         ("memory_fraction:1.5", "memory_fraction must be from 0 to 1, got 1.5"),
         ("memory_fraction:inf", "memory_fraction must be from 0 to 1"),
         ("per_process_memory_fraction:half", "per_process_memory_fraction takes a number from 0 to 1, got 'half'"),
+        ("graph_capture_record_stream_reuse:1", "graph_capture_record_stream_reuse is 'True' or 'False', got '1'"),
         ("growth", "expected key:value,key:value, got 'growth'"),
         ("growth:vmm,", "expected key:value,key:value, got ''"),
         ("growth=vmm", "expected key:value,key:value, got 'growth=vmm'"),
@@ -174,7 +177,6 @@ def test_an_unknown_key_is_named_with_all_accepted_ones() -> None:
     [
         ("backend", "leave it out"),
         ("release_lock_on_cudamalloc", "leave it out"),
-        ("graph_capture_record_stream_reuse", "leave it out"),
         ("throw_on_cudamalloc_oom", "leave it out"),
         ("pinned_use_cuda_host_register", "PYTORCH_ALLOC_CONF"),
         ("pinned_num_register_threads", "PYTORCH_ALLOC_CONF"),
@@ -203,6 +205,7 @@ def _sizes(least: int, step: int = 1) -> st.SearchStrategy[int]:
     threshold=st.floats(0, 1, exclude_max=True),
     fraction=st.floats(0, 1),
     initial=_sizes(0),
+    reuse=st.booleans(),
 )
 def test_text_of_settings_parses_to_the_same_settings(
     growth: str,
@@ -212,6 +215,7 @@ def test_text_of_settings_parses_to_the_same_settings(
     threshold: float,
     fraction: float,
     initial: int,
+    reuse: bool,
 ) -> None:
     config = AllocatorConfig(
         growth=growth,
@@ -221,6 +225,7 @@ def test_text_of_settings_parses_to_the_same_settings(
         garbage_collection_threshold=threshold,
         memory_fraction=fraction,
         initial_pool_size=initial,
+        graph_capture_record_stream_reuse=reuse,
     )
     assert AllocatorConfig.parse(str(config)) == config
 
@@ -274,7 +279,9 @@ def test_settings_are_taken_by_position_in_the_order_of_the_table() -> None:
 
 
 def test_an_unknown_keyword_is_named_with_all_accepted_ones() -> None:
-    with pytest.raises(TypeError, match=r"AllocatorConfig takes growth, .*initial_pool_size, got .*'max_split'"):
+    with pytest.raises(
+        TypeError, match=r"AllocatorConfig takes growth, .*graph_capture_record_stream_reuse, got .*'max_split'"
+    ):
         AllocatorConfig(max_split=1)  # type: ignore[call-arg]
 
 
@@ -288,3 +295,5 @@ def test_replace_keeps_the_other_settings_and_the_checks() -> None:
         base.replace(large_segment_size="128MiB")
     with pytest.raises(TypeError, match="memory_fraction must be a number"):
         base.replace(memory_fraction=None)
+    with pytest.raises(TypeError, match="graph_capture_record_stream_reuse must be True or False"):
+        base.replace(graph_capture_record_stream_reuse=1)

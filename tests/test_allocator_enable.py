@@ -136,6 +136,7 @@ def test_every_keyword_sets_its_setting(machine: SimpleNamespace) -> None:
         "garbage_collection_threshold": 0.75,
         "memory_fraction": 0.5,
         "initial_pool_size": 128 * MIB,
+        "graph_capture_record_stream_reuse": True,
     }
     assert set(given) == set(AllocatorConfig.settings())
     allocator.enable(**given)  # type: ignore[arg-type]

@@ -146,6 +146,7 @@ def test_one_number_of_divisions_is_read_as_torch_reads_it(number: str) -> None:
         # This allocator's own keys and spellings.
         ("max_split_size:512 MiB,initial_pool_size_mb:4", {"max_split_size": 512 * MIB, "initial_pool_size": 4 * MIB}),
         ("growth:vmm,memory_fraction:0.5", {"memory_fraction": 0.5}),
+        ("graph_capture_record_stream_reuse : True", {"graph_capture_record_stream_reuse": True}),
     ],
 )
 def test_several_entries_are_read_in_their_order(text: str, expected: dict[str, object]) -> None:
@@ -270,6 +271,7 @@ def test_other_keys_without_an_effect_warn_once(key: str, running: SimpleNamespa
         ("max_split_size_mb:32,,", RuntimeError, "Index out of bounds in ConfigTokenizer"),
         ("max_split_size_mb:1", ValueError, "max_split_size must be at least large_segment_size"),
         ("per_process_memory_fraction:1.5,pinned_x:1", ValueError, "memory_fraction must be from 0 to 1, got 1.5"),
+        ("graph_capture_record_stream_reuse:true", ValueError, r"is 'True' or 'False', got 'true'"),
         ("growth:malloc", ValueError, "growth cannot change while the allocator runs, and is 'vmm'; got growth:malloc"),
         ("growth:cuda", ValueError, "growth is 'vmm' or 'malloc', got 'cuda'"),
     ],

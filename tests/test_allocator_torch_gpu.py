@@ -38,6 +38,12 @@ def test_torch_cuda_works_as_with_its_own_allocator(case: str, growth: str) -> N
     run_case(CASES, case, growth)
 
 
+@both_growths
+@pytest.mark.parametrize("case", ["graph_takes_the_memory_of_one_step", "streams_that_do_not_join_keep_their_memory"])
+def test_memory_is_reused_within_a_capture(case: str, growth: str) -> None:
+    run_case("allocator_capture_cases.py", case, growth)
+
+
 @pytest.mark.parametrize("case", ["convolution", "profiled", "gpu_trace", "raw", "pinned_loader"])
 def test_torch_works_as_with_its_own_allocator(case: str) -> None:
     run_case(CASES, case)

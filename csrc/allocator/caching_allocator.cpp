@@ -37,6 +37,7 @@ CachingAllocator::CachingAllocator(std::shared_ptr<Device> device, const Config&
       heap_(supported(config, *device_)),
       order_(*device_),
       malloc_(make_malloc_supply(heap_, *device_, order_)),
+      capture_order_(*device_),
       store_(device_) {
   if (heap_.config.growth == Growth::kVmm) vmm_ = make_vmm_supply(heap_, *device_, order_);
   if (heap_.config.growth == Growth::kExpandable) vmm_ = make_expandable_supply(heap_, *device_, order_);
@@ -75,10 +76,12 @@ Address CachingAllocator::allocate(Bytes size, Stream stream, Context context, T
   }
   request.size = heap_.round_size(size);
   collect_freed();
+  const auto capture = capturing() ? reuse_joined(stream) : std::nullopt;
   if (!paused_.empty()) resume_for(group_for(stream, tag), lock);
   Block* block = find_fit(paused_.empty() ? group_for(stream, tag) : running_group(stream, tag), request);
   if (!block) block = obtain(request, lock);
   block = heap_.allocate(block, request);
+  if (capture) captured_[block] = *capture;
   if (!scopes_.empty()) {
     Scope& scope = scopes_.back();
     scope.peak = std::max(scope.peak, heap_.stats.allocated_bytes.all().current);
@@ -260,12 +263,14 @@ bool CachingAllocator::try_free(Address address, Context context) {
 
 void CachingAllocator::free_block(Block& block, const Context& context) {
   if (block.shared) end_sharing(block);
+  std::optional<CaptureOrder::Marks> marks;
+  if (!captured_.empty()) marks = marks_of_free(block);
   if (block.uses.empty()) {
     heap_.request_free(&block, context);
     heap_.release(&block, context);
   } else if (capturing()) {
     heap_.request_free(&block, context);
-    deferred_.push_back(&block);
+    deferred_.push_back({&block, std::move(marks)});
   } else {
     bool pending = true;
     try {
@@ -275,22 +280,6 @@ void CachingAllocator::free_block(Block& block, const Context& context) {
     }
     heap_.request_free(&block, context);
     if (!pending) unordered_.push_back(&block);
-  }
-}
-
-void CachingAllocator::collect_freed() {
-  if (capturing()) return;
-  while (!deferred_.empty()) {
-    Block* const block = deferred_.back();
-    deferred_.pop_back();
-    try {
-      order_.add_pending(block);
-    } catch (const DeviceError&) {
-      unordered_.push_back(block);
-    }
-  }
-  if (order_.has_pending()) {
-    order_.poll_pending([this](Block* block) { heap_.release(block, {}); });
   }
 }
 

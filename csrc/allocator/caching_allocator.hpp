@@ -2,15 +2,18 @@
 #pragma once
 
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "allocator/allocator.hpp"
+#include "allocator/capture_order.hpp"
 #include "allocator/heap.hpp"
 #include "allocator/host_store.hpp"
 #include "allocator/stream_order.hpp"
@@ -98,6 +101,11 @@ class CachingAllocator final : public Allocator {
     std::shared_ptr<const HostStore::Chunk> chunk;
     Bytes at;  ///< in the chunk
   };
+  /// A block freed during a capture, when no event may be recorded.
+  struct Deferred {
+    Block* block;
+    std::optional<CaptureOrder::Marks> marks;  ///< nullopt: free after the capture only
+  };
   struct Paused {
     bool resume_on_allocation = false;
     std::vector<Saved> saved;
@@ -124,6 +132,11 @@ class CachingAllocator final : public Allocator {
   void free_block(Block& block, const Context& context);
   void end_sharing(Block& block);
   void collect_freed();
+  /// Frees the deferred blocks whose other streams' work runs before the stream's next work in the graph; returns the
+  /// stream's capture. nullopt without the setting or the capture.
+  std::optional<CaptureId> reuse_joined(Stream stream);
+  /// What a free has to wait for within the capture that allocated the block; nullopt: for the end of the capture.
+  std::optional<CaptureOrder::Marks> marks_of_free(Block& block);
 
   /// Sets request.pool to the group's pool; returns the best free block there, or nullptr.
   Block* find_fit(PoolGroup& group, Request& request);
@@ -151,7 +164,10 @@ class CachingAllocator final : public Allocator {
   std::unique_ptr<Supply> malloc_;  ///< also for private pools with a SegmentSource
   std::unique_ptr<Supply> vmm_;     ///< growth by virtual memory; nullptr under malloc growth
   std::vector<std::pair<PoolId, std::function<bool(Stream)>>> captures_;
-  std::vector<Block*> deferred_;   ///< freed during a capture, when no event may be recorded
+  CaptureOrder capture_order_;
+  std::unordered_map<const Block*, CaptureId>
+      captured_;  ///< live blocks that captured work allocated, under the setting
+  std::list<Deferred> deferred_;
   std::vector<Block*> unordered_;  ///< deferred, on destroyed streams: released after the next device synchronisation
   std::vector<Scope> scopes_;
   HostStore store_;

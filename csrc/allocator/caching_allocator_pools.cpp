@@ -70,6 +70,8 @@ void CachingAllocator::end_allocate_to_pool(PoolId pool) {
       std::find_if(captures_.begin(), captures_.end(), [&](const auto& each) { return each.first == pool; });
   require(found != captures_.end(), pool, "no allocations go to the private pool ");
   captures_.erase(found);
+  capture_order_.forget();
+  if (!capturing()) captured_.clear();
 }
 
 void CachingAllocator::create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source, Tag tag) {
@@ -153,6 +155,7 @@ CheckpointDelta CachingAllocator::restore(const PoolCheckpoint& checkpoint) {
   }
   for (Block* block : in_use) {
     delta.freed.push_back(block->address);
+    captured_.erase(block);
     block->uses.clear();
     if (block->shared) end_sharing(*block);
     heap_.request_free(block, {});

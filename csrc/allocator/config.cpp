@@ -142,6 +142,12 @@ void set(Config& config, const Setting& setting, std::string_view key, std::stri
                             reject(key, " takes a number from 0 to 1, got '", value, "'");
                           }
                         },
+                        [&](bool Config::* field) {
+                          if (value != "True" && value != "False") {
+                            reject(key, " is 'True' or 'False', got '", value, "'");
+                          }
+                          config.*field = value == "True";
+                        },
                         [&](Divisions Config::* field) { config.*field = parse_divisions(value); }},
              setting.field);
 }
@@ -171,6 +177,8 @@ const Setting& find_setting(std::string_view key) {
 std::string text_of(Growth growth) { return growth == Growth::kVmm ? "vmm" : "malloc"; }
 
 std::string text_of(Bytes size) { return size % kMiB == 0 ? format_bytes(size) : std::to_string(size) + " bytes"; }
+
+std::string text_of(bool value) { return value ? "True" : "False"; }
 
 std::string text_of(double value) {
   char buffer[32];

@@ -38,6 +38,7 @@ struct Config {
   double garbage_collection_threshold = 0.0;
   double memory_fraction = 1.0;
   Bytes initial_pool_size = 0;
+  bool graph_capture_record_stream_reuse = false;
 
   friend bool operator==(const Config& a, const Config& b);
 };
@@ -47,7 +48,7 @@ constexpr bool is_power_of_two(std::uint64_t value) { return value != 0 && (valu
 struct Setting {
   std::string_view name;   ///< key, keyword and property
   std::string_view alias;  ///< PyTorch's key, if different; else empty
-  std::variant<Growth Config::*, Bytes Config::*, double Config::*, Divisions Config::*> field;
+  std::variant<Growth Config::*, Bytes Config::*, double Config::*, Divisions Config::*, bool Config::*> field;
   std::string_view families;  ///< the replay's allocators with this setting, separated by spaces
   std::string_view range;     ///< in words, after "must be"; an error adds the values of the settings named here
   bool (*in_range)(const Config& config);
@@ -97,6 +98,10 @@ inline constexpr Setting kSettings[] = {
      "the largest share of the device's memory to reserve"},
     {"initial_pool_size", "", &Config::initial_pool_size, "pyactcomp", "any size", [](const Config&) { return true; },
      "reserved for the large pool at a device's first allocation"},
+    {"graph_capture_record_stream_reuse", "", &Config::graph_capture_record_stream_reuse, "pyactcomp", "True or False",
+     [](const Config&) { return true; },
+     "reuse memory recorded on other streams within the capture of a CUDA graph, once these streams have joined; else "
+     "after the capture"},
 };
 
 struct ForeignKey {
@@ -108,7 +113,6 @@ inline constexpr ForeignKey kForeignKeys[] = {
     {"backend", "it chooses among PyTorch's own allocators, which this one replaces"},
     {"release_lock_on_cudamalloc", "it concerns PyTorch's native allocator alone"},
     {"release_lock_on_hipmalloc", "it concerns PyTorch's native allocator alone"},
-    {"graph_capture_record_stream_reuse", "memory recorded on other streams is reused after the capture only"},
     {"throw_on_cudamalloc_oom", "an allocation that fails always raises out of memory"},
     {"expandable_segments_reserve", "addresses are reserved as they are needed"},
     {"expandable_segments_reserve_by_class", "addresses are reserved as they are needed"},

@@ -12,9 +12,9 @@
 namespace pac::alloc {
 
 /// Raise this whenever a layout or a virtual function changes in a header that crosses libraries.
-constexpr std::uint32_t kRuntimeVersion = 2;
+constexpr std::uint32_t kRuntimeVersion = 3;
 /// Name of the capsule with _core's Runtime*.
-constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v2";
+constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v3";
 /// Environment variable with the settings of a process without a call to configure(), in parse_config's syntax.
 constexpr char kConfigVariable[] = "PYACTCOMP_ALLOC_CONF";
 

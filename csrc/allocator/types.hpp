@@ -12,8 +12,10 @@ using Address = std::uint64_t;
 using Bytes = std::uint64_t;
 using Stream = std::uint64_t;  ///< the value of a cudaStream_t; 0 is the default stream
 using Event = std::uint64_t;
-using Handle = std::uint64_t;  ///< mappable physical memory
-using Tag = std::uint32_t;     ///< a part of the memory, paused and resumed together; 0: memory without a tag
+using CaptureId = std::uint64_t;  ///< of one capture of work into a graph, and of no other in the process
+using GraphNode = std::uint64_t;  ///< of a graph being captured
+using Handle = std::uint64_t;     ///< mappable physical memory
+using Tag = std::uint32_t;        ///< a part of the memory, paused and resumed together; 0: memory without a tag
 
 constexpr Bytes operator""_KiB(unsigned long long count) { return count << 10; }
 constexpr Bytes operator""_MiB(unsigned long long count) { return count << 20; }

@@ -23,6 +23,7 @@ using alloc::Setting;
 py::object to_python(Growth growth) { return py::str(growth == Growth::kVmm ? "vmm" : "malloc"); }
 py::object to_python(Bytes size) { return size == alloc::kUnlimited ? py::object(py::none()) : py::int_(size); }
 py::object to_python(double share) { return py::float_(share); }
+py::object to_python(bool value) { return py::bool_(value); }
 py::object to_python(const Divisions& divisions) {
   py::dict result;
   for (std::size_t interval = 0; interval < divisions.size(); ++interval) {
@@ -46,6 +47,11 @@ void read(const char* name, py::handle value, Growth& growth) {
 
 void read(const char* name, py::handle value, Bytes& size) { size = to_bytes(name, value); }
 void read(const char* name, py::handle value, double& share) { share = to_share(name, value); }
+
+void read(const char* name, py::handle value, bool& flag) {
+  if (!py::isinstance<py::bool_>(value)) throw py::type_error(std::string(name) + " must be True or False");
+  flag = value.cast<bool>();
+}
 
 /// One number of divisions for every interval, or {lower bound in MiB: divisions}, where ">" means all that are larger.
 void read(const char* name, py::handle value, Divisions& divisions) {

@@ -32,6 +32,7 @@ py::dict calls(const SimulatedDevice& device) {
   result["query"] = calls.query;
   result["wait"] = calls.wait;
   result["synchronize"] = calls.synchronize;
+  result["dependencies"] = calls.dependencies;
   result["synchronising"] = calls.synchronising;
   return result;
 }
@@ -58,6 +59,23 @@ void bind_simulated_device(py::module_& module) {
             self.fail(call, to_number("count", count), to_number("skip", skip));
           },
           py::arg("call"), py::arg("count") = 1, py::arg("skip") = 0)
+      .def(
+          "begin_capture",
+          [](SimulatedDevice& self, const py::object& stream) { self.begin_capture(to_number("stream", stream)); },
+          py::arg("stream"))
+      .def(
+          "launch", [](SimulatedDevice& self, const py::object& stream) { self.launch(to_number("stream", stream)); },
+          py::arg("stream"))
+      .def(
+          "join",
+          [](SimulatedDevice& self, const py::object& stream, const py::object& awaited) {
+            self.join(to_number("stream", stream), to_number("awaited", awaited));
+          },
+          py::arg("stream"), py::arg("awaited"))
+      .def(
+          "end_capture",
+          [](SimulatedDevice& self, const py::object& stream) { self.end_capture(to_number("stream", stream)); },
+          py::arg("stream"))
       .def("calls", &calls)
       .def(
           "write",

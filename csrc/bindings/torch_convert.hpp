@@ -175,6 +175,7 @@ inline AllocatorConfigInfo to_torch(const alloc::Config& config) {
   result.last_allocator_settings = alloc::to_string(config);
   result.roundup_power2_divisions.assign(config.roundup_power2_divisions.begin(),
                                          config.roundup_power2_divisions.end());
+  result.graph_capture_record_stream_reuse = config.graph_capture_record_stream_reuse;
   // Host memory stays torch's.
   result.pinned_num_register_threads = CUDAAllocatorConfig::pinned_num_register_threads();
   result.pinned_use_host_register = CUDAAllocatorConfig::pinned_use_cuda_host_register();

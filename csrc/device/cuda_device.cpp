@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <sstream>
 #include <string>
 
@@ -50,6 +51,17 @@ void* host_pointer(Address address) {
 
 CUstream stream_of(Stream stream) {
   return reinterpret_cast<CUstream>(stream);  // NOLINT(performance-no-int-to-ptr)
+}
+
+CUgraphNode node_of(GraphNode node) {
+  return reinterpret_cast<CUgraphNode>(node);  // NOLINT(performance-no-int-to-ptr)
+}
+
+std::vector<GraphNode> numbers_of(const CUgraphNode* nodes, std::size_t count) {
+  std::vector<GraphNode> numbers;
+  std::transform(nodes, nodes + count, std::back_inserter(numbers),
+                 [](CUgraphNode node) { return reinterpret_cast<GraphNode>(node); });
+  return numbers;
 }
 
 }  // namespace
@@ -411,6 +423,32 @@ void CudaDevice::recycle(Event event) {
   } else {
     give_back({"cuEventDestroy"}, [&] { return driver_.cuEventDestroy(event_of(event)); });
   }
+}
+
+std::optional<Device::Capture> CudaDevice::capture(Stream stream) {
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  if (driver_.stream_capture_info == nullptr || driver_.node_dependencies == nullptr) return std::nullopt;
+  CUstreamCaptureStatus state = CU_STREAM_CAPTURE_STATUS_NONE;
+  cuuint64_t id = 0;
+  const CUgraphNode* nodes = nullptr;
+  std::size_t count = 0;
+  const CUresult status =
+      inside([&] { return driver_.stream_capture_info(stream_of(stream), &state, &id, nullptr, &nodes, &count); });
+  // Refused for the default stream beside a capture too: memory is then reused after the capture.
+  if (status != CUDA_SUCCESS || state != CU_STREAM_CAPTURE_STATUS_ACTIVE) return std::nullopt;
+  return Capture{id, numbers_of(nodes, count)};
+}
+
+std::vector<GraphNode> CudaDevice::dependencies(GraphNode node) {
+  if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
+  std::size_t count = 0;
+  if (inside([&] { return driver_.node_dependencies(node_of(node), nullptr, &count); }) != CUDA_SUCCESS) return {};
+  std::vector<CUgraphNode> nodes(count);
+  if (count == 0 ||
+      inside([&] { return driver_.node_dependencies(node_of(node), nodes.data(), &count); }) != CUDA_SUCCESS) {
+    return {};
+  }
+  return numbers_of(nodes.data(), count);
 }
 
 void CudaDevice::synchronize() {

@@ -56,6 +56,8 @@ class CudaDevice final : public Device {
   bool completed(Event event) override;
   void wait(Event event) override;
   void recycle(Event event) override;
+  std::optional<Capture> capture(Stream stream) override;
+  std::vector<GraphNode> dependencies(GraphNode node) override;
   void synchronize() override;
 
   /// Lets `peer` read and write all memory mapped here, now and later. Acquired memory needs cudaDeviceEnablePeerAccess

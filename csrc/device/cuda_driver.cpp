@@ -57,6 +57,8 @@ CudaDriver load() {
   driver.sharing = complete;
 #undef PAC_LOAD
 #undef PAC_NAME
+  driver.stream_capture_info = found<StreamCaptureInfo>(library, "cuStreamGetCaptureInfo_v2");
+  driver.node_dependencies = found<NodeDependencies>(library, "cuGraphNodeGetDependencies");
 
   const CUresult status = driver.cuInit(0);
   if (status == CUDA_ERROR_NOT_INITIALIZED) throw DeviceError(kForkedAfterCuda);

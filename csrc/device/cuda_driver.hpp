@@ -7,6 +7,8 @@
 
 #include <cuda.h>
 
+#include <cstddef>
+
 namespace pac::alloc {
 
 #define PAC_DRIVER_CALLS(X)            \
@@ -53,14 +55,22 @@ namespace pac::alloc {
   X(cuMemExportToShareableHandle) \
   X(cuMemImportFromShareableHandle)
 
+// Queries of a graph being captured, without the data of its edges: newer headers declare only those with the data. A
+// query fails where an edge lets a kernel begin before another has ended.
+using StreamCaptureInfo = CUresult(CUDAAPI*)(CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*,
+                                             const CUgraphNode**, std::size_t*);
+using NodeDependencies = CUresult(CUDAAPI*)(CUgraphNode, CUgraphNode*, std::size_t*);
+
 struct CudaDriver {
 #define PAC_MEMBER(call) decltype(&::call) call = nullptr;
   PAC_DRIVER_CALLS(PAC_MEMBER)
   PAC_VIRTUAL_MEMORY_CALLS(PAC_MEMBER)
   PAC_SHARING_CALLS(PAC_MEMBER)
 #undef PAC_MEMBER
-  bool virtual_memory = false;  ///< all calls of virtual memory are there
-  bool sharing = false;         ///< and those that share virtual memory between processes
+  StreamCaptureInfo stream_capture_info = nullptr;  ///< null where the driver does not have it
+  NodeDependencies node_dependencies = nullptr;     ///< likewise
+  bool virtual_memory = false;                      ///< all calls of virtual memory are there
+  bool sharing = false;                             ///< and those that share virtual memory between processes
 };
 
 /// The initialised driver. Throws DeviceError without a driver or a device, and in a process forked after the

@@ -84,6 +84,17 @@ class Device {
   virtual std::optional<std::set<Stream>> advanced() { return std::nullopt; }
   virtual void wait(Event event) = 0;
   virtual void recycle(Event event) = 0;
+
+  // Order within a graph being captured.
+  struct Capture {
+    CaptureId id;
+    std::vector<GraphNode> frontier;  ///< what the stream's next work will depend on
+  };
+  /// nullopt if the stream is no part of a capture, or if the device cannot tell.
+  virtual std::optional<Capture> capture(Stream stream) = 0;
+  /// The nodes that this one starts after; some may be missing.
+  virtual std::vector<GraphNode> dependencies(GraphNode node) = 0;
+
   /// Waits for all work queued on all streams. Not called while a stream is being captured.
   virtual void synchronize() = 0;
 };

@@ -343,6 +343,7 @@ Handle SimulatedDevice::import_handle(const Process& owner, int descriptor, Byte
 
 Event SimulatedDevice::record(Stream stream) {
   const std::lock_guard lock(mutex_);
+  require(captured_.count(stream) == 0, "record", "stream ", stream, " is being captured");
   ++calls_.record;
   events_us_ += kRecordUs;
   const Event event = next_event_++;

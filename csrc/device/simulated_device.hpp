@@ -46,7 +46,7 @@ class SimulatedDevice final : public Device {
   struct Calls {
     std::uint64_t acquire = 0, release = 0, reserve = 0, unreserve = 0, create = 0, destroy = 0, map = 0, unmap = 0;
     std::uint64_t exports = 0, imports = 0;
-    std::uint64_t record = 0, query = 0, wait = 0, synchronize = 0;
+    std::uint64_t record = 0, query = 0, wait = 0, synchronize = 0, dependencies = 0;
     /// The calls that wait for the device: wait, synchronize and release.
     std::uint64_t synchronising = 0;
   };
@@ -88,6 +88,8 @@ class SimulatedDevice final : public Device {
   std::optional<std::set<Stream>> advanced() override;
   void wait(Event event) override;
   void recycle(Event event) override;
+  std::optional<Capture> capture(Stream stream) override;
+  std::vector<GraphNode> dependencies(GraphNode node) override;
   void synchronize() override;
 
   /// Host time in memory calls alone, without event calls.
@@ -103,6 +105,15 @@ class SimulatedDevice final : public Device {
   /// or "import") fail, after `skip` successful ones: acquire, acquire_host and create as out of memory, the others by
   /// throwing DeviceError. Replaces the earlier setting for the name.
   void fail(const std::string& call, std::uint64_t count, std::uint64_t skip = 0);
+
+  // A capture: work launched on its streams becomes nodes of a graph. Nodes are numbered anew once no capture is left.
+  void begin_capture(Stream stream);
+  /// Queues work on a stream of a capture.
+  void launch(Stream stream);
+  /// Lets the stream wait for the work of `awaited`, and become part of the capture.
+  void join(Stream stream, Stream awaited);
+  /// Ends the capture of the stream, for all its streams.
+  void end_capture(Stream stream);
 
   /// Writes or reads the 512 bytes at an address as one number; memory never written holds 0.
   void write(Address address, std::uint64_t value);
@@ -165,6 +176,7 @@ class SimulatedDevice final : public Device {
   void finish(Stream stream, Event last);
   void finish_all();
   Stream stream_of(const char* call, Event event) const;
+  Capture& capture_of(const char* call, Stream stream);
 
   Bytes capacity_;
   bool virtual_memory_;
@@ -196,6 +208,9 @@ class SimulatedDevice final : public Device {
   std::map<Stream, std::set<Event>> pending_;  // numbers ascend, so the oldest is the first
   std::map<Stream, Event> done_;               // the youngest completed event
   std::set<Stream> advanced_;
+  std::map<Stream, Capture> captured_;
+  std::map<GraphNode, std::vector<GraphNode>> nodes_;  // of the captures in progress, with their dependencies
+  CaptureId next_capture_ = 1;
   Event all_done_ = 0;  // the youngest point at which every stream had finished
   Event next_event_ = 1;
 };

@@ -27,6 +27,7 @@ def enable(
     garbage_collection_threshold: float | None = None,
     memory_fraction: float | None = None,
     initial_pool_size: int | str | None = None,
+    graph_capture_record_stream_reuse: bool | None = None,
 ) -> None:
     """Let this process's CUDA tensors live in pyactcomp's allocator.
 
@@ -58,6 +59,9 @@ def enable(
         Share of a device's memory for the allocator to reserve at most, 0 to 1.
     initial_pool_size : int or str, optional
         Bytes to reserve for the large pool at a device's first allocation from there.
+    graph_capture_record_stream_reuse : bool, optional
+        Reuse memory recorded on other streams within the capture of a CUDA graph, once these streams have joined. By
+        default the memory is reused after the capture.
 
     Raises
     ------
@@ -102,6 +106,7 @@ def enable(
             garbage_collection_threshold=garbage_collection_threshold,
             memory_fraction=memory_fraction,
             initial_pool_size=initial_pool_size,
+            graph_capture_record_stream_reuse=graph_capture_record_stream_reuse,
         )
         activate(given)
 

@@ -4,12 +4,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <list>
 #include <map>
+#include <vector>
 
 #ifndef FAKE_INIT_STATUS
 #define FAKE_INIT_STATUS 0
@@ -47,6 +50,14 @@ void* const kContext = &context_depth;
 void* const kEvent = &in_use;
 std::map<Number, std::size_t> allocated, reserved, created, imported, mapped, pinned;
 Number copied = 0;
+/// The one capture: the last nodes of its streams, and what each node depends on. A node is the address of an entry.
+using Nodes = std::vector<void*>;
+std::map<void*, Nodes> last_nodes;
+std::list<Nodes> nodes;
+constexpr Number kCapture = 77;
+constexpr int kActive = 1;
+constexpr int kLossyQuery = 911;
+bool early_launch = false;
 
 /// Whether the range lies within ranges of the map without a gap.
 bool covered(const std::map<Number, std::size_t>& ranges, Number begin, std::size_t size) {
@@ -127,6 +138,32 @@ Number fake_pinned() {
   Number bytes = 0;
   for (const auto& [address, size] : pinned) bytes += size;
   return bytes;
+}
+
+/// Makes the stream part of the capture, and queues work on the stream, behind the work of `awaited`.
+void fake_capture(void* stream, void* awaited) {
+  const Nodes behind = last_nodes[awaited];
+  Nodes& last = last_nodes[stream];
+  if (stream != awaited) last.insert(last.end(), behind.begin(), behind.end());
+  nodes.push_back(last);
+  last = {&nodes.back()};
+}
+/// From now on an edge of the graph lets a kernel begin early, which the query without the data of edges refuses.
+void fake_early_launch() { early_launch = true; }
+
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, Number* id, void**, void* const** last, std::size_t* count) {
+  const auto found = last_nodes.find(stream);
+  set(status, found == last_nodes.end() ? 0 : kActive);
+  if (found == last_nodes.end()) return 0;
+  set(id, kCapture);
+  set(last, static_cast<void* const*>(found->second.data()));
+  return set(count, found->second.size());
+}
+int cuGraphNodeGetDependencies(void* node, void** dependencies, std::size_t* count) {
+  if (early_launch) return kLossyQuery;
+  const Nodes& known = *static_cast<Nodes*>(node);
+  if (dependencies != nullptr) std::copy(known.begin(), known.end(), dependencies);
+  return set(count, known.size());
 }
 
 int cuInit(unsigned) { return FAKE_INIT_STATUS; }

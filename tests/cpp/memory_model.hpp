@@ -122,6 +122,8 @@ class WatchedDevice final : public Device {
   bool completed(Event event) override { return device_.completed(event); }
   void wait(Event event) override { device_.wait(event); }
   void recycle(Event event) override { device_.recycle(event); }
+  std::optional<Capture> capture(Stream stream) override { return device_.capture(stream); }
+  std::vector<GraphNode> dependencies(GraphNode node) override { return device_.dependencies(node); }
   void synchronize() override;
 
  private:
