@@ -283,7 +283,10 @@ def test_thousands_of_live_pools_have_addresses(growth: str) -> None:
 
 
 def test_giving_back_many_segments_takes_time_in_proportion(growth: str) -> None:
-    """Eight times the pools take about eight times the time, where a quadratic walk takes 64 times."""
+    """Sixteen times the pools take about 16 times the time, where a quadratic walk takes 256 times.
+
+    The bound lies between: maps of more pools also miss the processor's cache more often.
+    """
 
     def seconds(pools: int) -> float:
         allocator, _ = make(growth, capacity="1TiB")
@@ -296,4 +299,4 @@ def test_giving_back_many_segments_takes_time_in_proportion(growth: str) -> None
         allocator.empty_cache()
         return time.process_time() - begin
 
-    assert min(seconds(32_000) for _ in range(2)) <= 24 * min(seconds(4000) for _ in range(2))
+    assert min(seconds(32_000) for _ in range(2)) <= 64 * min(seconds(2000) for _ in range(2))

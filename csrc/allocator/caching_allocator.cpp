@@ -263,12 +263,12 @@ bool CachingAllocator::try_free(Address address, Context context) {
 
 void CachingAllocator::free_block(Block& block, const Context& context) {
   if (block.shared) end_sharing(block);
-  std::optional<CaptureOrder::Marks> marks;
-  if (!captured_.empty()) marks = marks_of_free(block);
   if (block.uses.empty()) {
+    if (!captured_.empty()) captured_.erase(&block);
     heap_.request_free(&block, context);
     heap_.release(&block, context);
   } else if (capturing()) {
+    auto marks = marks_of_free(block);
     heap_.request_free(&block, context);
     deferred_.push_back({&block, std::move(marks)});
   } else {

@@ -27,7 +27,7 @@ std::optional<CaptureOrder::Marks> CachingAllocator::marks_of_free(Block& block)
   if (found == captured_.end()) return std::nullopt;
   const CaptureId capture = found->second;
   captured_.erase(found);
-  return block.uses.empty() ? std::nullopt : capture_order_.mark(capture, block.uses);
+  return capture_order_.mark(capture, block.uses);
 }
 
 void CachingAllocator::collect_freed() {

@@ -1,6 +1,7 @@
 // All of torch's headers for the subclass of torch's allocator. No other file here includes any.
 #pragma once
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>

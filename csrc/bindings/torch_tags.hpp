@@ -1,8 +1,6 @@
 // The tag of the calling thread's allocations.
 #pragma once
 
-#include <ATen/ThreadLocalPythonObjects.h>
-
 #include <atomic>
 #include <memory>
 #include <string>
