@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyactcomp.compiled import needs
 from pyactcomp.config import Config
+from pyactcomp.readers.forms import AS_CODES, BFLOAT16, Form
 
 INT8 = Config(min_bytes=1)
 BAR = 0.02
@@ -66,3 +67,24 @@ def test_derivatives_that_span_magnitudes_keep_their_small_elements(monkeypatch:
 
 def test_numerators_of_quotients_keep_their_small_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     _gradients_are_close_only_with("_is_quotient", monkeypatch, lambda x, y: x / y)
+
+
+@pytest.mark.parametrize(("power", "form"), [(-0.7, BFLOAT16), (2, AS_CODES)])
+def test_factors_of_an_inverse_keep_their_small_elements(power: float, form: Form) -> None:
+    """Gradient, times a scaled power, times a factor: the derivative of sigmoid(x) ** 0.3 is such a product."""
+    forward, backward = torch.fx.Graph(), torch.fx.Graph()
+    aten = torch.ops.aten
+    x, factor = forward.placeholder("x"), forward.placeholder("factor")
+    raised = forward.call_function(aten.pow.Tensor_Scalar, (x, power))
+    scaled = forward.call_function(aten.mul.Tensor, (raised, 0.3))
+    saved = [backward.placeholder(node.name) for node in (scaled, factor)]
+    tangent = backward.placeholder("tangent")
+    first = backward.call_function(aten.mul.Tensor, (tangent, saved[0]))
+    second = backward.call_function(aten.mul.Tensor, (first, saved[1]))
+    backward.output((second,))
+    for node in (x, factor, raised, scaled, *saved, tangent, first, second):
+        node.meta["val"] = torch.empty(256, 64, device="meta")
+    tangents = {node.name for node in (tangent, first, second)}
+    producers = {scaled.name: scaled, factor.name: factor}
+    found = needs.needs(backward, tangents, {"x", "factor"}, INT8, producers=producers)
+    assert [found[node.name].form for node in saved] == [form, form]

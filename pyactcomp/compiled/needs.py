@@ -160,7 +160,8 @@ def _read(node: fx.Node, user: fx.Node, config: Config, producers: Mapping[str, 
         return reading(ITSELF, "a statistic, one number for many elements")
     if name == "fma" and "c" in operands:
         return _unknown(user)
-    if name in ("mul", "fma") and _is_divided(user, producers):
+    inverses = name == "mul" and any(_is_inverse(factor, node, producers) for factor in user.args)
+    if inverses or (name in ("mul", "fma") and _is_divided(user, producers)):
         return reading(BFLOAT16, "the derivative is a quotient of it, so relative precision counts")
     if name in _PRODUCTS or (name in _ACTIVATIONS and operands == ["self"]):
         return reading(AS_CODES, _MULTIPLIED)
@@ -259,7 +260,7 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
     if reading.need == CODES and _grows(source):
         return Reading(name, "result", BFLOAT16, "the result may span orders of magnitude")
-    if reading.need == CODES and _is_quotient(source):
+    if reading.need == CODES and _is_quotient(_unscaled(source)):
         return Reading(name, "result", BFLOAT16, "the derivative of a quotient is the quotient over the divisor")
     if reading.form is SCALED and _spans_magnitudes(source):
         return _exactly(source, "some elements are magnitudes larger")
@@ -299,7 +300,7 @@ def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node],
         return False
     factor = _unviewed(factor)
     source = _unviewed(producers.get(factor.name, factor))
-    if name_of(source) in ("mul", "neg") and source is factor and walk:
+    if name_of(source) in ("mul", "neg") and walk:
         return any(_is_inverse(operand, node, producers, walk - 1) for operand in set(source.args))
     if name_of(source) == "reciprocal" and isinstance(source.args[0], fx.Node):
         return not is_at_least_one(source.args[0], False)
@@ -343,6 +344,13 @@ def _spans_magnitudes(node: fx.Node) -> bool:
 def _unviewed(node: fx.Node) -> fx.Node:
     while name_of(node) in VIEWS - MERGING and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
+    return node
+
+
+def _unscaled(node: fx.Node) -> fx.Node:
+    """Return the value that a node is a multiple of."""
+    while name_of(node) in ("mul", "neg") and not any(isinstance(factor, fx.Node) for factor in node.args[1:]):
+        node = _unviewed(node.all_input_nodes[0])
     return node
 
 
