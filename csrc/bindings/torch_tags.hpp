@@ -23,11 +23,8 @@ class ThreadTag {
   static alloc::Tag set(alloc::Tag tag) {
     const alloc::Tag before = get();
     opened().store(true, std::memory_order_relaxed);
-    if (tag == 0) {
-      if (Objects::contains(key())) Objects::erase(key());
-    } else {
-      Objects::set(key(), std::make_shared<Holder>(tag));
-    }
+    // No tag is the tag 0: torch 2.11 cannot take an object out again.
+    Objects::set(key(), std::make_shared<Holder>(tag));
     return before;
   }
 
