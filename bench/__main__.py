@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .rows import ROOT, Budget, Options
 
-ALLOC_PARTS = ("pair", "threads", "share", "training", "traces", "prediction")
+ALLOC_PARTS = ("pair", "threads", "share", "pause", "training", "traces", "prediction")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, batch, breadth, codec, frontier, holds, observers, overhead, pairs
+    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, observers, overhead, pairs
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = _names(args.parts) or (ALLOC_PARTS if device == "cuda" else ("traces",))
         for kind, given, known in (
             ("part", parts, ALLOC_PARTS),
-            ("method", _names(args.methods), alloc.METHODS),
+            ("method", _names(args.methods), alloc_methods.METHODS),
             ("workload", options.only[:1], alloc.selectable()),
         ):
             if unknown := set(given) - set(known):

@@ -1,8 +1,8 @@
 """Suite `alloc`: what an allocation costs, what dynamic-shape trainings reserve, what recorded traces would reserve.
 
 Parts: ``pair`` (from Python), ``threads`` (native threads), ``share`` (the first use of a tensor in another process),
-``prediction`` (recorded runs replayed, beside real ones), ``training`` (whole runs) and ``traces`` (replayed on the
-simulated device, which needs no GPU).
+``pause`` (memory given back for a while), ``prediction`` (recorded runs replayed, beside real ones), ``training``
+(whole runs) and ``traces`` (replayed on the simulated device, which needs no GPU).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from . import alloc_prediction, alloc_traces
-from .alloc_methods import METHODS, NATIVE, SHARING, TRAINING
+from . import alloc_pausing, alloc_prediction, alloc_traces
+from .alloc_methods import CALLS, NATIVE, PAUSING, SHARING, TRAINING
 from .alloc_worker import Job, start
 from .alloc_workloads import WORKLOADS
 from .rows import Options, Store
@@ -23,7 +23,8 @@ ROUNDS = 5
 def selectable() -> list[str]:
     """Return what ``--only`` may name."""
     traces = map(alloc_traces.workload_of, sorted(alloc_traces.FOLDER.glob("*.npz")))
-    return ["pair", "threads", "share", *WORKLOADS, *traces, *map(alloc_prediction.workload_of, WORKLOADS)]
+    predictions = map(alloc_prediction.workload_of, WORKLOADS)
+    return ["pair", "threads", "share", *alloc_pausing.WORKLOADS, *WORKLOADS, *traces, *predictions]
 
 
 def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> None:
@@ -33,9 +34,12 @@ def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> 
     store = options.store("alloc")
     calls = tuple(part for part in ("pair", "threads") if part in parts and options.selects(part))
     if calls:
-        measure(options, store, calls, methods or tuple(METHODS))
+        measure(options, store, calls, methods or CALLS)
     if "share" in parts and options.selects("share"):
         measure(options, store, ("share",), methods or SHARING)
+    if "pause" in parts:
+        for workload in filter(options.selects, alloc_pausing.WORKLOADS):
+            measure(options, store, (workload,), methods or PAUSING, rounds=1)  # each row repeats its cycle itself
     if "prediction" in parts:
         alloc_prediction.run(options, store, methods)
     if "training" in parts:
@@ -43,14 +47,16 @@ def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> 
             measure(options, store, (workload,), methods or TRAINING)
 
 
-def measure(options: Options, store: Store, workloads: tuple[str, ...], methods: Sequence[str]) -> None:
+def measure(
+    options: Options, store: Store, workloads: tuple[str, ...], methods: Sequence[str], rounds: int = ROUNDS
+) -> None:
     """Measure in rounds, each method once a round in an order shuffled anew, native in every round."""
     scale = "tiny" if options.tiny else "full"
     run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{workloads[0]}"
     left = [method for method in methods if any(options.selects(workload, method) for workload in workloads)]
     longest = 0.0
     begun = False
-    for number in range(1 if options.tiny else ROUNDS):
+    for number in range(1 if options.tiny else rounds):
         pending = [
             method
             for method in left

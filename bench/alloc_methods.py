@@ -10,6 +10,7 @@ import torch
 NATIVE = "native"
 OURS = "pyactcomp"
 PLAIN = "pyactcomp-plain"
+SAVER = "torch_memory_saver"
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYACTCOMP_ALLOC_CONF")
 """Variables that a method's own environment replaces: what the caller has set must not reach a worker."""
 
@@ -84,6 +85,12 @@ def _plain() -> None:
     )
 
 
+def _saver() -> None:
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "torch"  # as no library is preloaded
+
+
 def _ours_allocates() -> bool:
     from pyactcomp import _core
 
@@ -102,10 +109,15 @@ METHODS = {
         Method(OURS, _enable("vmm"), lambda: _ours_allocates() and _has_pools()),
         Method("pyactcomp-malloc", _enable("malloc"), lambda: _ours_allocates() and _has_pools()),
         Method(PLAIN, _plain, lambda: _ours_allocates() and not _has_pools()),
+        Method(SAVER, _saver, _native),
     )
 }
+CALLS = tuple(name for name in METHODS if name != SAVER)
+"""Each with an allocator of its own."""
 SHARING = (NATIVE, "expandable", OURS, "pyactcomp-malloc")
 """The allocators whose tensors other processes can open."""
+PAUSING = (NATIVE, SAVER, OURS)
+"""Whose memory can be given back for a while: by hand, segment by segment, tag by tag."""
 TRAINING = (NATIVE, "expandable", OURS)
 """What a training runs under unless ``--methods`` names others too."""
 

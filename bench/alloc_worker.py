@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -82,6 +83,10 @@ def rows(job: Job, workload: str) -> Iterator[Row]:
         from . import alloc_share
 
         yield from alloc_share.measure(job.method, job.tiny)
+    elif workload.startswith("pause_"):
+        from . import alloc_pausing
+
+        yield from alloc_pausing.measure(workload, job.method, job.tiny)
     else:
         from . import alloc_training
         from .alloc_methods import NATIVE
@@ -131,6 +136,10 @@ def tell(job: Job, workload: str, row: Row) -> None:
         "reserved GiB": row["peak_reserved_bytes"] / gib if "peak_reserved_bytes" in row else None,
         "allocated GiB": row["peak_allocated_bytes"] / gib if "peak_allocated_bytes" in row else None,
         "driver calls": row.get("driver_calls"),
+        "pause s": median(row["pause_s"][1:]) if "pause_s" in row else None,
+        "resume s": median(row["resume_s"][1:]) if "resume_s" in row else None,
+        "released": row.get("released_share"),
+        "cycle s": row.get("cycle_s"),
         "loss": row.get("mean_loss"),
         "run s": row.get("run_s"),
     }

@@ -248,9 +248,9 @@ def test_rounds_hold_native_and_are_not_measured_twice(tmp_path: Path, monkeypat
     alloc.run(gpu_options(tmp_path), ("pair", "threads"))
     assert started[0] == ("native", 0)
     in_round = {n: [method for method, number in started if number == n] for n in range(alloc.ROUNDS)}
-    assert sorted(in_round[0]) == sorted(alloc_methods.METHODS)
+    assert sorted(in_round[0]) == sorted(alloc_methods.CALLS)
     for number in range(1, alloc.ROUNDS):
-        assert sorted(in_round[number]) == sorted(set(alloc_methods.METHODS) - {"rmm-pool"})
+        assert sorted(in_round[number]) == sorted(set(alloc_methods.CALLS) - {"rmm-pool"})
     assert len({tuple(order) for order in in_round.values()}) > 2
     assert len({row["run"] for row in written(tmp_path)}) == 1
 
@@ -351,9 +351,9 @@ def test_first_use_in_another_process_is_timed_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--parts", "pairs"], "unknown part ['pairs']; known: pair, threads, share, training, traces"),
+        (["--parts", "pairs"], "unknown part ['pairs']; known: pair, threads, share, pause, training, traces"),
         (["--methods", "cuda"], "unknown method ['cuda']; known: native"),
-        (["--only", "sft"], "unknown workload ['sft']; known: pair, threads, share, sft_varlen"),
+        (["--only", "sft"], "unknown workload ['sft']; known: pair, threads, share, pause_drop"),
         (["--parts", "training"], "only traces can be measured without a GPU"),
     ],
 )

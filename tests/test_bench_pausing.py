@@ -1,0 +1,53 @@
+"""The bench of pausing: by hand on a CPU, where storages are freed and filled as on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import alloc_pausing
+
+
+def test_a_pause_by_hand_frees_the_storages_and_keeps_the_contents() -> None:
+    tensors = [torch.randn(16, 3), torch.arange(5.0), torch.randn(8).bfloat16()]
+    expected = [tensor.clone() for tensor in tensors]
+    way = alloc_pausing.ByHand("cpu")
+    way.own("state", "cpu", tensors)
+    for _ in range(2):
+        way.pause("state")
+        assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0]
+        way.resume("state")
+        assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, expected, strict=True))
+
+
+def test_contents_that_do_not_come_back_are_an_error() -> None:
+    class Forgetful(alloc_pausing.ByHand):
+        def resume(self, tag: str) -> None:
+            super().resume(tag)
+            self._tags[tag][1][0].data.zero_()
+
+    alloc_pausing.measure_state(alloc_pausing.ByHand("cpu"), alloc_pausing.TINY, "cpu")
+    with pytest.raises(RuntimeError, match="the contents are not those from before the pauses"):
+        alloc_pausing.measure_state(Forgetful("cpu"), alloc_pausing.TINY, "cpu")
+
+
+def test_rows_count_what_was_paused() -> None:
+    sizes = alloc_pausing.TINY
+    (drop,) = alloc_pausing.measure("pause_drop", "native", tiny=True, device="cpu")
+    assert (drop["nbytes"], drop["blocks"]) == (sizes.drop * sizes.unit, sizes.drop)
+    assert len(drop["pause_s"]) == len(drop["resume_s"]) == sizes.repeats
+    (state,) = alloc_pausing.measure("pause_state", "native", tiny=True, device="cpu")
+    hidden, layers, heads, shared, inner, vocabulary = sizes.state
+    narrow = hidden * shared // heads
+    of_layer = 2 * hidden * hidden + 2 * hidden * narrow + sizes.experts * (3 * hidden * inner + hidden) + 2 * hidden
+    parameters = layers * of_layer + 2 * vocabulary * hidden + hidden
+    tensors = layers * (4 + 1 + 3 * sizes.experts + 2) + 3
+    assert state["blocks"] == 4 * tensors  # two moments and a step for each parameter
+    assert state["nbytes"] == 3 * 2 * parameters + 4 * tensors  # bf16; steps in float32
+
+
+def test_a_loop_computes_with_pauses_what_it_computes_without() -> None:
+    resident, paused = alloc_pausing.measure("pause_loop", "native", tiny=True, device="cpu")
+    assert (resident["paused"], paused["paused"]) == (False, True)
+    assert resident["results_sha256"] == paused["results_sha256"]
+    assert [half for _, _, half in paused["samples"]] == [0, 1] * alloc_pausing.TINY.cycles
