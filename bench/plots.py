@@ -132,3 +132,28 @@ def allocator_timeline(lines: dict[str, list[int]], trace: str, path: Path) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
+
+
+def pausing_loop(rows: dict[str, Row], path: Path) -> None:
+    """Draw the device memory in use over the first cycles of training and generation, for each way to run them."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7.2, 3.4))
+    cycles = 6
+    for (name, row), colour in zip(rows.items(), (ALLOCATORS["native"], ALLOCATORS["pyactcomp"]), strict=True):
+        used = [bytes_used / GIB for _, bytes_used, _ in row["samples"][: 2 * cycles]]
+        axes.stairs(used, [half / 2 for half in range(len(used) + 1)], color=colour, linewidth=1.8, label=name)
+    high = axes.get_ylim()[1]
+    for half in range(1, 2 * cycles, 2):
+        axes.axvspan(half / 2, (half + 1) / 2, color=GRID, alpha=0.5, linewidth=0)
+    axes.set_ylim(0, 1.25 * high)
+    axes.set_xlim(0, cycles)
+    axes.set_xlabel("cycle: training, then generation (grey)")
+    axes.set_ylabel("GiB in use")
+    axes.grid(axis="x", visible=False)
+    axes.legend(frameon=False, labelcolor=INK, loc="upper left", ncols=2)
+    device = next(iter(rows.values()))["origin"]["device"]
+    axes.set_title(f"Device memory after each half of a cycle ({device})", loc="left", color=INK)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import alloc_report, alloc_traces, breadth_report, frontier_report, holds_report, observers, pairs_report
+from . import (
+    alloc_pausing_report,
+    alloc_report,
+    alloc_traces,
+    breadth_report,
+    frontier_report,
+    holds_report,
+    observers,
+    pairs_report,
+)
 from .frontier_report import METHOD_ORDER, rank
 from .rows import Row, quantile, read, select
 from .tables import conditions, figure, latest, load, on_cpu, on_gpu, reasons, section, table
@@ -100,6 +109,7 @@ TABLES = {
     "batch": ("batch", batch_table),
     **holds_report.TABLES,
     **alloc_report.TABLES,
+    **alloc_pausing_report.TABLES,
     **breadth_report.TABLES,
     **pairs_report.TABLES,
     **observers.TABLES,
@@ -148,3 +158,5 @@ def run(out: Path, readme: Path, docs: Path, against: Path | None = None) -> Non
         plots.allocator_training(bars, docs / "allocator_training.png")
     if lines := alloc_report.timeline(load(out, "alloc")):
         plots.allocator_timeline(lines, alloc_traces.PICTURED, docs / "allocator_timeline.png")
+    if loops := alloc_pausing_report.loop_lines(load(out, "alloc")):
+        plots.pausing_loop(loops, docs / "allocator_pausing.png")

@@ -58,7 +58,7 @@ def spin(seconds: float) -> None:
 def unknown(growth: str) -> None:
     """Devices and pools that do not exist raise as under torch's own allocator."""
     enable(growth)
-    torch.ones(1, device="cuda")
+    held = torch.ones(1, device="cuda")
     for call in (
         torch.cuda.memory_allocated,
         torch.cuda.memory_stats,
@@ -76,6 +76,7 @@ def unknown(growth: str) -> None:
     with pytest.raises(RuntimeError):
         torch._C._cuda_checkPoolLiveAllocations(0, (7, 7), set())
     assert torch.cuda.memory_allocated() == 512
+    assert float(held) == 1.0
 
 
 def history_of_frees(growth: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from bench import alloc_pausing
+from bench import alloc_pausing, alloc_pausing_report, plots
 
 
 def test_a_pause_by_hand_frees_the_storages_and_keeps_the_contents() -> None:
@@ -51,3 +53,39 @@ def test_a_loop_computes_with_pauses_what_it_computes_without() -> None:
     assert (resident["paused"], paused["paused"]) == (False, True)
     assert resident["results_sha256"] == paused["results_sha256"]
     assert [half for _, _, half in paused["samples"]] == [0, 1] * alloc_pausing.TINY.cycles
+
+
+ORIGIN = {"commit": "c0ffee", "dirty": False, "device": "NVIDIA H200", "torch": "2.11.0", "command": "python -m bench"}
+
+
+def measured(workload: str, method: str, **fields: object) -> dict[str, object]:
+    row = {"workload": workload, "method": method, "status": "ok", "scale": "full", "time": "2026-01-01T00:00:00+00:00"}
+    return {**row, "origin": ORIGIN, **fields}
+
+
+def test_tables_leave_the_first_cycle_out_and_the_picture_shows_both_ways(tmp_path: Path) -> None:
+    timed = {"pause_s": [9.0, 0.2, 0.4], "resume_s": [9.0, 0.1, 0.1], "released_share": 0.995, "blocks": 5001}
+    link = {"to_host_bytes_per_s": 50e9, "from_host_bytes_per_s": 40e9}
+    ended = {
+        "cycles": 50, "cycle_s": 0.25, "peak_used_bytes": 7 << 30, "reserved_over_allocated": 1.015,
+        "device_growth_bytes": 0, "host_growth_bytes": 3 << 20, "results_sha256": "abc",
+        "samples": [[0.1 * i, (1 + i % 2) << 30, i % 2] for i in range(12)],
+    }  # fmt: skip
+    rows = [
+        measured("pause_drop", "pyactcomp", nbytes=60 << 30, **timed),
+        measured("pause_state", "native", nbytes=3e9, **timed, **link),
+        measured("pause_loop", "native", paused=False, **ended),
+        measured("pause_loop", "pyactcomp", paused=True, **ended),
+    ]
+    text = alloc_pausing_report.pausing_table(rows)
+    for line in (
+        "| pyactcomp | 60 | 0.300 | 0.100 | 99.5 |",
+        "| by hand | 2.8 | 5,001 | 9.00 | 0.300 | 0.100 | 20 | 75 | 99.5 |",
+        "| native, no pauses | 50 | 7.0 | 250 | 1.015 | 0 | 3 | `abc` |",
+        "| pyactcomp | 50 | 7.0 | 250 | 1.015 | 0 | 3 | `abc` |",
+    ):
+        assert line in text
+    assert alloc_pausing_report.loop_lines(rows[:3]) == {}
+    lines = alloc_pausing_report.loop_lines(rows)
+    plots.pausing_loop(lines, tmp_path / "loop.png")
+    assert (tmp_path / "loop.png").read_bytes().startswith(b"\x89PNG")
