@@ -120,8 +120,22 @@ def build(
     return module
 
 
-def compile_command(name: str, source: Path | None = None, headers: Sequence[Path] = ()) -> list[str]:
+def compile_command(
+    name: str, source: Path | None = None, headers: Sequence[Path] = (), *, torch_headers: Path | None = None
+) -> list[str]:
     """Return the compiler command for a library's sources, without link options and output.
+
+    Parameters
+    ----------
+    name, source, headers
+        As of :func:`build`.
+    torch_headers : Path, optional
+        The folder ``include`` of a torch; by default the installed torch's.
+
+    Returns
+    -------
+    list of str
+        The command.
 
     Raises
     ------
@@ -139,7 +153,7 @@ def compile_command(name: str, source: Path | None = None, headers: Sequence[Pat
     compiler = shutil.which(compiler_name)
     if compiler is None:
         raise PyactcompError(f"no C++ compiler named '{compiler_name}' is on PATH; install g++, or set CXX")
-    include = Path(torch.__file__).parent / "include"
+    include = torch_headers or Path(torch.__file__).parent / "include"
     folders = (include, include / "torch" / "csrc" / "api" / "include", *headers, sysconfig.get_path("include"))
     return [
         compiler,
