@@ -11,7 +11,10 @@ import torch
 from pyactcomp import codec
 from pyactcomp.cli import examine
 from pyactcomp.codec import reference
+from pyactcomp.torch_private import extensions
 from pyactcomp.torch_private import tests as torch_private_tests
+
+ALL_WORKS = "everything that should work here works"
 
 
 def test_examine_is_plain_data_with_a_reason_for_each_missing_implementation() -> None:
@@ -62,3 +65,46 @@ def test_examine_reports_a_device_that_only_the_reference_serves(monkeypatch: py
     monkeypatch.setattr(examine.codec, "resolve", lambda impl, device: "reference")
     problems = examine.examine()["problems"]
     assert sum("only the slow reference" in problem for problem in problems) == 1 + torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "missing", "problems"),
+    [
+        ("13.0", (), []),
+        (
+            "13.0",
+            ("_torch_allocator", "_observer"),
+            [
+                "its observer of operators is not built; more tensors stay exact without it",
+                "the allocator: its torch subclass is not built; some of torch's memory functions raise without it",
+            ],
+        ),
+        (
+            "13.0",
+            ("_torch_allocator",),
+            ["the allocator: its torch subclass is not built; some of torch's memory functions raise without it"],
+        ),
+        (None, ("_torch_allocator",), []),
+        (None, ("_observer",), ["its observer of operators is not built; more tensors stay exact without it"]),
+    ],
+)
+def test_doctor_fails_without_a_library_that_the_torch_takes(
+    cuda: str | None, missing: tuple[str, ...], problems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from pyactcomp.cli.commands import app
+
+    def load(name: str) -> tuple[object | None, str | None]:
+        purpose = extensions.LIBRARIES[name].purpose
+        return (None, f"its {purpose} is not built") if name in missing else (object(), None)
+
+    # torch's own functions, which the tests of private names call, do not work under another's version.
+    monkeypatch.setattr(examine.torch_private_tests, "self_test", dict)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(extensions, "load", load)
+    ran = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
+    lines = ran.stdout.splitlines()
+    assert [line for line in lines if line.startswith("problem:")] == [f"problem: {each}" for each in problems]
+    assert (ran.exit_code, ALL_WORKS in lines) == ((1, False) if problems else (0, True))

@@ -53,6 +53,9 @@ def examine() -> dict[str, Any]:
         f"{name}: {entry['self_test']}" for name, entry in implementations.items() if entry["self_test"] is not None
     ]
     problems += [f"{observer}; more tensors stay exact without it"] if observer else []
+    # A torch without CUDA has no allocator to subclass.
+    missing = allocator["torch_subclass"] if torch.version.cuda is not None else None
+    problems += [f"the allocator: {missing}; some of torch's memory functions raise without it"] if missing else []
     problems += [f"the allocator's settings: {allocator['settings']}"] if allocator["settings"] else []
     if allocator["variable"] and allocator["variable"]["problem"]:
         problems.append(f"PYACTCOMP_ALLOCATOR has no effect: {allocator['variable']['problem']}")
