@@ -15,8 +15,8 @@ from pyactcomp.allocator import build
 from pyactcomp.errors import PyactcompError
 from pyactcomp.torch_private import extensions
 
-# The oldest supported release, and the newest that the tests were passed with.
-RELEASES = ("2.11.0", "2.13.0")
+# The oldest supported release, and the first whose headers are C++20.
+RELEASES = ("2.11.0", "2.14.1")
 
 # Torch's build generates this header, which a build without CUDA lacks.
 GENERATED = "c10/cuda/impl/cuda_cmake_macros.h"
@@ -30,11 +30,11 @@ def cuda_headers() -> tuple[Path, ...]:
         pytest.skip(str(missing))
 
 
-def errors(torch_folder: Path, headers: tuple[Path, ...]) -> str:
+def errors(release: str, torch_folder: Path, headers: tuple[Path, ...]) -> str:
     """Return the compiler's messages for the libraries that do not compile."""
     messages = ""
     for name in extensions.LIBRARIES:
-        command = extensions.compile_command(name, headers=headers, torch_headers=torch_folder)
+        command = extensions.compile_command(name, headers=headers, release=release, torch_headers=torch_folder)
         ran = subprocess.run([*command, "-Werror", "-fsyntax-only"], capture_output=True, text=True, check=False)
         if ran.returncode != 0:
             messages += f"{name} does not compile:\n{ran.stderr}"
@@ -51,7 +51,7 @@ def test_libraries_compile_against_a_released_torch(
 ) -> None:
     folder = torch_headers.folder(release, pytestconfig.cache)
     assert (folder / GENERATED).exists()
-    messages = errors(folder, cuda_headers)
+    messages = errors(release, folder, cuda_headers)
     assert not messages, messages
 
 
@@ -61,8 +61,23 @@ def test_libraries_compile_against_the_installed_torch(cuda_headers: tuple[Path,
     if not (folder / GENERATED).exists():
         (tmp_path / GENERATED).parent.mkdir(parents=True)
         (tmp_path / GENERATED).write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
-    messages = errors(folder, (*cuda_headers, tmp_path))
+    messages = errors(torch.__version__, folder, (*cuda_headers, tmp_path))
     assert not messages, messages
+
+
+@pytest.mark.slow
+def test_libraries_share_torchs_copy_of_the_c_plus_plus_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second copy, linked statically, shares the numbers of locale facets with the first, and prints no numbers."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    built = extensions.build("_observer", tmp_path)
+    symbols = subprocess.run(["nm", "-D", "--defined-only", built], capture_output=True, text=True, check=True).stdout
+    assert "PyInit__observer" in symbols
+    assert not [line for line in symbols.splitlines() if " _ZNSt6locale" in line]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def build(
         built = Path(scratch) / module.name
         folder = Path(torch.__file__).parent / "lib"
         links = (f"-L{folder}", *(f"-l{each}" for each in library.links))
-        command = [*compile_command(name, source, headers), "-shared", *links, "-o", str(built)]
+        command = [*compile_command(name, source, headers), "-shared", *links, *_standard_library(), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise PyactcompError(
@@ -120,8 +120,29 @@ def build(
     return module
 
 
+def _needs_cxx20(release: str) -> bool:
+    """Return whether the headers of a torch use C++20, as those from 2.14 on do."""
+    major, minor = release.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 14)
+
+
+def _standard_library() -> list[str]:
+    """Return the C++ library that torch has loaded, for a compiler that would link a copy into the module.
+
+    The facets of the two copies' locales share their numbers: a stream then prints a number through another facet.
+    """
+    with Path("/proc/self/maps").open() as maps:
+        loaded = {line.split(maxsplit=5)[5].strip() for line in maps if "/libstdc++.so" in line}
+    return sorted(loaded)[:1]
+
+
 def compile_command(
-    name: str, source: Path | None = None, headers: Sequence[Path] = (), *, torch_headers: Path | None = None
+    name: str,
+    source: Path | None = None,
+    headers: Sequence[Path] = (),
+    *,
+    release: str = torch.__version__,
+    torch_headers: Path | None = None,
 ) -> list[str]:
     """Return the compiler command for a library's sources, without link options and output.
 
@@ -129,8 +150,10 @@ def compile_command(
     ----------
     name, source, headers
         As of :func:`build`.
+    release : str
+        The release of torch; by default the installed one.
     torch_headers : Path, optional
-        The folder ``include`` of a torch; by default the installed torch's.
+        The folder ``include`` of that release; by default the installed torch's.
 
     Returns
     -------
@@ -157,12 +180,13 @@ def compile_command(
     folders = (include, include / "torch" / "csrc" / "api" / "include", *headers, sysconfig.get_path("include"))
     return [
         compiler,
+        f"-std={'c++20' if _needs_cxx20(release) else 'c++17'}",
         # Without NDEBUG torch's classes have other members.
-        *("-std=c++17", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
+        *("-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
         *("-Wall", "-Wextra", "-Wconversion", "-Wshadow"),
         # Messages show file paths relative to the repository.
         f"-ffile-prefix-map={source.parent}/=",
-        f'-DPAC_BUILT_FOR="{torch.__version__}"',
+        f'-DPAC_BUILT_FOR="{release}"',
         f"-I{source}",
         *(f"-isystem{folder}" for folder in folders),
         *map(str, files),
