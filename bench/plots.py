@@ -141,10 +141,12 @@ def pausing_loop(rows: dict[str, Row], path: Path) -> None:
     cycles = 6
     for (name, row), colour in zip(rows.items(), (ALLOCATORS["native"], ALLOCATORS["pyactcomp"]), strict=True):
         used = [bytes_used / GIB for _, bytes_used, _ in row["samples"][: 2 * cycles]]
-        axes.stairs(used, [half / 2 for half in range(len(used) + 1)], color=colour, linewidth=1.8, label=name)
+        axes.stairs(
+            used, [half / 2 for half in range(len(used) + 1)], color=colour, baseline=None, linewidth=1.8, label=name
+        )
     high = axes.get_ylim()[1]
     for half in range(1, 2 * cycles, 2):
-        axes.axvspan(half / 2, (half + 1) / 2, color=GRID, alpha=0.5, linewidth=0)
+        axes.axvspan(half / 2, (half + 1) / 2, color=GRID, alpha=0.5, linewidth=0, zorder=0)
     axes.set_ylim(0, 1.25 * high)
     axes.set_xlim(0, cycles)
     axes.set_xlabel("cycle: training, then generation (grey)")
