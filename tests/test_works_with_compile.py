@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from compiled_backend import as_inductor
 from torch import nn
 from torch._dynamo import lookup_backend
-from works_with import GRADIENT_BOUND, MIN_BYTES, Block, Transformer, gradients, regression, relative_error
+from works_with import GRADIENT_BOUND, MIN_BYTES, WIDTH, Block, Transformer, gradients, regression, relative_error
 
 import pyactcomp
 from pyactcomp.compiled import partition
@@ -266,6 +266,21 @@ def test_fused_models_of_transformers_make_one_graph(name: str, head: str) -> No
     # A fused forward that breaks the graph is an error here.
     run = torch.compile(model, backend=as_inductor, fullgraph=True)
     run(input_ids=tokens, labels=tokens).loss.backward()
+    (graph,) = pyactcomp.report(model).graphs
+    assert any(value.form == "codes" for value in graph.saved)
+
+
+def test_blocks_of_a_class_that_dynamo_may_leave_in_the_graph_make_one_graph() -> None:
+    """As the blocks of diffusers are, wherever torch.compile is there."""
+
+    @torch._dynamo.allow_in_graph
+    class Leaf(Block):
+        pass
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Leaf(), Leaf())
+    pyactcomp.compress(model, min_bytes=MIN_BYTES)
+    torch.compile(model, backend=as_inductor, fullgraph=True)(torch.randn(4, 16, WIDTH)).sum().backward()
     (graph,) = pyactcomp.report(model).graphs
     assert any(value.form == "codes" for value in graph.saved)
 

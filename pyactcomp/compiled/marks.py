@@ -108,13 +108,15 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.training:
             tell()
-        return cls.forward(self, *args, **kwargs)
+        # Not cls.forward: Dynamo calls no method of a class that torch._dynamo.allow_in_graph took.
+        return cast("Any", super(marked, self)).forward(*args, **kwargs)
 
     # Dynamo imports the module of a function: the module of the names that the function reads.
     forward.__module__ = __name__
     called = compiled_forward(forward, cls.__name__, mark.compiled) if mark.compiled else forward
     body = {"forward": called, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return cast("type[Module]", type(cls.__name__, (Marked, cls), body))
+    marked = cast("type[Module]", type(cls.__name__, (Marked, cls), body))
+    return marked
 
 
 def blocks_of(model: Module) -> list[Module]:
