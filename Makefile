@@ -17,6 +17,7 @@ WORKERS ?= 2
 ARGS ?=
 # Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
 PROGRAMS ?= 100000
+SOAKED := $(addprefix build/soak/seed-,$(shell seq 0 119))
 
 LINTED := _pyactcomp_startup.py bench docs/site examples pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml pyactcomp.pth $(shell find csrc -type f)
@@ -68,19 +69,29 @@ bench: $(VENV)/package
 	for suite in codec overhead frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
 
 # Too long for every test run: all samples of PyTorch's operators and modules in all layouts (some ten minutes for each
-# dtype), random training programs (half an hour for 10,000), and one step of every architecture (ten minutes).
+# dtype), random training programs (half an hour for 10,000), a hundred architectures in compiled graphs (forty
+# minutes), and one step of every architecture (ten minutes).
 sweep: $(VENV)/package $(VENV)/tools
 	$(RUN) tests/operators.py
 	$(RUN) tests/programs.py --count $(PROGRAMS)
 	$(RUN) tests/compiled_operators.py
 	$(RUN) tests/compiled_programs.py --count 500
+	$(RUN) tests/compiled_architectures.py
 	$(RUN) -m bench breadth
 
-# Ten million random operations on the allocator's core, under the address and undefined-behaviour sanitizers.
+# A hundred million random operations on the allocator's core, with pauses, tags, shared blocks and pools that die,
+# under the address and undefined-behaviour sanitizers: half an hour of two cores. A second call goes on where the first
+# stopped.
 soak: $(VENV)/package
-	$(VENV)/bin/cmake -S tests/cpp -B build/soak -GNinja -DCMAKE_MAKE_PROGRAM=$(VENV)/bin/ninja -DSANITIZE=address,undefined
+	$(VENV)/bin/cmake -S tests/cpp -B build/soak -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
+	  -DSANITIZE=address,undefined
 	$(VENV)/bin/cmake --build build/soak
-	for seed in $$(seq 0 11); do build/soak/allocator_stress --seed $$seed --operations 833334 --every 1000; done
+	$(MAKE) --keep-going --jobs=$$(nproc) $(SOAKED)
+
+# Of a seed that was run to the end with this program.
+$(SOAKED): build/soak/seed-%: build/soak/allocator_stress
+	$< --seed $* --operations 833334 --every 1000
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
