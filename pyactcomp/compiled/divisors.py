@@ -6,12 +6,13 @@ whose every result sums a whole group of elements or more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, fx
 
 from ..readers.table import AMPLIFYING, SOLUTIONS
+from .checkpointed import Block
 from .joint import VIEWS, fewest, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
@@ -35,19 +36,22 @@ class Behind(NamedTuple):
         A group of codes would span several rows, each with a divisor of its own: 16 bits or more.
     saturating : set of str
         Functions of ``gates.py``: 16 bits of the operand or more.
+    blocks : mapping of str to Block
+        The checkpointed block of each node in one.
     """
 
     factors: set[str]
     rows: set[str]
     saturating: set[str]
+    blocks: Mapping[str, Block]
 
 
-NONE_BEHIND = Behind(set(), set(), set())
+NONE_BEHIND = Behind(set(), set(), set(), {})
 
 
 def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
     """Return the values from which a divisor is computed, of those that depend on no tangent."""
-    found = Behind(set(), set(), set())
+    found = Behind(set(), set(), set(), {})
     waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
     seen: set[fx.Node] = set()
     while waiting:

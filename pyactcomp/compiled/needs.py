@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ..config import Config
 from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
 from ..readers.observer import FEWER
+from .checkpointed import Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
 from .gates import is_sigmoid
 from .joint import MERGING, VIEWS, fewest, name_of, value
@@ -96,7 +97,7 @@ def needs(
     producers : mapping of str to fx.Node, optional
         The forward's node of each input of a backward graph.
     behind : Behind
-        The values from which the forward computes divisors, and functions that saturate.
+        The values from which the forward computes divisors, functions that saturate, and checkpointed blocks.
     """
     found: dict[str, Need] = {}
     for node in reversed(graph.nodes):
@@ -110,6 +111,8 @@ def needs(
                 all_needs.append(Need(_exactly(user, "an output of backward")))
             elif user.name in tangent:
                 all_needs.append(_read(node, user, config, producers or {}))
+            elif (block := behind.blocks.get(user.name)) is not None and block != behind.blocks.get(node.name):
+                all_needs.append(_rerun(node, user, found[user.name], block))
             else:
                 all_needs.append(_recomputed(node, user, found, data, behind.saturating))
         if not all_needs:
@@ -234,6 +237,15 @@ def _recomputed(
         own = _row(node, other)
         row = own if row is None else min(own, row)
     return _arithmetic(user, behind, row)
+
+
+def _rerun(node: fx.Node, user: fx.Node, behind: Need, block: Block) -> Need:
+    """Return the need of a checkpointed block, which backward runs again as a whole."""
+    if behind.reading.need == AS_SHAPE.need or name_of(user) in COMPARISONS:
+        return Need(Reading(name_of(user), "operand", AS_SHAPE, "compared in the forward"))
+    tensor = value(node)
+    vector = None if tensor is None or not tensor.dim() else adjacent(tensor, {tensor.dim() - 1})
+    return Need(block.reading, vector)
 
 
 def _arithmetic(user: fx.Node, behind: Need, row: int | None) -> Need:

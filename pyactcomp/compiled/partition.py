@@ -8,11 +8,13 @@ from torch import fx
 
 from ..config import Config
 from ..torch_private.partitions import min_cut, sizes_and_bans
+from .checkpointed import checkpointed_blocks
 from .costs import Costs
 from .divisors import behind_divisors
 from .gates import saturating
 from .graphs import SavedValue
 from .joint import Joint
+from .needs import COMPARISONS
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
 
@@ -47,7 +49,10 @@ def partition(
         separate_indices(joint, known)
         known = Joint(joint, num_outputs, static)
     behind = behind_divisors(joint.graph, known.tangent, config.group_size)
-    behind = behind._replace(saturating=saturating(joint.graph, known.backward))
+    behind = behind._replace(
+        saturating=saturating(joint.graph, known.backward),
+        blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
+    )
     with sizes_and_bans(Costs(joint, known, config, behind), lift=config.mode == "int8"):
         forward, backward = min_cut(joint, joint_inputs, **kwargs)
     return forward, backward, rewrite(forward, backward, num_outputs, known, config, behind)
