@@ -17,6 +17,11 @@ SEED = int(os.environ.get("PYACTCOMP_TEST_SEED", "0"))
 settings.register_profile("pyactcomp", deadline=None, derandomize=True)
 settings.load_profile("pyactcomp")
 
+# torch queues a seed for each kind of device that is not here, with the text of its stack: a millisecond of every seed.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
