@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 
@@ -24,6 +25,8 @@ for _kind in (torch.cuda, torch.xpu, torch.mtia):
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("triton_interpreter")
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Every worker would otherwise use all cores, and all of them would wait for each other.
         torch.set_num_threads(1)
