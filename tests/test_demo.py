@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def result() -> demo.Result:
-    """Return a run with activations four times the smallest size that is compressed."""
-    return demo.run(demo.Config(CPU, width=64, depth=2, heads=2, sequence=128, batch=16, steps=60, learning_rate=2e-3))
+    """Return a run with activations twice the smallest size that is compressed."""
+    return demo.run(demo.Config(CPU, width=64, depth=2, heads=2, sequence=128, batch=8, steps=60, learning_rate=2e-3))
 
 
 def test_demo_int8_loss_is_within_two_hundredths_of_vanilla(result: demo.Result) -> None:
