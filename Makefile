@@ -48,10 +48,7 @@ docs: $(VENV)/package $(VENV)/docs
 
 # Each example as it stands; timm's where timm is installed, whose torchvision has no build for the CPU on PyPI.
 examples: $(VENV)/package $(VENV)/tools
-	for each in examples/*.py; do \
-	  if [[ $$each = *timm* ]] && ! $(RUN) -c 'import timm' 2>/dev/null; then echo "$$each: needs timm"; continue; fi; \
-	  echo "$$each"; $(RUN) $$each; \
-	done
+	$(RUN) -m pytest tests/test_examples.py $(ARGS)
 
 # One wheel without CUDA C++, which Triton makes up for, and one with it where nvcc is found; then they are installed
 # where no compiler is on PATH. Both have the allocator and csrc, and are for this machine's Python, platform and C

@@ -1,4 +1,4 @@
-"""Each example runs on the CPU, with sizes that take seconds, and says what it promises."""
+"""Each example runs on the CPU as it stands, in seconds, and says what it promises."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
-# The example -> what it needs, arguments that make it small, and what its output must have.
+# The example -> what it needs, and what its output must have.
 RUNS = {
-    "plain_loop": ("torch", ["--width", "64", "--depth", "2", "--batch", "1024", "--steps", "3"], r"relative error"),
-    "trainer": ("transformers", ["--width", "64", "--layers", "1", "--length", "128", "--steps", "3"], r"Head \(1\)"),
-    "lightning_module": ("lightning", ["--width", "32", "--layers", "1", "--steps", "3"], r"step 2: loss"),
-    "timm_classifier": ("timm", ["--steps", "2", "--batch", "4"], r"ResidualBlock"),
-    "long_context": ("torch", ["--longest", "4096", "--width", "256", "--layers", "2"], r"pyactcomp: .* reserved"),
-    "out_of_memory": ("torch", [], r"native: .* out of memory at event"),
+    "plain_loop": ("torch", r"relative error"),
+    "trainer": ("transformers", r"Head \(1\)"),
+    "lightning_module": ("lightning", r"step 7: loss"),
+    "timm_classifier": ("timm", r"ResidualBlock"),
+    "long_context": ("torch", r"pyactcomp: .* reserved"),
+    "out_of_memory": ("torch", r"native: .* out of memory at event"),
 }
 REPORTING = {"plain_loop", "trainer", "lightning_module", "timm_classifier"}
 
@@ -34,11 +34,11 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_example_runs(name: str, tmp_path: Path) -> None:
-    needs, arguments, expected = RUNS[name]
+    needs, expected = RUNS[name]
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"needs {needs}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert re.search(expected, ran.stdout), ran.stdout
