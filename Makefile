@@ -4,6 +4,9 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
+# Hundreds of processes, most of them tests, import the package: none of them should compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -12,8 +15,10 @@ PIP := $(PIP_COMMAND) install
 PINNED := --constraint requirements/constraints.txt --constraint $(VENV)/present.txt
 HAS_TORCH := -c "import torch; exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11))"
 
-# Two workers with one thread each use two cores better than one worker with two: most tests are small.
+# Two workers with one thread each use two cores better than one worker with two: most tests are small. Each takes half
+# of the files, so that a module's fixtures are made once, and the tests that the other has left at the end.
 WORKERS ?= 2
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 # Of random training programs in a sweep: 100,000 take about an hour of one core where none fails.
 PROGRAMS ?= 100000
@@ -29,11 +34,11 @@ demo: $(VENV)/package
 	$(RUN) -m pyactcomp demo $(ARGS)
 
 test: $(VENV)/package $(VENV)/tools
-	$(RUN) -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 # Compilers, sanitizers, several processes, trainers in compiled graphs: minutes.
 slow: $(VENV)/package $(VENV)/tools
-	$(RUN) -m pytest -n $(WORKERS) -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(VENV)/package $(VENV)/tools
 	$(RUN) -m ruff check $(LINTED)
