@@ -1,34 +1,13 @@
-"""Cases of test_allocator_capture_reuse.py and test_allocator_torch_gpu.py, a process each: reuse within a capture."""
+"""Cases of test_allocator_torch_gpu.py, a process each: reuse within a capture."""
 
 from __future__ import annotations
-
-import ctypes
 
 import child_script
 import torch
 
-from pyactcomp import _core, allocator
+from pyactcomp import allocator
 
 MIB = 1 << 20
-MAIN, SIDE = 8, 9
-
-
-def on_a_driver(order: str) -> None:
-    """Free a block that a side stream used; ``order`` is what the fake driver tells of the side stream's work."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.fake_capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    core = _core.runtime_device(0)
-    core.begin_allocate_to_pool((0, 1), {MAIN, SIDE})
-    driver.fake_capture(MAIN, MAIN)
-    block = core.allocate(30 * MIB, stream=MAIN)
-    driver.fake_capture(SIDE, MAIN)
-    core.record_stream(block, SIDE)
-    core.free(block)
-    assert core.allocate(30 * MIB, stream=MAIN) != block
-    driver.fake_capture(MAIN, SIDE)
-    if order == "unknown":
-        driver.fake_early_launch()
-    assert (core.allocate(30 * MIB, stream=MAIN) == block) == (order == "known")
 
 
 def graph_takes_the_memory_of_one_step(growth: str) -> None:

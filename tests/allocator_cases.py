@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
+from pyactcomp._core import AllocatorConfig, CachingAllocator, SimulatedDevice
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import child_script
+import native_alone  # noqa: F401
 import pytest
 from allocator_cases import read_text, write_text
 
-from pyactcomp import PyactcompError, _core
+from pyactcomp import _core
+from pyactcomp.errors import PyactcompError
 
 MIB = 1 << 20
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
 import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +19,8 @@ from hypothesis import settings
 
 # Another seed finds tests that pass by the luck of a draw: PYACTCOMP_TEST_SEED=1 make test.
 SEED = int(os.environ.get("PYACTCOMP_TEST_SEED", "0"))
+
+DRIVER = Path(__file__).parent / "cpp" / "fake_driver.cpp"
 
 # A shared machine's pauses are no failures; the same examples in each run make a failure one to look into.
 settings.register_profile("pyactcomp", deadline=None, derandomize=True)
@@ -65,6 +72,23 @@ def pytest_collection_finish() -> None:
     # third of a second.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return a function that compiles a fake libcuda with some options, once, and returns the library's folder."""
+
+    @functools.cache
+    def compiled(*options: str) -> str:
+        compiler = shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            pytest.skip("needs a C++ compiler to stand in for the driver")
+        folder = tmp_path_factory.mktemp("driver")
+        command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options]
+        subprocess.run([*command, str(DRIVER), "-o", str(folder / "libcuda.so.1")], check=True)
+        return str(folder)
+
+    return compiled
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from allocator_cases import GROWTHS, MIB, POOL, make, overlap, physical, reserved, stat
@@ -290,20 +288,14 @@ def test_the_simulated_device_refuses_what_the_driver_refuses(growth: str) -> No
 
 @pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
 @pytest.mark.parametrize("order", ["known", "unknown", "not told"])
-def test_the_order_comes_from_the_driver(order: str, growth: str, tmp_path: Path) -> None:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler to stand in for the driver")
-    source = Path(__file__).parent / "cpp" / "fake_driver.cpp"
+def test_the_order_comes_from_the_driver(order: str, growth: str, fake_driver: Callable[..., str]) -> None:
     options = ["-DcuStreamGetCaptureInfo_v2=absent"] if order == "not told" else []
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options]
-    subprocess.run([*command, str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
     settings = f"growth:{growth},graph_capture_record_stream_reuse:True"
     run_case(
-        "allocator_capture_cases.py",
+        "capture_driver_cases.py",
         "on_a_driver",
         order,
         CUDA_VISIBLE_DEVICES="",
-        LD_LIBRARY_PATH=str(tmp_path),
+        LD_LIBRARY_PATH=fake_driver(*options),
         PYACTCOMP_ALLOC_CONF=settings,
     )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +14,6 @@ from child_script import run_case
 
 from pyactcomp import PyactcompError, _core, allocator
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, memory_saver, pausing
-
-DRIVER = Path(__file__).parent / "cpp" / "fake_driver.cpp"
 
 
 class Machine:
@@ -299,20 +294,12 @@ def test_subprocesses_get_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None
 # The driver.
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> dict[str, str]:
-    library = tmp_path / "libcuda.so.1"
-    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", str(DRIVER), "-o"]
-    subprocess.run([*command, str(library)], check=True)
-    assert ctypes.CDLL(str(library)).fake_left() == 0
-    return {"LD_LIBRARY_PATH": str(tmp_path)}
+@pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
+def test_the_driver_gets_memory_back_and_copies_contents(fake_driver: Callable[..., str]) -> None:
+    run_case("pausing_cases.py", "on_a_driver", LD_LIBRARY_PATH=fake_driver())
 
 
 @pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
-def test_the_driver_gets_memory_back_and_copies_contents(driver: dict[str, str]) -> None:
-    run_case("pausing_cases.py", "on_a_driver", **driver)
-
-
-@pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
-def test_memory_of_cuda_malloc_is_not_paused(driver: dict[str, str]) -> None:
-    run_case("pausing_cases.py", "malloc_growth", PYACTCOMP_ALLOC_CONF="growth:malloc", **driver)
+def test_memory_of_cuda_malloc_is_not_paused(fake_driver: Callable[..., str]) -> None:
+    settings = "growth:malloc"
+    run_case("pausing_cases.py", "malloc_growth", PYACTCOMP_ALLOC_CONF=settings, LD_LIBRARY_PATH=fake_driver())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pluggable_library
@@ -15,7 +16,6 @@ from pyactcomp import _core
 pytestmark = pytest.mark.skipif(not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h")
 
 CASES = "pluggable_cases.py"
-DRIVER = Path(__file__).parent / "cpp" / "fake_driver.cpp"
 # An exception cannot pass through ctypes: this stands where torch does.
 CALLER = r"""
 #include <cstdio>
@@ -39,19 +39,16 @@ def _run(case: str, *arguments: str, **environment: str) -> None:
     run_case(CASES, case, str(_core.__file__), *arguments, CUDA_VISIBLE_DEVICES="", **environment)
 
 
-def _compile(source: Path, library: Path, *options: str) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler to stand in for torch and the driver")
-    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", *options, "-o", library, source], check=True)
-    return library
-
-
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler to stand in for torch")
     source = tmp_path_factory.mktemp("caller") / "caller.cpp"
     source.write_text(CALLER)
-    return _compile(source, source.with_suffix(".so"))
+    library = source.with_suffix(".so")
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
 
 
 @pytest.mark.parametrize("name", pluggable_library.FUNCTIONS)
@@ -93,15 +90,13 @@ def test_base_of_an_unknown_address_throws(caller: Path) -> None:
 
 
 @pytest.mark.parametrize(("growth", "pieces"), [("vmm", True), ("malloc", False)])
-def test_memory_comes_from_the_driver_and_goes_back(growth: str, pieces: bool, tmp_path: Path) -> None:
-    _compile(DRIVER, tmp_path / "libcuda.so.1")
-    settings = {"LD_LIBRARY_PATH": str(tmp_path), "PYACTCOMP_ALLOC_CONF": f"growth:{growth}"}
+def test_memory_comes_from_the_driver_and_goes_back(growth: str, pieces: bool, fake_driver: Callable[..., str]) -> None:
+    settings = {"LD_LIBRARY_PATH": fake_driver(), "PYACTCOMP_ALLOC_CONF": f"growth:{growth}"}
     _run("with_a_fake_driver", str(pieces), **settings)
 
 
-def test_a_driver_without_virtual_memory_serves_by_malloc(tmp_path: Path) -> None:
-    _compile(DRIVER, tmp_path / "libcuda.so.1", "-DcuMemSetAccess=absent")
-    _run("with_a_fake_driver", "False", LD_LIBRARY_PATH=str(tmp_path))
+def test_a_driver_without_virtual_memory_serves_by_malloc(fake_driver: Callable[..., str]) -> None:
+    _run("with_a_fake_driver", "False", LD_LIBRARY_PATH=fake_driver("-DcuMemSetAccess=absent"))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +108,5 @@ def test_a_driver_without_virtual_memory_serves_by_malloc(tmp_path: Path) -> Non
         ("-DFAKE_INIT_STATUS=100", "cuInit failed: a fault of the fake driver"),
     ],
 )
-def test_an_unusable_driver_is_told(option: str, said: str, tmp_path: Path) -> None:
-    _compile(DRIVER, tmp_path / "libcuda.so.1", option)
-    _run("with_an_unusable_driver", said, LD_LIBRARY_PATH=str(tmp_path))
+def test_an_unusable_driver_is_told(option: str, said: str, fake_driver: Callable[..., str]) -> None:
+    _run("with_an_unusable_driver", said, LD_LIBRARY_PATH=fake_driver(option))
