@@ -125,11 +125,16 @@ FLOODS = {
 }
 
 
-# Prints by how much reading the files raised the memory that the process ever had, in bytes, and how each ended.
+# Prints by how much reading the files raised the most memory that the program had, in bytes, and how each ended. The
+# figure of resource.getrusage begins with that of the process that started this one.
 MEASURE = """
-import resource, sys
+import re, sys
+from pathlib import Path
+import native_alone
 from pyactcomp.snapshots.reader import read_snapshot
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = peak()
 ends = []
 for path in sys.argv[1:]:
     try:
@@ -137,12 +142,13 @@ for path in sys.argv[1:]:
         ends.append("read")
     except ValueError as error:
         ends.append(str(error))
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), *ends, sep="\\n")
+print(peak() - before, *ends, sep="\\n")
 """
 
 
 def measure(*paths: Path) -> tuple[int, list[str]]:
-    result = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", MEASURE, *paths]
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     used, *ends = result.stdout.splitlines()
     return int(used), ends
 
