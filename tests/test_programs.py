@@ -33,20 +33,20 @@ ROW_KINDS += [f"module: {maker}" for _, maker in MODULES]
 BLOCKS = ["checkpoint(True)", "checkpoint(False)", "autocast", "no_grad", "inference_mode", "late edit"]
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_gradients_are_those_of_torch(chunk: int) -> None:
-    sweep = programs.Sweep()
-    for number in range(chunk, PROGRAMS, CHUNKS):
-        sweep.add(generate(number))
-    if sweep.failing:
-        pytest.fail(f"{sweep}; the first of them:\n{programs.failure_text(*sweep.failing[0])}", pytrace=False)
-
-
 def generate(number: int) -> programs.Program:
     return programs.generate(programs.seed_of(0, number))
 
 
 generate_once = functools.cache(generate)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_gradients_are_those_of_torch(chunk: int) -> None:
+    sweep = programs.Sweep()
+    for number in range(chunk, PROGRAMS, CHUNKS):
+        sweep.add(generate_once(number))
+    if sweep.failing:
+        pytest.fail(f"{sweep}; the first of them:\n{programs.failure_text(*sweep.failing[0])}", pytrace=False)
 
 
 def drawn(count: int = PROGRAMS) -> list[programs.Program]:
