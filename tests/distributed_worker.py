@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 Worker = Callable[[int, str], dict[str, Any]]
 
-# Imported once by a process without CUDA, from which those of all tests are forked; a package that is missing is not.
-PRELOAD = ["pyactcomp", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert"]
 # Three samples a rank, so that no flattened activation (96 positions) has the shape of a weight.
 BATCH = 6
 
@@ -67,8 +66,8 @@ def _run(rank: int, worker: Worker, backend: str, world: int, directory: Path) -
 
 def run(worker: Worker, backend: str, world: int, directory: Path) -> list[dict[str, Any]]:
     """Run ``worker(rank, backend)`` in ``world`` processes and return what each of them returned."""
-    mp.set_forkserver_preload(PRELOAD)
-    mp.start_processes(_run, args=(worker, backend, world, directory), nprocs=world, start_method="forkserver")
+    method = forked.context.get_start_method()
+    mp.start_processes(_run, args=(worker, backend, world, directory), nprocs=world, start_method=method)
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -24,24 +22,30 @@ def _snippets(page: Path) -> list[str]:
 SNIPPETS = _snippets(README)
 
 
+def _marks(snippet: str) -> list[pytest.MarkDecorator]:
+    """Return ``slow`` where Inductor calls the C++ compiler."""
+    slow = re.search(r"\.compile\(|compile_blocks=True", snippet)
+    return [*([pytest.mark.gpu] if "cuda" in snippet else []), *([pytest.mark.slow] if slow else [])]
+
+
 @pytest.mark.parametrize(
     "snippet",
     [
-        pytest.param(snippet, marks=pytest.mark.gpu if "cuda" in snippet else (), id=f"{page.stem}-{number}")
+        pytest.param(snippet, marks=_marks(snippet), id=f"{page.stem}-{number}")
         for page in PAGES
         for number, snippet in enumerate(_snippets(page))
     ],
 )
 def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
     # As in a checkout, but what a snippet writes goes elsewhere.
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    # Torch's allocator can be replaced once in a process.
+    folder, file = tmp_path / "checkout", tmp_path / "snippet.py"
+    folder.mkdir()
+    (folder / "tests").symlink_to(ROOT / "tests")
+    file.write_text(snippet)
     if "lightning" in snippet:
         pytest.importorskip("lightning", reason="lightning is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", snippet], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    # Torch's allocator can be replaced once in a process.
+    done = forked.run(file, folder, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
