@@ -25,6 +25,7 @@ def test_norm_kernels(interpret: bool) -> None:
     run_cases("functional_norm_cases.py", interpret=interpret)
 
 
+@pytest.mark.slow
 def test_norm_kernels_compile_for_sm_90() -> None:
     run_cases("functional_norm_ptx_cases.py", interpret=False)
 

@@ -21,6 +21,7 @@ def test_window_kernels(interpret: bool) -> None:
     run_cases("functional_window_cases.py", interpret=interpret)
 
 
+@pytest.mark.slow
 def test_compiled_kernels() -> None:
     run_cases("functional_window_ptx_cases.py", interpret=False)
 

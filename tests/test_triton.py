@@ -22,6 +22,7 @@ def test_kernels_give_the_bytes_of_the_reference(interpret: bool) -> None:
     run_cases("triton_cases.py", interpret=interpret)
 
 
+@pytest.mark.slow
 def test_compiled_kernels_hold_no_inexact_instruction() -> None:
     run_cases("triton_ptx_cases.py", interpret=False)
 
