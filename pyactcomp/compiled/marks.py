@@ -108,6 +108,8 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.training:
             tell()
+        if not isinstance(self, marked):  # a lazy module that has just become another class
+            return cls.forward(self, *args, **kwargs)
         # Not cls.forward: Dynamo calls no method of a class that torch._dynamo.allow_in_graph took.
         return cast("Any", super(marked, self)).forward(*args, **kwargs)
 
