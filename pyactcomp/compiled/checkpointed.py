@@ -13,16 +13,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from ..readers.forms import AS_CODES, ITSELF, Reading
-from ..readers.table import DECIDING
 from .joint import name_of
 
 # Torch's mark on the nodes of a block, since 2.4.
 _MARK = "ac_graph_id"
 _ROUNDING = {"floor", "ceil", "round", "trunc", "sign", "sgn", "frac", "fmod", "remainder", "heaviside"}
-_ROUNDING = _ROUNDING & {name.removeprefix("aten::") for name in DECIDING}
-# Integers and masks that no value decides: of random numbers, and of a shape.
-_DRAWN = {"native_dropout", "bernoulli"}
-_OF_A_SHAPE = ("_like", "new_")
 
 
 class Block(NamedTuple):
@@ -51,9 +46,11 @@ def _decides(node: fx.Node, comparisons: Collection[str]) -> bool:
     name = name_of(node)
     if name in _ROUNDING:
         return True
-    if name in comparisons or name in _DRAWN or "scaled_dot_product" in name:
-        return False
-    if name.endswith(_OF_A_SHAPE[0]) or name.startswith(_OF_A_SHAPE[1]):
+    if name == "bernoulli":  # without a number, the operand is the probability
+        return len(node.args) == 1
+    # Integers and masks that no value decides: of random numbers, and of a shape.
+    drawn = name == "native_dropout" or "scaled_dot_product" in name
+    if name in comparisons or drawn or name.endswith("_like") or name.startswith("new_"):
         return False
     read = [source.meta.get("val") for source in node.all_input_nodes]
     made = tree_leaves(node.meta.get("val"))
