@@ -66,6 +66,29 @@ def check_parity(x: Tensor, bits: int, group_size: int, stochastic: bool) -> Non
     cases.assert_same_bytes(decode(packed, x.numel(), x.dtype, bits, group_size), restored)
 
 
+# Of one vector, of no multiple of a group and of a chunk, of whole chunks; and where the kernel takes a copy.
+ROWS = ((8, 8), (72, 8), (192, 384), (1024, 2048), (4096, 8), (20, 8), (64, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("bits", fmt.BITS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_rows_apart_have_the_bytes_of_their_copy(dtype: torch.dtype, bits: int, stochastic: bool) -> None:
+    for length, gap in ROWS:
+        # One size for a chunk a warp, one for four.
+        for numel in (7 * length, 2 * SMALL // length * length):
+            # Aligned, and beyond an aligned address.
+            for start in (0, 8, 3):
+                rows = numel // length
+                memory = torch.randn(rows * (length + gap) + start, device=DEVICE).to(dtype)
+                memory[memory.numel() // 2] = float("inf")
+                x = memory[start:].view(rows, length + gap)[:, :length]
+                packed = torch.ops.pyactcomp.quantize(x, bits, 64, stochastic, 7, "cuda")
+                copied = torch.ops.pyactcomp.quantize(x.contiguous(), bits, 64, stochastic, 7, "cuda")
+                assert torch.equal(packed, copied), (length, gap, numel, start)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("bits", fmt.BITS)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyactcomp.codec.layouts import is_dense, layout_of, suggested_layout
+from pyactcomp.codec.layouts import is_dense, layout_of, rows_of, suggested_layout
 
 
 @given(
@@ -28,6 +28,25 @@ def test_is_dense_agrees_with_enumerating_the_elements(dimensions: list[tuple[in
 def test_is_dense_for_every_order_of_dimensions(order: list[int], shape: list[int]) -> None:
     x = torch.empty(shape).permute(order)
     assert is_dense(tuple(x.shape), x.stride())
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 24)), max_size=4))
+def test_rows_are_in_order_with_one_gap(dimensions: list[tuple[int, int]]) -> None:
+    shape = tuple(length for length, _ in dimensions)
+    stride = tuple(step for _, step in dimensions)
+    offsets = [
+        sum(i * s for i, s in zip(index, stride, strict=True)) for index in itertools.product(*map(range, shape))
+    ]
+    # Rows of at least two elements, more than one of them, and at least one element between any two.
+    possible = [
+        (length, gap)
+        for length in range(2, len(offsets))
+        for gap in range(1, 24)
+        if len(offsets) % length == 0
+        and offsets == [i // length * (length + gap) + i % length for i in range(len(offsets))]
+    ]
+    found = rows_of(shape, stride)
+    assert ([] if found is None else [tuple(found)]) == possible
 
 
 def test_tensors_laid_out_alike_share_one_layout() -> None:

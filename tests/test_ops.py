@@ -94,6 +94,22 @@ def test_operators_give_the_definitions_bytes_and_values(dtype: torch.dtype, imp
             assert torch.equal(restored.view(-1), expected)
 
 
+def rows_apart(length: int, dtype: torch.dtype) -> Tensor:
+    """Return the last of three tensors whose rows lie side by side, as values beside queries and keys."""
+    return torch.randn(4, 5, 3 * length).to(dtype)[..., 2 * length :].unflatten(-1, (2, -1))
+
+
+@pytest.mark.parametrize("length", [6, 64])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_rows_apart_have_the_bytes_of_their_copy(dtype: torch.dtype, length: int, impl: str) -> None:
+    x = rows_apart(length, dtype)
+    for bits in fmt.BITS:
+        torch.library.opcheck(QUANTIZE, (x, bits, 64, False, 0, impl))
+        assert torch.equal(
+            QUANTIZE(x, bits, 64, False, 0, impl), QUANTIZE(x.contiguous(), bits, 64, False, 0, "reference")
+        )
+
+
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name != "empty"])
 def test_a_full_graph_round_trip_equals_eager(name: str, impl: str) -> None:
     def through_operators(x: Tensor) -> Tensor:
@@ -139,6 +155,8 @@ CAUGHT = (TypeError, ValueError, PyactcompError)
         pytest.param((torch.zeros(64, dtype=torch.int32), 8, 64, False, 0), id="integers"),
         pytest.param((torch.zeros(64, dtype=torch.float64), 8, 64, False, 0), id="float64"),
         pytest.param((torch.zeros(64, 64)[:, ::2], 8, 64, False, 0), id="gaps"),
+        pytest.param((torch.zeros(64, 64)[::2].t(), 8, 64, False, 0), id="columns-apart"),
+        pytest.param((torch.zeros(64, 64, dtype=torch.bool)[:, :32], 1, 64, False, 0), id="boolean-rows-apart"),
         pytest.param((torch.zeros(64, 1).expand(64, 2), 8, 64, False, 0), id="expanded"),
     ],
 )

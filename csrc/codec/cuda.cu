@@ -34,6 +34,9 @@ struct EncodeArguments {
   bool wide;
   bool keep_positive;
   Keys keys;
+  /// Lengths in vectors of kPerLane elements; `row` is 0 for a source without gaps.
+  std::uint32_t row;
+  std::int64_t gap;
 };
 
 struct DecodeArguments {
@@ -57,6 +60,12 @@ __device__ __forceinline__ std::int64_t tile_begin() {
   return (block * (kThreads / kWarp) + threadIdx.x / kWarp) * (kChunk * kChunks);
 }
 
+/// The place of an element in the source.
+__device__ __forceinline__ std::int64_t place(const EncodeArguments& a, std::int64_t index) {
+  if (a.row == 0) return index;
+  return index + static_cast<std::uint32_t>(index / kPerLane) / a.row * a.gap * kPerLane;
+}
+
 __device__ __forceinline__ float approximate_reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -76,7 +85,7 @@ __device__ __noinline__ void encode_carefully(const EncodeArguments& a, std::int
   for (int i = 0; i < kPerLane; ++i) {
     // Beyond the end, repeat the last element, to leave the extent of the last group unchanged.
     const std::int64_t index = first + i < a.numel ? first + i : a.numel - 1;
-    x[i] = Element<kType>::load(source[index]);
+    x[i] = Element<kType>::load(source[place(a, index)]);
     extent.add(x[i]);
   }
   const int group_lanes = lanes_of_group(a.group_shift);
@@ -118,7 +127,7 @@ __device__ __forceinline__ bool encode_tile(const EncodeArguments& a, std::int64
   const std::int64_t first = tile + lane * kPerLane;
   Vector<kType> vectors[kChunks];
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) vectors[c].load(a.source + (first + c * kChunk) * kBytes);
+  for (int c = 0; c < kChunks; ++c) vectors[c].load(a.source + place(a, first + c * kChunk) * kBytes);
 
   Extremes<kType> extremes[kChunks];
 #pragma unroll
@@ -387,9 +396,14 @@ int elements_per_thread(const Spec& spec, bool small, int unroll) {
 
 }  // namespace
 
-cudaError_t encode(const Spec& spec, const void* source, void* out, std::int64_t numel, Keys keys,
+cudaError_t encode(const Spec& spec, const void* source, Rows rows, void* out, std::int64_t numel, Keys keys,
                    cudaStream_t stream) {
   if (numel == 0) return cudaSuccess;
+  const std::int64_t row = rows.length / kPerLane;
+  const bool whole = rows.length % kPerLane == 0 && rows.gap % kPerLane == 0;
+  if (rows.length != 0 && (!whole || spec.dtype == DType::kBool || numel / kPerLane > UINT32_MAX || row > UINT32_MAX)) {
+    return cudaErrorInvalidValue;
+  }
   const bool small = numel <= kSmall;
   auto* const codes = static_cast<unsigned char*>(out);
   const EncodeArguments arguments{static_cast<const unsigned char*>(source),
@@ -399,7 +413,9 @@ cudaError_t encode(const Spec& spec, const void* source, void* out, std::int64_t
                                   shift_of(spec.group_size),
                                   aligned(source) && aligned(out),
                                   spec.keep_positive,
-                                  keys};
+                                  keys,
+                                  static_cast<std::uint32_t>(row),
+                                  rows.gap / kPerLane};
   const dim3 grid = grid_for(numel, elements_per_thread(spec, small, kEncodeUnroll));
   return launch(encode_kernel_of(spec, small), grid, arguments, stream);
 }

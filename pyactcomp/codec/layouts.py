@@ -86,6 +86,39 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+class Rows(NamedTuple):
+    """Rows apart in memory: elements of a row, and elements between the end of one and the next."""
+
+    length: int
+    gap: int
+
+
+@functools.lru_cache(maxsize=1024)
+def rows_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Rows | None:
+    """Return the rows of a tensor whose order is that of a contiguous one, with one gap; None for other layouts.
+
+    Values that share a projection with queries and keys are such a tensor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> values = torch.empty(16, 3, 64).select(1, 2)
+    >>> rows_of(values.shape, values.stride())
+    Rows(length=64, gap=128)
+    """
+    length, pitch, rows = 1, 0, 1
+    for size, step in reversed(list(zip(shape, stride, strict=True))):
+        if size == 1:
+            continue
+        if not pitch and step == length:
+            length *= size
+        elif step == pitch * rows if pitch else step > length > 1:
+            pitch, rows = pitch or step, rows * size
+        else:
+            return None
+    return Rows(length, pitch - length) if pitch else None
+
+
 def without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
     """Return the tensor with each expanded dimension (stride 0) narrowed to one element."""
     for dim, step in enumerate(layout.stride):

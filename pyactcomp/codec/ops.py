@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .. import codec
 from . import format as fmt
-from .layouts import is_dense
+from .kernels import RowsKernel
+from .layouts import is_dense, rows_of
 
 _library: Any = torch.library.Library("pyactcomp", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
@@ -40,10 +41,20 @@ def _quantize(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, impl: str, keep_positive: bool = False
 ) -> Tensor:
     _check_format(x.dtype, bits, group_size)
+    rows = None
     if not is_dense(tuple(x.shape), x.stride()):
-        raise ValueError(f"the operator takes dense tensors, got shape {tuple(x.shape)}, strides {x.stride()}")
+        rows = rows_of(tuple(x.shape), x.stride())
+        if rows is None or x.dtype is torch.bool:
+            raise ValueError(
+                f"the operator takes dense tensors, and floating-point rows in order with one gap between any two, "
+                f"got {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; pass a contiguous copy"
+            )
     out = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8, device=x.device)
-    codec.bind(impl, x.dtype, bits, group_size, stochastic, keep_positive, x.device).encode(x, out, seed)
+    kernel = codec.bind(impl, x.dtype, bits, group_size, stochastic, keep_positive, x.device)
+    if rows is not None and isinstance(kernel, RowsKernel):
+        kernel.encode_rows(x, rows, out, seed)
+    else:
+        kernel.encode(x if rows is None else x.contiguous(), out, seed)
     return out
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from ..layouts import Rows
 
 
 class Kernel(Protocol):
@@ -19,6 +21,14 @@ class Kernel(Protocol):
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Restore ``packed`` (uint8) into ``out``, a dense tensor written in storage order."""
+
+
+@runtime_checkable
+class RowsKernel(Protocol):
+    """A kernel that reads rows apart in memory; the others read a contiguous copy."""
+
+    def encode_rows(self, source: Tensor, rows: Rows, out: Tensor, seed: int) -> None:
+        """Write the packed form of ``source``, whose rows have gaps between them, to ``out`` (uint8)."""
 
 
 def native_dtype(dtype: torch.dtype) -> int:

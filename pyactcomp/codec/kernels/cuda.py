@@ -8,7 +8,13 @@ from torch import Tensor
 from ...errors import ImplementationUnavailableError
 from ...torch_private import current_raw_stream
 from .. import format as fmt
+from ..layouts import Rows
 from . import Kernel, native_dtype
+
+VECTOR = 8
+"""Elements that a lane reads at once."""
+MOST = 2**35
+"""Elements of a tensor with gaps: the kernel counts vectors in 32 bits."""
 
 
 def unavailable_reason() -> str | None:
@@ -59,6 +65,7 @@ class CudaKernel:
 
         codec = _core.CudaCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, device_index)
         self._encode = codec.encode
+        self._encode_rows = codec.encode_rows
         self._decode = codec.decode
         self._device_index = device_index
         self._stochastic = stochastic
@@ -68,6 +75,15 @@ class CudaKernel:
         key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
         stream = current_raw_stream(self._device_index)
         self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, stream)
+
+    def encode_rows(self, source: Tensor, rows: Rows, out: Tensor, seed: int) -> None:
+        """Launch the packing of ``source``; its rows are read where they are if their bounds are those of vectors."""
+        if rows.length % VECTOR or rows.gap % VECTOR or source.numel() >= MOST:
+            self.encode(source.contiguous(), out, seed)
+            return
+        key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
+        stream = current_raw_stream(self._device_index)
+        self._encode_rows(source.data_ptr(), *rows, out.data_ptr(), source.numel(), key0, key1, stream)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Launch the restoring of ``packed`` into ``out`` on the current stream."""
