@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import reference
-from pyactcomp.compiled import codec
+from pyactcomp.compiled import codec, plans
+from pyactcomp.compiled.joint import storage_order
 
 CASES = {
     "normal": lambda: torch.randn(4, 512),
@@ -46,6 +48,21 @@ def test_codes_and_parameters_are_those_of_the_reference(
     restored = codec.dequantize(codes, groups, group_size, dtype).flatten()
     assert torch.equal(restored.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(restored.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["one gap", "two gaps"])
+def test_rows_are_packed_where_they_are(apart: bool) -> None:
+    projection = torch.randn(16, 8, 3 * 64)
+    values = projection[..., 128:] if apart else projection[:, :4, 128:]
+    order = storage_order(values)
+    assert order is not None
+    plan = plans._code_plan(values, order, 64, False, False)
+    copies = [node for node in make_fx(plan.pack)(values).graph.nodes if "clone" in str(node.target)]
+    assert bool(copies) != apart
+    codes, groups = plan.pack(values)
+    expected = codec.quantize(values.permute(order).contiguous(), 64)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(groups, expected[1])
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-120, 1.0, 2.0**127])

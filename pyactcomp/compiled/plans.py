@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from ..codec.layouts import rows_of
 from ..config import Config
 from ..readers.forms import BFLOAT16, CODES, LOG, RELATIVE, SCALED
 from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits, unscale
@@ -16,6 +17,7 @@ from .costs import FLOATS
 from .divisors import Behind
 from .joint import Joint, hint, outputs_of, storage_order, value
 from .needs import Need, needs
+from .rounding import is_read_in_halves
 
 Function = Callable[..., object]
 SKIPPED = "skipped"
@@ -187,7 +189,9 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
         return _halves_plan(BFLOAT16 if spans or few else need.form)
     if order is None:
         return "elements overlap or have gaps"
-    return _code_plan(tensor.dtype, order, config.group_size, positive)
+    # The smallest float32 would round to zero.
+    rounded = is_read_in_halves(node, known) and not positive
+    return _code_plan(tensor, order, config.group_size, positive, rounded)
 
 
 def _halves_plan(form: object) -> Plan | str:
@@ -203,14 +207,24 @@ def _halves_plan(form: object) -> Plan | str:
     return Plan("16 bits", ("halves_of_",), pack, lambda x: x.to(torch.float32), dtype)
 
 
-def _code_plan(dtype: torch.dtype, order: list[int], group_size: int, positive: bool) -> Plan:
+def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool, rounded: bool) -> Plan:
+    dtype = tensor.dtype
+    layout = tuple(tensor.permute(order).shape), tensor.permute(order).stride()
+    # Packing reads rows where they are, as values in the result of a projection of queries, keys and values.
+    apart = all(isinstance(size, int) for size in (*layout[0], *layout[1])) and rows_of(*layout) is not None
+
     def pack(x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize(x.permute(order).contiguous(), group_size, positive)
+        x = x.permute(order)
+        if rounded:
+            x = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
+        elif not apart:
+            x = x.contiguous()
+        return quantize(x, group_size, positive)
 
     def restore(codes: Tensor, groups: Tensor) -> Tensor:
         return dequantize(codes, groups, group_size, dtype).permute([order.index(dim) for dim in range(len(order))])
 
-    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, positive)
+    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, (positive, rounded))
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:

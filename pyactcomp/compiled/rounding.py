@@ -1,0 +1,50 @@
+"""Float32 values that the forward reads in 16 bits: packing reads their bfloat16, half of the bytes.
+
+Under autocast a norm computes in float32, and its result is cast for a product. Written for the packing kernel alone,
+the normalized rows take 4 bytes an element to write and 4 to read, 0.9 % of a step of GPT-2 medium's sizes. Rounded,
+an element is off by 2**-9 of it, as far as the product's operand is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .joint import VIEWS, Joint, name_of, value
+
+_CASTS = {"_to_copy", "convert_element_type"}
+# Views, and operators that move elements, as the roll of a shifted window.
+_MOVES = (VIEWS - _CASTS) | {"index", "gather", "index_select", "roll", "flip"}
+
+
+def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
+    """Return whether all that the forward computes from a value are products, cast to 16 bits in the end.
+
+    The product may have a sum with what depends on parameters alone, as a bias. A difference of data is something else:
+    where a norm subtracts the mean, the rounding of the operand grows by the operand's size beside the deviation.
+    """
+    tensor = value(node)
+    if tensor is None or tensor.dtype is not torch.float32:
+        return False
+    cast = False
+    waiting, seen = [node], {node}
+    while waiting:
+        read = waiting.pop()
+        for user in read.users:
+            name, result = name_of(user), value(user)
+            if user in seen or user.op == "output":
+                continue
+            seen.add(user)
+            if result is not None and name in _CASTS:
+                if result.dtype not in (torch.bfloat16, torch.float16):
+                    return False
+                cast = True
+            elif name in _MOVES | {"mul"} or (name in ("add", "sub") and _has_one_of_data(user, known)):
+                waiting.append(user)
+            else:
+                return False
+    return cast
+
+
+def _has_one_of_data(node: fx.Node, known: Joint) -> bool:
+    return sum(operand.name in known.data for operand in node.all_input_nodes) == 1
