@@ -20,7 +20,7 @@ from pyactcomp.config import Config
 
 INT8 = Config(min_bytes=4096)
 BAR = 0.02
-ROUNDING = 2.0**-9
+ROUNDING = 2.0**-8
 """Of an element that is rounded to bfloat16, at most."""
 
 

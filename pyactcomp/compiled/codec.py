@@ -42,7 +42,11 @@ def quantize(x: Tensor, group_size: int, keep_positive: bool = False) -> tuple[T
         Minimum (lower half) and step of each group, bfloat16 each.
     """
     # In its own shape: as one dimension it would not fuse with the row that a norm reduces.
-    packed = _ops.quantize(x, 8, group_size, False, 0, "auto", keep_positive)
+    return parts_of(_ops.quantize(x, 8, group_size, False, 0, "auto", keep_positive), x)
+
+
+def parts_of(packed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the codes and of the parameters in the packed form of a tensor."""
     elements = x.numel()
     return packed[:elements].view(x.shape), packed[fmt.parameters_offset(elements, 8) :].view(torch.int32)
 

@@ -42,6 +42,8 @@ class Plan:
         Maps the stored tensors to the value.
     variant : object
         What else the functions depend on, beside the tensor's layout and dtype.
+    group_size : int
+        Of codes of the tensor as it is, in its own order; 0 for other forms, and where packing rounds or lifts.
     """
 
     form: str
@@ -49,6 +51,7 @@ class Plan:
     pack: Function
     restore: Function
     variant: object = None
+    group_size: int = 0
 
 
 def plans_of(
@@ -224,7 +227,9 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
     def restore(codes: Tensor, groups: Tensor) -> Tensor:
         return dequantize(codes, groups, group_size, dtype).permute([order.index(dim) for dim in range(len(order))])
 
-    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, (positive, rounded))
+    plain = not positive and not rounded and order == sorted(order)
+    variant = (positive, rounded)
+    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, variant, group_size if plain else 0)
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:

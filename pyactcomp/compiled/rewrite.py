@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor, fx
 
 from ..config import Config
 from ..torch_private.partitions import traced
+from .activations import Traces, gelu_of
 from .divisors import Behind
 from .graphs import SavedValue
 from .joint import Joint, name_of, outputs_of, value
 from .masks import hoist
 from .plans import Plan, nbytes, plans_of
 from .sharing import first_operator, first_use, share_casts, share_views
-
-Traces = dict[tuple[object, ...], fx.GraphModule]
 
 
 def rewrite(
@@ -75,9 +75,13 @@ def _store(
     """Pack a value behind its producer and restore it before its first reader; return the stored tensors."""
     tensor = value(node)
     assert tensor is not None
+    gelu = gelu_of(node, traces) if plan.group_size else None
+    packing = plan if gelu is None else replace(plan, pack=gelu.packing(plan.group_size), variant=gelu.variant)
     place = first_operator(forward) if node.op == "placeholder" else node.next
     with forward.graph.inserting_before(place):
-        stored = _inline(forward, _traced(plan, "pack", tensor, (tensor,), traces), [node])
+        stored = _inline(forward, _traced(packing, "pack", tensor, (tensor,), traces), [node])
+    if gelu is not None:
+        gelu.replace_by(stored.pop())
     entries = []
     for prefix, part in zip(plan.parts, stored, strict=True):
         part._rename(f"{prefix}{node.name}")

@@ -1,0 +1,145 @@
+"""GELU in compiled graphs: one kernel computes it and packs its operand, where products alone read the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiled_backend import gradients, off
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from pyactcomp import codec
+from pyactcomp.codec import reference
+from pyactcomp.compiled import partition
+from pyactcomp.config import Config
+from pyactcomp.functional.activations.operator import gelu_quantize
+
+INT8 = Config(min_bytes=4096)
+HALF_AN_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# The kernel's approximation of erf (Abramowitz and Stegun 7.1.26).
+ERF = 1.5e-7
+
+
+class Mlp(nn.Module):
+    """Two projections, and a function between."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(64, 256), nn.Linear(256, 64), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.function(self.up(x)))
+
+
+def tanh_by_hand(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.79 * (x + 0.044715 * x**3)))
+
+
+PACKED_WITH = {
+    "erf": F.gelu,
+    "tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "views": lambda x: F.gelu(x.view(4, 16, 4, 256)).view(16, 16, 256),
+}
+PACKED_APART = {
+    "other constants": tanh_by_hand,
+    "SiLU": F.silu,
+    "pointwise reader": lambda x: F.gelu(x) * 1.5,
+    "two readers": lambda x: (y := F.gelu(x)) + y.sin(),
+    "dropout": lambda x: F.dropout(F.gelu(x), 0.1),
+    "of a function": lambda x: F.gelu(x.sin()),
+    "transposed": lambda x: F.gelu(x.transpose(1, 2)).transpose(1, 2),
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Return the forward graphs; a kernel serves the CPU, whose operator calls torch's function."""
+    found: list[fx.GraphModule] = []
+    rewrite, reason = partition.rewrite, codec.unavailable_reason
+
+    def note(forward: fx.GraphModule, *arguments: Any) -> Any:
+        saved = rewrite(forward, *arguments)
+        found.append(forward)
+        return saved
+
+    monkeypatch.setattr(partition, "rewrite", note)
+    monkeypatch.setattr(codec, "unavailable_reason", lambda i, d: None if i == "triton" else reason(i, d))
+    return found
+
+
+def run(function: Callable[[Tensor], Tensor], dtype: torch.dtype, autocast: bool, config: Config | None) -> Any:
+    torch.manual_seed(0)
+    model = Mlp(function).to(dtype)
+    x, weights = torch.randn(16, 16, 64, dtype=dtype), torch.randn(16, 16, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return (model(x).float() * weights).mean()
+
+    loss, found, _ = gradients(step, list(model.parameters()), config, x)
+    return loss, found
+
+
+def _targets(graph: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PACKED_WITH)
+def test_gelu_is_computed_where_its_operand_is_packed(
+    name: str, dtype: torch.dtype, autocast: bool, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = run(PACKED_WITH[name], dtype, autocast, INT8)
+    targets = _targets(graphs[0])
+    assert targets.count("pyactcomp.gelu_quantize.default") == 1
+    assert not {"aten.erf.default", "aten.tanh.default"} & set(targets)
+    monkeypatch.setattr("pyactcomp.compiled.rewrite.gelu_of", lambda *_: None)
+    apart = run(PACKED_WITH[name], dtype, autocast, INT8)
+    assert "pyactcomp.gelu_quantize.default" not in _targets(graphs[1])
+    # Of 256 operands of a sum each may round the other way.
+    rounding = HALF_AN_ULP[torch.bfloat16 if autocast else dtype]
+    torch.testing.assert_close(got[0], apart[0], rtol=0, atol=2 * rounding)
+    assert off(got[1], apart[1]) <= 2 * rounding
+    assert off(got[1], run(PACKED_WITH[name], dtype, autocast, None)[1]) <= 0.02
+
+
+@pytest.mark.parametrize("name", PACKED_APART)
+def test_other_functions_and_readers_keep_their_operators(name: str, graphs: list[fx.GraphModule]) -> None:
+    run(PACKED_APART[name], torch.bfloat16, False, INT8)
+    assert "pyactcomp.gelu_quantize.default" not in _targets(graphs[0])
+
+
+def test_a_graph_without_a_kernel_keeps_the_operators(
+    graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "unavailable_reason", lambda *_: "none serves this device")
+    run(F.gelu, torch.bfloat16, False, INT8)
+    assert "pyactcomp.gelu_quantize.default" not in _targets(graphs[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", HALF_AN_ULP, ids=str)
+@pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
+def test_operator_gives_gelu_and_the_codes_of_the_reference(tanh: bool, dtype: torch.dtype, device: str) -> None:
+    x = (4 * torch.randn(37, 192)).to(dtype)
+    x[0, 0], x[1, 1] = float("inf"), float("nan")
+    out, packed = gelu_quantize(x.to(device), tanh, 64)
+    assert torch.equal(packed.cpu(), reference.quantize(x.flatten()))
+    expected = F.gelu(x.double(), approximate="tanh" if tanh else "none")
+    # tanh: torch's CPU code for it is off by 2**-22 of the operand.
+    bound = HALF_AN_ULP[dtype] * expected.abs() + (ERF + 2.0**-21) * x.double().abs()
+    finite = expected.isfinite()
+    assert bool(((out.cpu().double() - expected).abs() <= bound)[finite].all())
+    assert torch.equal(out.cpu().isnan(), expected.isnan())
+    assert torch.equal(out.cpu().isinf(), expected.isinf())
+
+
+def test_operator_passes_torchs_checks_and_refuses_gaps() -> None:
+    x = torch.randn(8, 192, dtype=torch.bfloat16)
+    torch.library.opcheck(torch.ops.pyactcomp.gelu_quantize.default, (x, False, 64))
+    with pytest.raises(ValueError, match="contiguous"):
+        gelu_quantize(x.t(), False, 64)
