@@ -14,10 +14,12 @@ import pyactcomp
 from pyactcomp import PyactcompError, codec
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import reference
+from pyactcomp.compiled import codec as compiled_codec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
 QUANTIZE = torch.ops.pyactcomp.quantize.default
 DEQUANTIZE = torch.ops.pyactcomp.dequantize.default
+RESTORE = torch.ops.pyactcomp.restore.default
 
 SAMPLES: dict[str, Callable[[], Tensor]] = {
     "matrix": lambda: torch.randn(7, 30),
@@ -97,6 +99,35 @@ def test_operators_give_the_definitions_bytes_and_values(dtype: torch.dtype, imp
 def rows_apart(length: int, dtype: torch.dtype) -> Tensor:
     """Return the last of three tensors whose rows lie side by side, as values beside queries and keys."""
     return torch.randn(4, 5, 3 * length).to(dtype)[..., 2 * length :].unflatten(-1, (2, -1))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["views", "copies"])
+@pytest.mark.parametrize("group_size", fmt.GROUP_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_codes_and_parameters_are_restored_as_one_tensor(dtype: torch.dtype, group_size: int, copied: bool) -> None:
+    x = torch.randn(7, 30).to(dtype)
+    x[3, 4] = float("inf")
+    codes, groups = compiled_codec.quantize(x, group_size)
+    if copied:
+        codes, groups = codes.clone(), groups.clone()
+    torch.library.opcheck(RESTORE, (codes, groups, dtype, group_size))
+    packed = reference.quantize(x.flatten(), group_size=group_size)
+    expected = reference.dequantize(packed, x.numel(), dtype=dtype, group_size=group_size)
+    assert torch.equal(RESTORE(codes, groups, dtype, group_size), expected.view(7, 30))
+
+
+def test_restore_refuses_what_are_no_codes() -> None:
+    codes, groups = compiled_codec.quantize(torch.randn(7, 30), 64)
+    for arguments in (
+        (codes.float(), groups, torch.float32, 64),
+        (codes, groups.long(), torch.float32, 64),
+        (codes, groups[1:], torch.float32, 64),
+        (codes, groups, torch.float32, 128),
+        (codes, groups, torch.float64, 64),
+        (codes, groups, torch.bool, 64),
+    ):
+        with pytest.raises(TypeError):
+            RESTORE(*arguments)
 
 
 @pytest.mark.parametrize("length", [6, 64])

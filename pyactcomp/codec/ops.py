@@ -2,8 +2,9 @@
 
 ``torch.ops.pyactcomp.quantize(x, bits, group_size, stochastic, seed, impl, keep_positive=False) -> uint8`` and
 ``torch.ops.pyactcomp.dequantize(packed, shape, stride, dtype, bits, group_size, impl)``, with fake
-implementations. Neither is differentiable. The engine calls the kernels directly, to avoid an operator's few
-microseconds of dispatch for each saved tensor.
+implementations. ``torch.ops.pyactcomp.restore(codes, groups, dtype, group_size)`` takes codes and the parameters of
+groups as compiled graphs save them: two views of one packed tensor. None is differentiable. The engine calls the
+kernels directly, to avoid an operator's few microseconds of dispatch for each saved tensor.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _library.define(
     "dequantize(Tensor packed, SymInt[] shape, SymInt[] stride, ScalarType dtype, int bits, int group_size, "
     "str impl) -> Tensor"
 )
+_library.define("restore(Tensor codes, Tensor groups, ScalarType dtype, int group_size) -> Tensor")
 
 
 def _check_format(dtype: torch.dtype, bits: int, group_size: int) -> None:
@@ -98,9 +100,36 @@ def _dequantize_fake(
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=packed.device)
 
 
+def _restore(codes: Tensor, groups: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+    _check_format(dtype, 8, group_size)
+    nbytes, at = fmt.packed_nbytes(codes.numel(), 8, group_size), fmt.parameters_offset(codes.numel(), 8)
+    if codes.dtype is not torch.uint8 or groups.dtype is not torch.int32 or groups.numel() * 4 != nbytes - at:
+        raise TypeError(
+            f"expected uint8 codes and {(nbytes - at) // 4} int32 parameters for {codes.numel()} elements in groups of "
+            f"{group_size}, got {codes.dtype} and {groups.numel()} {groups.dtype}"
+        )
+    if codes.is_contiguous() and groups.is_contiguous() and groups.data_ptr() == codes.data_ptr() + at:
+        packed = codes.as_strided((nbytes,), (1,))
+    else:
+        # A hook, as one that offloads, has copied the two.
+        packed = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
+        packed[: codes.numel()] = codes.reshape(-1)
+        packed[at:] = groups.contiguous().view(torch.uint8)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    codec.bind("auto", dtype, 8, group_size, False, False, codes.device).decode(packed, out)
+    return out
+
+
+def _restore_fake(codes: Tensor, groups: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
 _library.impl("quantize", _quantize, "CompositeExplicitAutograd")
 _library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
+_library.impl("restore", _restore, "CompositeExplicitAutograd")
 torch.library.register_fake("pyactcomp::quantize", _quantize_fake, lib=_library)
 torch.library.register_fake("pyactcomp::dequantize", _dequantize_fake, lib=_library)
+torch.library.register_fake("pyactcomp::restore", _restore_fake, lib=_library)
 
 quantize = torch.ops.pyactcomp.quantize.default
+restore = torch.ops.pyactcomp.restore.default

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..codec.layouts import rows_of
+from ..codec.ops import restore as restore_codes
 from ..config import Config
 from ..readers.forms import BFLOAT16, CODES, LOG, RELATIVE, SCALED
 from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits, unscale
@@ -40,6 +41,8 @@ class Plan:
         Maps the value to the stored tensors.
     restore : callable
         Maps the stored tensors to the value.
+    restore_by_kernel : callable or None
+        Restores 16 bits by the library's kernel, for readers that fuse badly with restoring.
     variant : object
         What else the functions depend on, beside the tensor's layout and dtype.
     group_size : int
@@ -50,6 +53,7 @@ class Plan:
     parts: tuple[str, ...]
     pack: Function
     restore: Function
+    restore_by_kernel: Function | None = None
     variant: object = None
     group_size: int = 0
 
@@ -207,7 +211,7 @@ def _halves_plan(form: object) -> Plan | str:
     def pack(x: Tensor) -> tuple[Tensor]:
         return ((saturate(x) if dtype is torch.float16 else x).to(dtype),)
 
-    return Plan("16 bits", ("halves_of_",), pack, lambda x: x.to(torch.float32), dtype)
+    return Plan("16 bits", ("halves_of_",), pack, lambda x: x.to(torch.float32), variant=dtype)
 
 
 def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool, rounded: bool) -> Plan:
@@ -224,12 +228,18 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
             x = x.contiguous()
         return quantize(x, group_size, positive)
 
-    def restore(codes: Tensor, groups: Tensor) -> Tensor:
-        return dequantize(codes, groups, group_size, dtype).permute([order.index(dim) for dim in range(len(order))])
+    back = [order.index(dim) for dim in range(len(order))]
 
-    plain = not positive and not rounded and order == sorted(order)
-    variant = (positive, rounded)
-    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, variant, group_size if plain else 0)
+    def restore(codes: Tensor, groups: Tensor) -> Tensor:
+        return dequantize(codes, groups, group_size, dtype).permute(back)
+
+    def restore_by_kernel(codes: Tensor, groups: Tensor) -> Tensor:
+        halves: Tensor = restore_codes(codes, groups, torch.bfloat16 if rounded else dtype, group_size)
+        return halves.to(dtype).permute(back)
+
+    kernel = restore_by_kernel if rounded or dtype.itemsize == 2 else None
+    size = group_size if not positive and not rounded and order == sorted(order) else 0
+    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, kernel, (positive, rounded), size)
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:

@@ -15,6 +15,7 @@ from .graphs import SavedValue
 from .joint import Joint, name_of, outputs_of, value
 from .masks import hoist
 from .plans import Plan, nbytes, plans_of
+from .rows import is_summed_by_rows
 from .sharing import first_operator, first_use, share_casts, share_views
 
 
@@ -92,8 +93,10 @@ def _store(
         placeholder.meta = {key: part.meta[key] for key in ("val", "tensor_meta") if key in part.meta}
         entries.append(placeholder)
     parts = [part.meta["val"] for part in stored]
+    by_kernel = plan.restore_by_kernel is not None and is_summed_by_rows(entry)
     with backward.graph.inserting_before(first_use(backward, entry)):
-        restored = _inline(backward, _traced(plan, "restore", tensor, parts, traces), entries)[0]
+        function = _traced(plan, "restore_by_kernel" if by_kernel else "restore", tensor, parts, traces)
+        restored = _inline(backward, function, entries)[0]
     restored._rename(f"restored_{node.name}")
     entry.replace_all_uses_with(restored)
     backward.graph.erase_node(entry)
