@@ -94,14 +94,16 @@ class CudaCodec {
 
   void encode(Address source, Address out, std::int64_t numel, std::uint32_t key0, std::uint32_t key1,
               Address stream) const {
-    encode_rows(source, 0, 0, out, numel, key0, key1, stream);
+    const DeviceGuard guard(device_);
+    PAC_CUDA_CHECK(pac::cuda::encode(spec_, pointer<const void>(source), {}, pointer<void>(out), numel, {key0, key1},
+                                     pointer<CUstream_st>(stream)));
   }
 
   void encode_rows(Address source, std::int64_t length, std::int64_t gap, Address out, std::int64_t numel,
-                   std::uint32_t key0, std::uint32_t key1, Address stream) const {
+                   Address stream) const {
     const DeviceGuard guard(device_);
-    PAC_CUDA_CHECK(pac::cuda::encode(spec_, pointer<const void>(source), {length, gap}, pointer<void>(out), numel,
-                                     {key0, key1}, pointer<CUstream_st>(stream)));
+    PAC_CUDA_CHECK(pac::cuda::encode(spec_, pointer<const void>(source), {length, gap}, pointer<void>(out), numel, {},
+                                     pointer<CUstream_st>(stream)));
   }
 
   void decode(Address packed, Address out, std::int64_t numel, Address stream) const {
@@ -153,7 +155,7 @@ PYBIND11_MODULE(_core, module) {
       .def("encode", &CudaCodec::encode, py::arg("source"), py::arg("out"), py::arg("numel"), py::arg("key0"),
            py::arg("key1"), py::arg("stream"))
       .def("encode_rows", &CudaCodec::encode_rows, py::arg("source"), py::arg("length"), py::arg("gap"), py::arg("out"),
-           py::arg("numel"), py::arg("key0"), py::arg("key1"), py::arg("stream"))
+           py::arg("numel"), py::arg("stream"))
       .def("decode", &CudaCodec::decode, py::arg("packed"), py::arg("out"), py::arg("numel"), py::arg("stream"));
 #else
   module.attr("has_cuda_codec") = false;

@@ -10,7 +10,7 @@
 namespace pac::cuda {
 
 /// Rows apart in memory: their length, and elements between the end of one and the next. Multiples of 8, of less than
-/// 2^35 elements in all; the length 0 stands for no gaps.
+/// 2^35 elements in all, packed in 8 bits to nearest; the length 0 stands for no gaps.
 struct Rows {
   std::int64_t length = 0;
   std::int64_t gap = 0;

@@ -69,6 +69,8 @@ class CudaKernel:
         self._decode = codec.decode
         self._device_index = device_index
         self._stochastic = stochastic
+        # Of graphs, which alone pack rows where they are.
+        self._serves_rows = bits == 8 and not stochastic
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Launch the packing of ``source`` into ``out`` on the current stream."""
@@ -77,13 +79,12 @@ class CudaKernel:
         self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, stream)
 
     def encode_rows(self, source: Tensor, rows: Rows, out: Tensor, seed: int) -> None:
-        """Launch the packing of ``source``; its rows are read where they are if their bounds are those of vectors."""
-        if rows.length % VECTOR or rows.gap % VECTOR or source.numel() >= MOST:
+        """Launch the packing of ``source``; 8 bits to nearest read rows of whole vectors where they are."""
+        if not self._serves_rows or rows.length % VECTOR or rows.gap % VECTOR or source.numel() >= MOST:
             self.encode(source.contiguous(), out, seed)
             return
-        key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
         stream = current_raw_stream(self._device_index)
-        self._encode_rows(source.data_ptr(), *rows, out.data_ptr(), source.numel(), key0, key1, stream)
+        self._encode_rows(source.data_ptr(), *rows, out.data_ptr(), source.numel(), stream)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Launch the restoring of ``packed`` into ``out`` on the current stream."""
