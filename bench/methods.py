@@ -106,8 +106,11 @@ def _compile_fp8(quant_type: str) -> Apply:
     """Return PyTorch's own activation quantisation in the partitioner, with a scale for each row."""
 
     def apply(module: nn.Module, blocks: Blocks) -> Context:
+        import torch._functorch.config
         import torch._inductor.config
 
+        # The key of AOTAutograd's cache knows nothing of the pass: the graphs would be those of torch.compile alone.
+        torch._functorch.config.enable_autograd_cache = False
         torch._inductor.config.post_grad_fusion_options["activation_quantization_aten_pass"] = {
             "quant_type": f"torch.{quant_type}",
             "use_scaling": True,
