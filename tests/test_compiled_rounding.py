@@ -109,13 +109,15 @@ def test_a_rounded_value_has_the_codes_of_its_bfloat16() -> None:
 
 READ_IN_HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cast": lambda x, w: x.bfloat16(),
-    "norm": lambda x, w: (x * w + w).bfloat16(),
+    "scaled": lambda x, w: (x * w).bfloat16(),
     "moved": lambda x, w: torch.roll(x * w, 1, 0).transpose(0, 1).half(),
 }
 READ_IN_FLOAT32: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "float32": lambda x, w: x * w,
     "summed": lambda x, w: (x * w).sum(0).bfloat16(),
     "centred": lambda x, w: (x - x.mean(0)).bfloat16(),
+    "centred by a buffer": lambda x, w: ((x - w) * w).bfloat16(),
+    "centred by a bias": lambda x, w: (x * w + w).bfloat16(),
     "residual": lambda x, w: (x + x * w).bfloat16(),
     "function": lambda x, w: torch.exp(x).bfloat16(),
     "both": lambda x, w: (x * w).bfloat16() + x.sum(0),
@@ -135,3 +137,14 @@ def test_who_reads_decides(case: str) -> None:
     known: Any = SimpleNamespace(data={node.name for node in graph.nodes if node.name != "w_1"})
     (sin,) = [node for node in graph.nodes if node.name == "sin"]
     assert is_read_in_halves(sin, known) == (case in READ_IN_HALVES)
+
+
+@pytest.mark.parametrize("statistic", [(8, 1), (8, 8), (8,)], ids=["row", "element", "column"])
+def test_normalized_rows_may_have_a_bias(statistic: tuple[int, ...]) -> None:
+    def traced(x: Tensor, factor: Tensor, w: Tensor) -> Tensor:
+        return ((x * factor) * w + w).bfloat16()
+
+    graph = make_fx(traced, tracing_mode="fake")(torch.randn(8, 8), torch.randn(statistic), torch.randn(8)).graph
+    known: Any = SimpleNamespace(data={node.name for node in graph.nodes if node.name != "w_1"})
+    (product,) = [node for node in graph.nodes if node.name == "mul"]
+    assert is_read_in_halves(product, known) == (statistic == (8, 1))

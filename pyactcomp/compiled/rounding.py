@@ -20,13 +20,13 @@ _MOVES = (VIEWS - _CASTS) | {"index", "gather", "index_select", "roll", "flip"}
 def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
     """Return whether all that the forward computes from a value are products, cast to 16 bits in the end.
 
-    The product may have a sum with what depends on parameters alone, as a bias. A difference of data is something else:
-    where a norm subtracts the mean, the rounding of the operand grows by the operand's size beside the deviation.
+    Normalized rows may have a bias too. Another sum may be a difference: where a mean is subtracted, of data or from a
+    buffer, the rounding of a large operand counts beside the deviation.
     """
     tensor = value(node)
     if tensor is None or tensor.dtype is not torch.float32:
         return False
-    cast = False
+    cast, normalized = False, _is_normalized(node)
     waiting, seen = [node], {node}
     while waiting:
         read = waiting.pop()
@@ -39,12 +39,22 @@ def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
                 if result.dtype not in (torch.bfloat16, torch.float16):
                     return False
                 cast = True
-            elif name in _MOVES | {"mul"} or (name in ("add", "sub") and _has_one_of_data(user, known)):
+            elif name in _MOVES | {"mul"} or (normalized and name == "add" and _is_of_one_value(user, known)):
                 waiting.append(user)
             else:
                 return False
     return cast
 
 
-def _has_one_of_data(node: fx.Node, known: Joint) -> bool:
+def _is_normalized(node: fx.Node) -> bool:
+    """Return whether a value is a product with one factor for each row."""
+    result = value(node)
+    if name_of(node) != "mul" or result is None or not result.dim() or result.shape[-1] == 1:
+        return False
+    factors = [value(operand) for operand in node.all_input_nodes]
+    return any(factor is not None and factor.dim() and factor.shape[-1] == 1 for factor in factors)
+
+
+def _is_of_one_value(node: fx.Node, known: Joint) -> bool:
+    """Return whether a sum has one operand that depends on more than parameters."""
     return sum(operand.name in known.data for operand in node.all_input_nodes) == 1
