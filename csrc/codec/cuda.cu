@@ -83,11 +83,13 @@ __device__ __noinline__ void encode_carefully(const EncodeArguments& a, std::int
   const std::int64_t first = chunk + lane * kPerLane;
   float x[kPerLane];
   Extent extent;
+  // Rows apart are of whole vectors: beyond the end, repeat the last one.
+  const std::int64_t vector = kApart ? place<kApart>(a, first < a.numel ? first : a.numel - kPerLane) : 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     // Beyond the end, repeat the last element, to leave the extent of the last group unchanged.
     const std::int64_t index = first + i < a.numel ? first + i : a.numel - 1;
-    x[i] = Element<kType>::load(source[place<kApart>(a, index)]);
+    x[i] = Element<kType>::load(source[kApart ? vector + i : index]);
     extent.add(x[i]);
   }
   const int group_lanes = lanes_of_group(a.group_shift);
