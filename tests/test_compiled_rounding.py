@@ -139,12 +139,14 @@ def test_who_reads_decides(case: str) -> None:
     assert is_read_in_halves(sin, known) == (case in READ_IN_HALVES)
 
 
+@pytest.mark.parametrize("buffer", [False, True], ids=["data", "buffer"])
 @pytest.mark.parametrize("statistic", [(8, 1), (8, 8), (8,)], ids=["row", "element", "column"])
-def test_normalized_rows_may_have_a_bias(statistic: tuple[int, ...]) -> None:
+def test_normalized_rows_may_have_a_bias(statistic: tuple[int, ...], buffer: bool) -> None:
     def traced(x: Tensor, factor: Tensor, w: Tensor) -> Tensor:
         return ((x * factor) * w + w).bfloat16()
 
     graph = make_fx(traced, tracing_mode="fake")(torch.randn(8, 8), torch.randn(statistic), torch.randn(8)).graph
-    known: Any = SimpleNamespace(data={node.name for node in graph.nodes if node.name != "w_1"})
+    others = {"w_1", "factor_1"} if buffer else {"w_1"}
+    known: Any = SimpleNamespace(data={node.name for node in graph.nodes if node.name not in others})
     (product,) = [node for node in graph.nodes if node.name == "mul"]
-    assert is_read_in_halves(product, known) == (statistic == (8, 1))
+    assert is_read_in_halves(product, known) == (statistic == (8, 1) and not buffer)

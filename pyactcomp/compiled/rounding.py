@@ -26,7 +26,7 @@ def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
     tensor = value(node)
     if tensor is None or tensor.dtype is not torch.float32:
         return False
-    cast, normalized = False, _is_normalized(node)
+    cast, normalized = False, _is_normalized(node, known)
     waiting, seen = [node], {node}
     while waiting:
         read = waiting.pop()
@@ -46,12 +46,12 @@ def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
     return cast
 
 
-def _is_normalized(node: fx.Node) -> bool:
-    """Return whether a value is a product with one factor for each row."""
+def _is_normalized(node: fx.Node, known: Joint) -> bool:
+    """Return whether a value is a product with one factor for each row, which depends on the data."""
     result = value(node)
     if name_of(node) != "mul" or result is None or not result.dim() or result.shape[-1] == 1:
         return False
-    factors = [value(operand) for operand in node.all_input_nodes]
+    factors = [value(operand) for operand in node.all_input_nodes if operand.name in known.data]
     return any(factor is not None and factor.dim() and factor.shape[-1] == 1 for factor in factors)
 
 

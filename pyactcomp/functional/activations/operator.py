@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...codec import format as fmt
+from ...codec.ops import quantize
 from ..codes import Codes
 from ..saving import saving
 
@@ -31,7 +32,7 @@ def _compute(x: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
 
         out, packed, *_ = launch.unary(x, gelu_kernels, "gelu", (tanh,), how)
         return out, packed
-    packed = torch.ops.pyactcomp.quantize(x, 8, group_size, False, 0, "auto")
+    packed = quantize(x, 8, group_size, False, 0, "auto")
     return F.gelu(x, approximate="tanh" if tanh else "none"), packed
 
 
