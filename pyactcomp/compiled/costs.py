@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
 from ..config import Config
 from ..readers.forms import BFLOAT16, CODES, RELATIVE, Form
 from .divisors import Behind
-from .joint import Joint, is_elementwise, name_of, value
+from .joint import Joint, is_elementwise, name_of, nbytes, value
 from .needs import needs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,9 +23,20 @@ class Costs:
     """
 
     def __init__(self, joint: fx.GraphModule, known: Joint, config: Config, behind: Behind) -> None:
-        self.known, self.config = known, config
-        readers = known.backward | {node.name for node in joint.graph.nodes if is_elementwise(node)}
-        self.needs = needs(joint.graph, known.tangent, known.data, config, readers, behind=behind)
+        self.joint, self.known, self.config, self.behind = joint, known, config, behind
+        self.readers = known.backward | {node.name for node in joint.graph.nodes if is_elementwise(node)}
+        self.run_again(())
+
+    def run_again(self, nodes: Collection[fx.Node]) -> None:
+        """Count the operands of these nodes of the forward as read by backward too."""
+        readers = self.readers | {node.name for node in nodes}
+        known = self.known
+        self.needs = needs(self.joint.graph, known.tangent, known.data, self.config, readers, behind=self.behind)
+
+    def total(self, saved: Collection[fx.Node]) -> int:
+        """Return the bytes of saved values, parameters and other inputs that live anyway aside."""
+        inputs = self.known.static | self.known.kept_inputs
+        return sum(self(n, nbytes(t)) for n in saved if n.name not in inputs and (t := value(n)) is not None)
 
     def __call__(self, node: fx.Node, size: int) -> int:
         """Return the bytes of a node that takes ``size`` bytes as it is."""

@@ -77,6 +77,14 @@ def hint(size: object) -> int:
     return 4096 if hint is None else int(hint)
 
 
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements; a dynamic size counts as in the call that compiles."""
+    elements = 1
+    for size in tensor.shape:
+        elements *= hint(size)
+    return elements * tensor.element_size()
+
+
 class Joint:
     """Names of the nodes of a joint graph, by dependency.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import fx
 
 from ..config import Config
-from ..torch_private.partitions import min_cut, sizes_and_bans
+from ..torch_private.partitions import cost_of, min_cut, partitioning
+from .budget import save_within
 from .checkpointed import checkpointed_blocks
 from .costs import Costs
 from .divisors import behind_divisors
@@ -53,6 +55,18 @@ def partition(
         saturating=saturating(joint.graph, known.backward),
         blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
     )
-    with sizes_and_bans(Costs(joint, known, config, behind), lift=config.mode == "int8"):
+    costs = Costs(joint, known, config, behind)
+
+    def within(
+        budget: float, banned: list[fx.Node], solve: Callable[[Collection[fx.Node]], list[fx.Node]]
+    ) -> list[fx.Node] | None:
+        def solved(again: Collection[fx.Node]) -> tuple[list[fx.Node], int]:
+            costs.run_again(again)
+            saved = solve(again)
+            return saved, costs.total(saved)
+
+        return save_within(budget, banned, solved, cost_of)
+
+    with partitioning(costs, within):
         forward, backward = min_cut(joint, joint_inputs, **kwargs)
     return forward, backward, rewrite(forward, backward, num_outputs, known, config, behind)

@@ -16,7 +16,7 @@ from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits
 from .context import is_skipped
 from .costs import FLOATS
 from .divisors import Behind
-from .joint import Joint, hint, outputs_of, storage_order, value
+from .joint import Joint, hint, nbytes, outputs_of, storage_order, value
 from .needs import Need, needs
 from .rounding import is_read_in_halves
 
@@ -285,11 +285,3 @@ class _Flat:
             x = x[: x.shape[0] - self.padding]
         x = x.view(*x.shape[: self.outer], *self.inner)
         return x.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-
-def nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; a dynamic size counts as in the call that compiles."""
-    elements = 1
-    for size in tensor.shape:
-        elements *= hint(size)
-    return elements * tensor.element_size()

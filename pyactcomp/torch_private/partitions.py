@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._functorch import partitioners
+from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
+    "cost_of",
     "input_infos",
     "installed_partitioner",
     "installed_pre_grad_passes",
@@ -21,12 +23,22 @@ __all__ = [
     "is_tangent",
     "min_cut",
     "missing",
+    "partitioning",
     "remember",
     "set_partitioner",
     "set_pre_grad_pass",
-    "sizes_and_bans",
     "traced",
 ]
+
+Within = Callable[[float, list[fx.Node], Callable[[Collection[fx.Node]], list[fx.Node]]], "list[fx.Node] | None"]
+# The arguments of torch's MinCutOptions, in order.
+_BANS = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+    "ban_recompute_not_in_allowlist",
+    "ban_recompute_reductions",
+)
 
 
 def min_cut(joint: fx.GraphModule, joint_inputs: object, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -46,24 +58,49 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 @contextmanager
-def sizes_and_bans(size: Callable[[fx.Node, int], int], lift: bool) -> Iterator[None]:
-    """Partition with other sizes, and recompute for backward's matrix products too if ``lift``.
+def partitioning(size: Callable[[fx.Node, int], int], within: Within) -> Iterator[None]:
+    """Partition with other sizes and another plan for a budget, and recompute for backward's matrix products too.
+
+    Torch saves the operand of a product of the backward, since a recomputed one is written out again. So is one
+    restored from codes, and lossless mode prefers its bytes.
 
     Parameters
     ----------
     size : callable
         Maps a node and its size in bytes to the bytes to count.
-    lift : bool
-        Torch saves the operand of a product of the backward, since a recomputed one is written out again. So is one
-        restored from codes.
+    within : callable
+        Plans for an ``activation_memory_budget`` between 0 and 1: maps the budget, the operators that torch would not
+        run again, and a function from some of these to the values to save, to the values to save, or to None for
+        torch's own plan.
     """
-    original = partitioners._size_of
+    original, choose = partitioners._size_of, partitioners.choose_saved_values_set
+    replaced: Any = partitioners
     partitioners._size_of = lambda node: size(node, original(node))
+
+    def chosen(graph: fx.Graph, node_info: Any, memory_budget: float = 1.0) -> list[fx.Node]:
+        found = None
+        if 0.0 < memory_budget < 1.0:
+            operators = partitioners.get_default_op_list()
+            banned = [n for n in node_info.required_fw_nodes if not operators.is_recomputable(n)]
+            bans = partitioners.MinCutOptions(*(getattr(functorch_config, name) for name in _BANS))
+
+            def solve(again: Collection[fx.Node]) -> list[fx.Node]:
+                return list(partitioners.solve_min_cut(graph, node_info, bans, OrderedSet(again))[0])
+
+            found = within(memory_budget, banned, solve)
+        return list(choose(graph, node_info, memory_budget)) if found is None else found
+
+    replaced.choose_saved_values_set = chosen
     try:
-        with functorch_config.patch({"ban_recompute_materialized_backward": False} if lift else {}):
+        with functorch_config.patch({"ban_recompute_materialized_backward": False}):
             yield
     finally:
-        partitioners._size_of = original
+        partitioners._size_of, replaced.choose_saved_values_set = original, choose
+
+
+def cost_of(node: fx.Node) -> float:
+    """Return what it costs to run a node again, by torch's estimate: FLOPs, or as the user has set."""
+    return float(partitioners.estimate_runtime(node))
 
 
 def missing() -> str | None:
@@ -71,6 +108,11 @@ def missing() -> str | None:
     for owner, name in (
         (partitioners, "min_cut_rematerialization_partition"),
         (partitioners, "_size_of"),
+        (partitioners, "choose_saved_values_set"),
+        (partitioners, "solve_min_cut"),
+        (partitioners, "MinCutOptions"),
+        (partitioners, "estimate_runtime"),
+        (partitioners, "get_default_op_list"),
         (partitioners, "_is_primal"),
         (partitioners, "_is_tangent"),
         (functorch_config, "ban_recompute_materialized_backward"),

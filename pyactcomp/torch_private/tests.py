@@ -400,9 +400,9 @@ def _test_partitions() -> None:
         is_tangent,
         min_cut,
         missing,
+        partitioning,
         remember,
         set_partitioner,
-        sizes_and_bans,
         traced,
     )
 
@@ -414,9 +414,8 @@ def _test_partitions() -> None:
     assert is_primal(primal)
     assert is_tangent(tangent)
     assert not is_tangent(primal)
-    for lift in (False, True):
-        with sizes_and_bans(lambda _, size: size, lift):
-            pass
+    with partitioning(lambda _, size: size, lambda *_: None):
+        pass
     assert input_infos(1) is None
     before = installed_partitioner()
     set_partitioner(before)
