@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,8 +37,10 @@ def folder(release: str, cache: pytest.Cache) -> Path:
 def _wheel(release: str, directory: Path) -> Path:
     # Not ==, which a build without CUDA (2.13.0+cpu) satisfies too.
     command = [sys.executable, "-m", "pip", *_DOWNLOAD, f"--dest={directory}", f"torch==={release}"]
+    # The machine's constraints on releases of torch are for what it installs.
+    environment = os.environ | {"PIP_CONSTRAINT": os.devnull}
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
     except subprocess.TimeoutExpired:
         pytest.skip(f"pip did not download the headers of torch {release} within {_LIMIT_S} s")
     if ran.returncode != 0 and any(words in ran.stderr for words in _UNREACHABLE):
