@@ -17,6 +17,7 @@ from ..codec.layouts import Layout, contiguous_layout
 from ..readers.forms import CODES, Reading
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
+from .recipes import FromRecipe
 from .saved import Gathered, Pending, Region, Same, View
 
 # Nodes visited by one walk: twice the longest norm composed of operators.
@@ -40,11 +41,16 @@ def _operands(kind: type) -> tuple[str, ...]:
     return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gathered]:
+Coded = Region | Gathered | FromRecipe
+"""Operands in codes, or recomputed from codes."""
+
+
+def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
     """Yield the stored operands in codes behind a divisor.
 
     ``node`` computed the divisor, or divides. The walk ends at an operator whose every result sums a whole group of
-    elements or more (a sum, a matrix product): there codes are as exact as the result.
+    elements or more (a sum, a matrix product): there codes are as exact as the result. An autograd function of the user
+    counts as an elementwise operator.
     """
     left: deque[Node | None] = deque((node,))
     seen: set[Node] = set()
@@ -54,7 +60,7 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gather
             continue
         seen.add(node)
         name = node.name()
-        if name.startswith(_ENDS) or isinstance(node, BackwardCFunction):
+        if name.startswith(_ENDS) or (isinstance(node, BackwardCFunction) and _ends_walk(type(node))):
             continue
         if _gathers(node, name, group_size):
             yield from _coded_across_rows(node, group_size)
@@ -63,8 +69,18 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Region | Gather
         left.extend(behind for behind, _ in node.next_functions)
 
 
-def _coded(node: Node) -> Iterator[tuple[Layout | None, Region | Gathered]]:
-    """Yield the regions in codes that a node saves, each with the layout that the node restores."""
+@functools.lru_cache(maxsize=1024)
+def _ends_walk(kind: Any) -> bool:
+    """Return whether an autograd function keeps its operands as exact as divisors behind it need them.
+
+    The package's own functions pack by themselves, and a checkpointed block is decided as a whole.
+    """
+    module: str = kind._forward_cls.__module__
+    return module.startswith("pyactcomp.") or module == "torch.utils.checkpoint"
+
+
+def _coded(node: Node) -> Iterator[tuple[Layout | None, Coded]]:
+    """Yield the operands in codes that a node saves, each with the layout that the node restores."""
     for operand in _operands(type(node)):
         stored = saved_form(node, operand)
         if isinstance(stored, (Pending, Same)):
@@ -74,9 +90,11 @@ def _coded(node: Node) -> Iterator[tuple[Layout | None, Region | Gathered]]:
             stored = stored.region
         if isinstance(stored, (Region, Gathered)) and stored.form.need == CODES:
             yield layout, stored
+        elif isinstance(stored, FromRecipe) and stored.sharpens:
+            yield layout, stored
 
 
-def _coded_across_rows(node: Any, group_size: int) -> Iterator[Region | Gathered]:
+def _coded_across_rows(node: Any, group_size: int) -> Iterator[Coded]:
     """Yield the operands of a reduction, and of the operator before, whose groups span several of the reduced rows.
 
     Such groups are as wide as their largest row, and codes are off by as much in their smallest.

@@ -20,6 +20,7 @@ from torch.nn import Module
 from ..codec.layouts import Layout, layout_of, overlaps, without_expanded
 from ..errors import ImplementationUnavailableError
 from ..readers.forms import (
+    ARTANH,
     AS_CODES,
     AS_SHAPE,
     BFLOAT16,
@@ -27,6 +28,7 @@ from ..readers.forms import (
     CODES,
     FACTOR,
     ITSELF,
+    LOGIT,
     POSITIVE,
     SCALED,
     Form,
@@ -91,10 +93,15 @@ _RECENTLY_RESTORED = 2
 # A view with gaps is packed with its whole base, unless the base is more than this many times larger: then gathering
 # the view's elements is cheaper.
 _LARGEST_BASE = 4
-# Factors whose memory stays alive until the following operators have run: the factors of one or two products.
+# Factors whose memory stays alive until the following operators have run: the factors of one or two products. As many
+# factors as fit into a megabyte stay alive until the forward ends, which no device notices.
 _LATEST_FACTORS = 6
+_SMALL_FACTORS = 1 << 20
 # Divisors whose rows a factor behind them may meet: those of a norm's variance and its root, twice.
 _LATEST_DIVISORS = 4
+# Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
+# small positive element to zero.
+_OF_ONE_RESULT = frozenset((POSITIVE, LOGIT, ARTANH))
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -109,6 +116,7 @@ class Frame:
         "_context",
         "_copies",
         "_divisors",
+        "_factor_bytes",
         "_factors",
         "_held",
         "_min_bytes",
@@ -138,7 +146,8 @@ class Frame:
         self._pending_since = (0, 0)
         self._saving, self._reader = observer().saving, observer().reader
         # Storages of the latest factors, alive so that `_sharpen` can store a factor anew if its product is a divisor.
-        self._factors: deque[torch.UntypedStorage] = deque(maxlen=_LATEST_FACTORS)
+        self._factors: deque[torch.UntypedStorage] = deque()
+        self._factor_bytes = 0
         # The shapes of the latest tensors that an operator with an unbounded derivative read or made.
         self._divisors: deque[torch.Size] = deque(maxlen=_LATEST_DIVISORS)
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
@@ -164,7 +173,7 @@ class Frame:
         context.__exit__()
         observer().stop()
         self._decide_pending()
-        self._factors.clear()
+        self._drop_factors()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -248,9 +257,9 @@ class Frame:
                 self._sharpen(node)
         elif is_factor(tensor, reading, self.packing.config.group_size):
             # A following operator may divide by the product, and the factor may be freed by then.
-            self._factors.append(tensor.untyped_storage())
-        elif self._factors and reading.operator not in AMPLIFYING:
-            self._factors.clear()
+            self._hold_factor(tensor.untyped_storage())
+        elif self._factor_bytes > _SMALL_FACTORS and reading.operator not in AMPLIFYING:
+            self._drop_factors()
         if form is FACTOR:
             wide = spans_magnitudes(name, node) or self._meets_several(tensor)
             form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
@@ -282,6 +291,16 @@ class Frame:
             if self.packing.form_for(kept, reading).need > CODES:
                 self._divisors.append(kept.size())
                 self._sharpen(producer(kept)[1])
+
+    def _hold_factor(self, storage: torch.UntypedStorage) -> None:
+        self._factors.append(storage)
+        self._factor_bytes += storage.nbytes()
+        while len(self._factors) > _LATEST_FACTORS and self._factor_bytes > _SMALL_FACTORS:
+            self._factor_bytes -= self._factors.popleft().nbytes()
+
+    def _drop_factors(self) -> None:
+        self._factors.clear()
+        self._factor_bytes = 0
 
     def _meets_several(self, factor: Tensor) -> bool:
         """Return whether a group of a factor may span several rows that are divided by numbers of their own."""
@@ -467,8 +486,7 @@ class Frame:
         gathered = False
         if not layout_of(source).dense:
             base = tensor._base
-            # In a group with negative elements, codes may round a positive element to zero.
-            if base is not None and form is not POSITIVE and _shared_by_siblings(base, source):
+            if base is not None and form not in _OF_ONE_RESULT and _shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
                 source = base
             elif overlaps(layout):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codec.layouts import arranged, layout_of
 from ..readers.forms import AS_CODES
-from .saved import Kept, ModifiedError, Recent, Region, Shared, Versioned, check_reader, check_version
+from .saved import Kept, ModifiedError, Recent, Region, Shared, Storing, Versioned, check_reader, check_version
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -39,6 +39,8 @@ class Recipe:
         Whether autocast's casts of the output are recomputed too.
     exact : bool
         Whether ``compute`` gives the output bit by bit.
+    fixed : bool
+        Whether the operands stay in the form they have: the output itself is stored if a divisor needs more.
     """
 
     __slots__ = (
@@ -52,6 +54,7 @@ class Recipe:
         "depth",
         "dtype",
         "exact",
+        "fixed",
         "layout",
         "storage",
         "version",
@@ -65,6 +68,7 @@ class Recipe:
         depth: int = 1,
         casts: bool = True,
         exact: bool = False,
+        fixed: bool = False,
     ) -> None:
         self._compute = compute
         self._operands = operands
@@ -75,6 +79,7 @@ class Recipe:
         self.depth = depth
         self.casts = casts and self.computes
         self.exact = exact
+        self.fixed = fixed
         self.dtype = out.dtype
         self.layout = layout_of(out)
         self.storage = ref(out.untyped_storage())
@@ -109,11 +114,16 @@ class Recipe:
                 check_version(operand, version)
             recomputed = self._compute(dtype)
         except ModifiedError as error:
-            out = self._out()
-            if out is None or out._version != self.version:
+            out = self.output()
+            if out is None:
                 raise ModifiedError(f"{error} {_NOT_HELD}") from None
-            recomputed = out.detach().to(dtype)
+            recomputed = out.to(dtype)
         return arranged(recomputed, self.layout)
+
+    def output(self) -> Tensor | None:
+        """Return the output, detached, while it is alive and was not written to."""
+        out = self._out()
+        return out.detach() if out is not None and out._version == self.version else None
 
     def stored(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> FromRecipe:
         """Return the stored form of ``out`` in a dtype; consecutive savers of the same dtype share one."""
@@ -127,9 +137,12 @@ class Recipe:
 
 
 class FromRecipe(Shared):
-    """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output."""
+    """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output.
 
-    __slots__ = ("_saved", "dtype", "recipe")
+    If the recipe reads codes that are too coarse for a later reader, the tensor is stored after all.
+    """
+
+    __slots__ = ("_in_place", "_saved", "dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
         super().__init__(recipe.layout, out.get_device(), stream, recent)
@@ -137,11 +150,43 @@ class FromRecipe(Shared):
         self.dtype = dtype
         # Casts have version counters of their own; `Same` around this form checks them.
         self._saved = Versioned(out) if dtype is recipe.dtype else None
+        self._in_place: Region | Kept | None = None
+
+    @property
+    def sharpens(self) -> bool:
+        """Whether to store the tensor if a divisor needs more: nothing else makes the recipe more exact."""
+        return self.recipe.fixed and not self.recipe.exact and self._in_place is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._in_place.nbytes if isinstance(self._in_place, Region) else 0
+
+    def source(self) -> Tensor | None:
+        """Return the tensor, detached, if the output's memory is still alive and was not written to."""
+        out = self.recipe.output()
+        if out is not None:
+            return out.to(self.dtype)
+        storage = self.recipe.storage()
+        if storage is None or self._saved is None or self._saved.moved:
+            return None
+        bare = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return bare.set_(storage, 0, self.layout.shape, self.layout.stride)
+
+    def store(self, source: Tensor, storing: Storing, seed: int) -> None:
+        """Store the tensor in place of the recipe."""
+        self._in_place = Region(source, storing, seed, self.stream, self._recent)
+
+    def hold(self, source: Tensor) -> None:
+        """Keep the tensor in place of the recipe."""
+        self._in_place = Kept(source)
 
     def restore(self) -> Tensor:
         """Recompute the output, or raise autograd's error if the saved tensor was written to."""
         if self._saved is not None:
             self._saved.check(self.layout.shape)
+        if self._in_place is not None:
+            return self._in_place.restore()
         if not self.recipe.exact:
             check_reader(AS_CODES, self.layout.shape)
         return super().restore()

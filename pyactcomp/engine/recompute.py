@@ -56,7 +56,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     """
     if torch.compiler.is_compiling() or being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
-    attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
+    attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands, fixed=True))
 
 
 def stable_copy(parameter: Tensor | None) -> Tensor | None:
@@ -310,4 +310,6 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
 
     # Do not recompute casts: to normalise in float32 and cast moves 14 bytes an element to save 2. Equal casts are
     # stored once instead.
-    attach(node, out, Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x)))
+    # A divisor asks for the relative precision of the output, which the input's does not give.
+    recipe = Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x), fixed=True)
+    attach(node, out, recipe)

@@ -77,6 +77,11 @@ class Versioned:
         self._dtype = tensor.dtype
         self._device = tensor.device
 
+    @property
+    def moved(self) -> bool:
+        """Whether the tensor was written to since."""
+        return self._seen.moved
+
     def check(self, shape: torch.Size) -> None:
         """Raise autograd's own error if the tensor, of shape ``shape``, was written to since."""
         check_unchanged(self._seen, self._dtype, self._device, shape)
@@ -452,7 +457,7 @@ class Gathered(Versioned):
     def source(self) -> Tensor | None:
         """Return a dense copy of the tensor, if the memory is still alive and was not written to."""
         storage = self._storage()
-        if storage is None or self._seen.moved:
+        if storage is None or self.moved:
             return None
         bare = torch.empty(0, dtype=self._dtype, device=self._device)
         return bare.set_(storage, self._offset, self._layout.shape, self._layout.stride).contiguous()

@@ -90,7 +90,7 @@ _GROUPS = (
         *("mm self mat2", "bmm self mat2", "addmm mat1 mat2", "baddbmm batch1 batch2", "addbmm batch1 batch2"),
         *("mv self vec", "addmv mat vec", "addr vec1 vec2", "dot self tensor", "vdot self other"),
         *("matmul self other", "linear input weight", "mkldnn_linear self weight", "_trilinear i1 i2 i3"),
-        *("_grouped_mm self mat2", "linalg_cross self other", "conv_tbc self weight", "_sparse_addmm mat2"),
+        *("_grouped_mm self mat2", "conv_tbc self weight", "_sparse_addmm mat2"),
         *("convolution input weight", "_convolution input weight", "convolution_overrideable input weight"),
         *("cudnn_convolution self weight", "cudnn_convolution_transpose self weight"),
         *("mkldnn_convolution self weight", "miopen_convolution self weight"),
@@ -106,7 +106,7 @@ _GROUPS = (
     _Group(
         AS_CODES,
         _SMOOTH,
-        *("gelu self", "silu self", "mish self", "glu self", "var self", "var_mean self", "std self", "std_mean self"),
+        *("gelu self", "silu self", "mish self", "var self", "var_mean self", "std self", "std_mean self"),
     ),
     _Group(POSITIVE, "the derivative reads only where it is above zero", "relu result"),
     _Group(
@@ -135,6 +135,16 @@ _GROUPS = (
         BFLOAT16,
         "the derivative is a multiple of it, and a following log or division amplifies its smallest values",
         *("_softmax result", "_safe_softmax result", "_masked_softmax result", "exp result", "exp2 result"),
+    ),
+    _Group(
+        ITSELF,
+        "the derivative is a difference of two products, which cancel where vectors are nearly parallel",
+        "linalg_cross",
+    ),
+    _Group(
+        BFLOAT16,
+        "a sigmoid that saturates passes a gradient only where its operand is small, beside the largest of a group",
+        "glu self",
     ),
     _Group(
         BFLOAT16,
@@ -372,7 +382,7 @@ AMPLIFYING = frozenset(
 """Operators whose derivative grows without bound where an operand, or the operand's deviation, is small. There the
 operand needs relative precision."""
 
-PRODUCTS = frozenset(f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar", "gelu", "silu", "mish", "glu"))
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar", "gelu", "silu", "mish"))
 """Elementwise products: a small factor gives a small result."""
 
 SHORT_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))

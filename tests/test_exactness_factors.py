@@ -1,0 +1,131 @@
+"""Gradients stay within 2 % where an operator divides by a product of tensors that would be in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness_checks import BAR, distance, error, leaf
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pyactcomp
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a user, which saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def many_others(x: Tensor) -> Tensor:
+    product, w = (x - 1).square(), torch.randn(8, 8)
+    others = sum(((x + k) * (x - k) @ w).mean() for k in range(9))
+    return 1 / (product + 1e-2) + 1e-6 * others
+
+
+TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
+    "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),
+    "of a cast": lambda x: 1 / ((x - 1).double().float().square() + 1e-2),
+    "second term": lambda x: 1 / (1e-2 + 2 * (x - 1).square()),
+    "addcmul": lambda x: 1 / torch.addcmul(torch.full_like(x, 1e-2), x - 1, x - 1),
+    "xlogy": lambda x: torch.xlogy(x.detach(), (x - 1).square() + 1e-2),
+    "gelu": lambda x: 1 / (F.gelu(2 * x).square() + 1e-3),
+    "silu": lambda x: 1 / (F.silu(2 * x).square() + 1e-3),
+    "glu": lambda x: 1 / (F.glu(2 * x).square() + 1e-3),
+    "where": lambda x: 1 / torch.where(x > 0, (x - 1).square() + 1e-2, (x + 1).square() + 1e-2),
+    "products of them": lambda x: ((x - 1).square() + 0.1).prod(-1).div(1e3),
+    "short rows": lambda x: 1 / ((x - 1).view(-1, 4, 4) @ x.detach().view(-1, 4, 4)).square().add(1e-2),
+    "function of a user": lambda x: 1 / (Doubled.apply((x - 1).square()) + 1e-2),  # type: ignore[no-untyped-call]
+    "many others between": many_others,
+    "gaps": lambda x: 1 / torch.complex(x, x).real.square().add(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", TEMPORARIES)
+def test_what_is_gone_when_its_product_is_divided_by(name: str) -> None:
+    function, w = TEMPORARIES[name], torch.randn(1024 * 8)
+
+    def loss(x: Tensor) -> Tensor:
+        y = function(x)
+        return (y.flatten() * w[: y.numel()]).sum()
+
+    assert error(loss, leaf(1024, 8)) <= BAR
+
+
+def test_factors_are_stored_in_codes_where_no_division_comes() -> None:
+    x, w = leaf(256, 64), leaf(64, 64)
+    with pyactcomp.compressed(min_bytes=0) as c:
+        ((x * 1).square() @ w).sum()
+        (x * 2) * (x * 3)
+    stored = [t.stored_bytes for t in pyactcomp.report(c).tensors if t.kept is None]
+    # Both factors of the product, what is squared, and the square, all in codes and a scale for 64 of them.
+    assert stored == [256 * (64 + 4)] * 4
+
+
+class Divided(nn.Module):
+    """Divides by the square of a module's result."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.module = nn.Linear(64, 256), module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 / (self.module(self.linear(x)).square() + 1e-3)).sum()
+
+
+def gelu_norm(eps: float = 1e-5) -> nn.Module:
+    return nn.Sequential(nn.GELU(), nn.LayerNorm(256, eps=eps))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "GELU": nn.GELU,
+    "tanh": lambda: nn.GELU("tanh"),
+    "SiLU": nn.SiLU,
+    "LayerNorm": lambda: nn.LayerNorm(256),
+    "RMSNorm": lambda: nn.RMSNorm(256),
+    "Dropout": lambda: nn.Dropout(0.3),
+    "norm of GELU": gelu_norm,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_result_that_is_recomputed_from_codes_is_stored_for_a_divisor(name: str, fuse: bool, device: str) -> None:
+    model, x = Divided(MODULES[name]()).to(device), torch.randn(512, 64, device=device)
+    parameters = tuple(model.parameters())
+
+    def gradients() -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        return torch.autograd.grad(model(x), parameters)
+
+    exact = gradients()
+    pyactcomp.compress(model, min_bytes=0, fuse=fuse)
+    assert distance(gradients(), exact) <= BAR
+
+
+def test_a_recomputed_result_that_was_written_to_is_not_stored_for_a_divisor() -> None:
+    # The square keeps its recipe: the memory of its operand holds other numbers by the time of the division.
+    model, x = pyactcomp.compress(nn.GELU(), min_bytes=0), leaf(512, 64)
+    y = model(x)
+    with pyactcomp.compressed(min_bytes=0):
+        squared = y.square()
+        y.mul_(2)
+        (1 / (squared + 1e-3)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
