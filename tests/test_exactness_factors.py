@@ -37,12 +37,18 @@ def many_others(x: Tensor) -> Tensor:
     return 1 / (product + 1e-2) + 1e-6 * others
 
 
+def lerp_of_zeros(x: Tensor) -> Tensor:
+    some = x * (torch.arange(len(x)) % 7 > 0)[:, None]
+    return F.rms_norm(torch.lerp(some, some.roll(1, -1), x.roll(1, 0).sigmoid()), (8,), eps=1e-7)
+
+
 TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
     "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),
     "of a cast": lambda x: 1 / ((x - 1).double().float().square() + 1e-2),
     "second term": lambda x: 1 / (1e-2 + 2 * (x - 1).square()),
     "addcmul": lambda x: 1 / torch.addcmul(torch.full_like(x, 1e-2), x - 1, x - 1),
+    "lerp of rows of zeros": lerp_of_zeros,
     "xlogy": lambda x: torch.xlogy(x.detach(), (x - 1).square() + 1e-2),
     "gelu": lambda x: 1 / (F.gelu(2 * x).square() + 1e-3),
     "silu": lambda x: 1 / (F.silu(2 * x).square() + 1e-3),

@@ -68,7 +68,7 @@ _GROUPS = (
     _Group(
         FACTOR,
         "the derivative multiplies the incoming gradient by it, and the gradient may be zero at the largest elements",
-        *("mul self other", "addcmul tensor1 tensor2"),
+        *("mul self other", "addcmul tensor1 tensor2", "lerp self end weight"),
     ),
     _Group(
         ROWS,
@@ -86,7 +86,6 @@ _GROUPS = (
     _Group(
         AS_CODES,
         _MULTIPLIED,
-        "lerp self end weight",
         *("mm self mat2", "bmm self mat2", "addmm mat1 mat2", "baddbmm batch1 batch2", "addbmm batch1 batch2"),
         *("mv self vec", "addmv mat vec", "addr vec1 vec2", "dot self tensor", "vdot self other"),
         *("matmul self other", "linear input weight", "mkldnn_linear self weight", "_trilinear i1 i2 i3"),
@@ -382,7 +381,9 @@ AMPLIFYING = frozenset(
 """Operators whose derivative grows without bound where an operand, or the operand's deviation, is small. There the
 operand needs relative precision."""
 
-PRODUCTS = frozenset(f"aten::{name}" for name in ("mul", "addcmul", "pow.Tensor_Scalar", "gelu", "silu", "mish"))
+PRODUCTS = frozenset(
+    f"aten::{name}" for name in ("mul", "addcmul", "lerp", "pow.Tensor_Scalar", "gelu", "silu", "mish")
+)
 """Elementwise products: a small factor gives a small result."""
 
 SHORT_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))
