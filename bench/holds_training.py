@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import pyactcomp
 from pyactcomp.config import MIN_BYTES
 from pyactcomp.engine import policy
+from pyactcomp.readers.nodes import CAST, cast_parameter, producer
 
 from . import holds_data as data
 from . import holds_models as models
@@ -45,8 +46,8 @@ def _nearest_in_two_bits(module: nn.Module) -> Context:
     decide = policy.Policy(module, MIN_BYTES)
 
     def pack(tensor: Tensor) -> Tensor | pyactcomp.Packed:
-        name, node = policy.producer(tensor)
-        weight = name == policy.CAST and node is not None and policy.cast_parameter(node) is not None
+        name, node = producer(tensor)
+        weight = name == CAST and node is not None and cast_parameter(node) is not None
         if weight or not tensor.is_floating_point() or decide.reason_to_keep(tensor, tensor) is not None:
             return tensor
         return pyactcomp.quantize(tensor, bits=2, rounding="nearest")

@@ -102,6 +102,11 @@ def block_input(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return checkpoint(lambda y: (y @ w).sin(), y, use_reentrant=False), y
 
 
+def unread_block_input(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y, scaled = x * 2, w.to(torch.bfloat16) * w
+    return checkpoint(lambda y, scaled: y.sin(), y, scaled, use_reentrant=False), w
+
+
 def product_in_checkpoint(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     made = []
 
@@ -124,6 +129,7 @@ GRAPHS = [
     log_probabilities,
     labels,
     block_input,
+    unread_block_input,
     product_in_checkpoint,
 ]
 

@@ -41,7 +41,7 @@ def readings(call: Callable[[], object]) -> list[tuple[Tensor, Reading]]:
     seen: list[tuple[Tensor, Reading]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        observer().saving()
+        observer().saving(tensor, 0)
         reading = observer().reader(tensor)
         assert reading is not None
         seen.append((tensor, reading))

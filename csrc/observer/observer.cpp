@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "observer/nodes.hpp"
 #include "observer/tensors.hpp"
 
 namespace pac::observer {
@@ -344,10 +345,22 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
 
 PyObject* may_be_transformed(PyObject*, PyObject*) { return PyBool_FromLong(special()); }
 
-/// Count a tensor saved by the running operator; return whether operators may be transformed or replaced.
-PyObject* saving(PyObject*, PyObject*) {
+/// saving(tensor, min_bytes): count a tensor saved by the running operator; return how much there is to decide.
+PyObject* saving(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_Format(PyExc_TypeError, "saving expects a tensor and a number of bytes, got %zd arguments", count);
+    return nullptr;
+  }
+  const at::Tensor* const tensor = tensor_of(arguments[0]);
+  const long long min_bytes = tensor ? PyLong_AsLongLong(arguments[1]) : -1;
+  if (PyErr_Occurred()) return nullptr;
   if (!thread.calls.empty()) ++thread.calls.back().saves;
-  return PyBool_FromLong(special());
+  try {
+    return PyLong_FromLong(saving_of(arguments[0], *tensor, min_bytes));
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
 }
 
 PyObject* reader(PyObject*, PyObject* object) {
@@ -434,27 +447,37 @@ PyObject* contradiction(PyObject*, PyObject* argument) {
 /// Return the elements of the largest divisor in this thread since the last call of this function.
 PyObject* take_divisor(PyObject*, PyObject*) { return PyLong_FromLongLong(std::exchange(thread.largest_divisor, 0)); }
 
-/// configure(resolve_operator, resolve_function, weakest_need, deciding, dividing): set the look-ups in the table.
+/// Replace the contents of a set by names from Python; return false with an error set.
+bool read_names(PyObject* given, std::unordered_set<std::string>& names) {
+  PyObject* sequence = PySequence_Fast(given, "a sequence of names was expected");
+  if (!sequence) return false;
+  names.clear();
+  bool good = true;
+  for (Py_ssize_t index = 0; good && index < PySequence_Fast_GET_SIZE(sequence); ++index) {
+    const char* name = PyUnicode_AsUTF8(PySequence_Fast_GET_ITEM(sequence, index));
+    good = name != nullptr;
+    if (good) names.emplace(name);
+  }
+  Py_DECREF(sequence);
+  return good;
+}
+
+/// configure(resolve_operator, resolve_function, weakest_need, deciding, dividing, views, wide, range_kept): set the
+/// look-ups in the table of readers, and the names of operators and nodes.
 PyObject* configure(PyObject*, PyObject* arguments) {
   PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr, *dividing = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOO!", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
-                        &dividing)) {
+  PyObject *views = nullptr, *wide = nullptr, *range_kept = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOO!OOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
+                        &dividing, &views, &wide, &range_kept)) {
     return nullptr;
   }
-  PyObject* names = PySequence_Fast(deciding, "deciding must be a sequence of names");
-  if (!names) return nullptr;
+  NodeNames& nodes = node_names();
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  all.deciding.clear();
-  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(names); ++index) {
-    const char* name = PyUnicode_AsUTF8(PySequence_Fast_GET_ITEM(names, index));
-    if (!name) {
-      Py_DECREF(names);
-      return nullptr;
-    }
-    all.deciding.emplace(name);
+  if (!read_names(deciding, all.deciding) || !read_names(views, nodes.views) || !read_names(wide, nodes.wide) ||
+      !read_names(range_kept, nodes.range_kept)) {
+    return nullptr;
   }
-  Py_DECREF(names);
   all.dividing.clear();
   PyObject *name = nullptr, *index = nullptr;
   for (Py_ssize_t position = 0; PyDict_Next(dividing, &position, &name, &index);) {
@@ -487,7 +510,11 @@ PyMethodDef methods[] = {
     {"start", start, METH_NOARGS, "Observe the operators of this thread; calls nest."},
     {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
-    {"saving", saving, METH_NOARGS, "Count a tensor that the running operator saves; return may_be_transformed()."},
+    {"saving", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(saving)), METH_FASTCALL,
+     "Count a tensor that the running operator saves; return how much there is to decide about it."},
+    {"origin", origin, METH_O,
+     "Return the name of the operator behind a tensor, and whether the tensor may span orders of magnitude."},
+    {"layout_key", layout_key, METH_O, "Return bytes that are equal for tensors of equal layout, dtype and device."},
     {"reader", reader, METH_O, "Return how the running operator reads a tensor it saves; None outside operators."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,

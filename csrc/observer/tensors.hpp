@@ -6,12 +6,15 @@
 #include <ATen/RedispatchFunctions.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Type.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <new>
 
@@ -33,6 +36,66 @@ inline const at::Tensor* tensor_of(PyObject* object) {
   if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
   PyErr_Format(PyExc_TypeError, "a torch.Tensor was expected, got %s", Py_TYPE(object)->tp_name);
   return nullptr;
+}
+
+/// How much there is to decide about a saved tensor.
+enum Saving : long {
+  kUnclear = 0,   ///< look closely
+  kKept = 1,      ///< nothing: no floating-point tensor, or a small one without gradient
+  kSmall = 2,     ///< too small to pack, but perhaps a divisor
+  kOrdinary = 3,  ///< whether the model owns the memory or skips the module, and else how to pack
+};
+
+inline bool is_packed_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+}
+
+/// Return how much there is to decide about a tensor, in C++ since each question costs 50 ns in Python.
+inline Saving saving_of(PyObject* object, const at::Tensor& tensor, std::int64_t min_bytes) {
+  if (special() || !THPVariable_CheckExact(object)) return kUnclear;
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) return kUnclear;
+  if (tensor.scalar_type() == at::kBool) return kUnclear;
+  if (!tensor.is_floating_point()) return kKept;
+  const bool small = static_cast<std::int64_t>(tensor.nbytes()) < min_bytes;
+  if (small) return tensor.requires_grad() ? kSmall : kKept;
+  if (!is_packed_dtype(tensor.scalar_type()) || tensor.is_neg() || !tensor.requires_grad()) return kUnclear;
+  if (!tensor.is_view()) {
+    const bool plain = Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+    return plain && !tensor.is_leaf() ? kOrdinary : kUnclear;
+  }
+  const at::TensorBase& base = tensor._base();
+  if (base.is_leaf()) return kUnclear;
+  PyObject* const owner = THPVariable_Wrap(base);
+  const bool plain = owner && Py_TYPE(owner) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  Py_XDECREF(owner);
+  return plain ? kOrdinary : kUnclear;
+}
+
+/// layout_key(tensor): return bytes that are equal for tensors of equal shape, strides, dtype and device.
+inline PyObject* layout_key(PyObject*, PyObject* object) {
+  const at::Tensor* const tensor = tensor_of(object);
+  if (!tensor) return nullptr;
+  try {
+    const auto sizes = tensor->sizes(), strides = tensor->strides();
+    const std::int64_t kind = static_cast<std::int64_t>(tensor->scalar_type());
+    const std::int64_t place = static_cast<std::int64_t>(tensor->device().type()) * 256 + tensor->device().index();
+    PyObject* const key = PyBytes_FromStringAndSize(
+        nullptr, static_cast<Py_ssize_t>((sizes.size() + strides.size() + 2) * sizeof(std::int64_t)));
+    if (!key) return nullptr;
+    char* out = PyBytes_AS_STRING(key);
+    const auto append = [&out](const std::int64_t* numbers, size_t count) {
+      if (count != 0) std::memcpy(out, numbers, count * sizeof(std::int64_t));
+      out += count * sizeof(std::int64_t);
+    };
+    append(sizes.data(), sizes.size());
+    append(strides.data(), strides.size());
+    append(&kind, 1);
+    append(&place, 1);
+    return key;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
 }
 
 /// Return a tensor with the same memory and version counter, without the graph: `detach()` without observers.

@@ -35,7 +35,8 @@ from ..readers.forms import (
     Reading,
 )
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
-from ..readers.observer import observer, transformed
+from ..readers.nodes import CAST, cast_parameter, producer
+from ..readers.observer import ORDINARY, SMALL, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED
 from ..torch_private import (
     current_raw_stream,
@@ -48,7 +49,6 @@ from .marks import PACKS
 from .narrow import NarrowKernel, is_exact_cast
 from .packing import HALF_BYTES, Packing
 from .policy import (
-    CAST,
     HELD,
     LOSSLESS,
     NO_GRAD,
@@ -61,10 +61,7 @@ from .policy import (
     SHAPE_ALONE,
     SHARPENED,
     Policy,
-    cast_parameter,
     local_tensor,
-    producer,
-    spans_magnitudes,
 )
 from .recipes import FromRecipe, Recipe
 from .recompute import cast_recipe, is_exact, source_of, source_of_cast
@@ -93,10 +90,10 @@ _RECENTLY_RESTORED = 2
 # A view with gaps is packed with its whole base, unless the base is more than this many times larger: then gathering
 # the view's elements is cheaper.
 _LARGEST_BASE = 4
-# Factors whose memory stays alive until the following operators have run: the factors of one or two products. As many
-# factors as fit into a megabyte stay alive until the forward ends, which no device notices.
+# Factors whose memory stays alive until the following operators have run: the factors of one or two products. Of small
+# ones a megabyte stays alive until the forward ends, which no device notices.
 _LATEST_FACTORS = 6
-_SMALL_FACTORS = 1 << 20
+_SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
 # Divisors whose rows a factor behind them may meet: those of a norm's variance and its root, twice.
 _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
@@ -116,17 +113,18 @@ class Frame:
         "_context",
         "_copies",
         "_divisors",
-        "_factor_bytes",
         "_factors",
         "_held",
         "_min_bytes",
         "_module",
+        "_origin",
         "_pending",
         "_pending_since",
         "_reader",
         "_recent",
         "_regions",
         "_saving",
+        "_small_factors",
         "packing",
         "policy",
         "recorder",
@@ -144,10 +142,10 @@ class Frame:
         self._held: dict[int, ref[Kept]] = {}
         self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
         self._pending_since = (0, 0)
-        self._saving, self._reader = observer().saving, observer().reader
+        self._saving, self._reader, self._origin = observer().saving, observer().reader, observer().origin
         # Storages of the latest factors, alive so that `_sharpen` can store a factor anew if its product is a divisor.
-        self._factors: deque[torch.UntypedStorage] = deque()
-        self._factor_bytes = 0
+        self._factors: deque[torch.UntypedStorage] = deque(maxlen=_LATEST_FACTORS)
+        self._small_factors: deque[torch.UntypedStorage] = deque(maxlen=_SMALL_FACTORS)
         # The shapes of the latest tensors that an operator with an unbounded derivative read or made.
         self._divisors: deque[torch.Size] = deque(maxlen=_LATEST_DIVISORS)
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
@@ -173,7 +171,8 @@ class Frame:
         context.__exit__()
         observer().stop()
         self._decide_pending()
-        self._drop_factors()
+        self._factors.clear()
+        self._small_factors.clear()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -207,27 +206,34 @@ class Frame:
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Return the stored form of a saved tensor: the pack hook."""
-        if self._saving() and transformed():
+        saving = self._saving(tensor, self._min_bytes)
+        if saving == UNCLEAR:
+            if transformed():
+                return Kept(tensor)
+        elif self.recorder is None:  # a report wants the reason from `_pack_plain`
+            if saving == ORDINARY:
+                return self._pack_plain(tensor, tensor, ordinary=True)
+            if saving == SMALL:
+                self._look_behind(tensor)
             return Kept(tensor)
         if type(tensor) in PLAIN:
-            if self.recorder is None:  # a report wants the reason from `_pack_plain`
-                dtype = tensor.dtype
-                if not (dtype.is_floating_point or dtype is torch.bool):
-                    return Kept(tensor)
-                if tensor.layout is torch.strided and tensor.nbytes < self._min_bytes:
-                    self._look_behind(tensor)
-                    return Kept(tensor)
             return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)
         if local is not tensor and type(local) in PLAIN:
             return Distributed(self._pack_plain(local, tensor), tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
-    def _pack_plain(self, tensor: Tensor, saved: Tensor) -> Saved:
-        """Pack a plain tensor; ``saved`` is the tensor in the graph: the DTensor around ``tensor``, or ``tensor``."""
+    def _pack_plain(self, tensor: Tensor, saved: Tensor, ordinary: bool = False) -> Saved:
+        """Pack a plain tensor; ``saved`` is the tensor in the graph: the DTensor around ``tensor``, or ``tensor``.
+
+        For an ``ordinary`` tensor the observer has answered every question but those about the model.
+        """
         if self.policy is None:
             self.policy = Policy(self._module, self._min_bytes)
-        reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
+        if ordinary:
+            reason = self.policy.reason_of_model(tensor, self._copies)
+        else:
+            reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
         if reason is not None:
             self._look_behind(saved)
             if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
@@ -250,22 +256,38 @@ class Frame:
             if self.recorder is not None:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
-        name, node = producer(saved)
+        name, wide = self._origin(saved)
         if form.need > CODES:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._divisors.append(tensor.size())
-                self._sharpen(node)
+                self._sharpen(producer(saved)[1])
         elif is_factor(tensor, reading, self.packing.config.group_size):
             # A following operator may divide by the product, and the factor may be freed by then.
-            self._hold_factor(tensor.untyped_storage())
-        elif self._factor_bytes > _SMALL_FACTORS and reading.operator not in AMPLIFYING:
-            self._drop_factors()
+            storage = tensor.untyped_storage()
+            self._factors.append(storage)
+            if storage.nbytes() <= _SMALL_BYTES:
+                self._small_factors.append(storage)
+        elif self._factors and reading.operator not in AMPLIFYING:
+            self._factors.clear()
         if form is FACTOR:
-            wide = spans_magnitudes(name, node) or self._meets_several(tensor)
+            wide = wide or (bool(self._divisors) and self._meets_several(tensor))
             form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
-        elif form is SCALED and spans_magnitudes(name, node):
+        elif form is SCALED and wide:
             form = ITSELF
-        if name == CAST and node is not None and self._casts_left:
+        if name == CAST:
+            return self._pack_result_of_cast(tensor, saved, reading, form)
+        # A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
+        if saved is tensor and reading is not CHECKPOINT:
+            source = source_of(tensor, name)
+            if source is not None and self._serves(source[0], form):
+                return self._recomputed(tensor, *source)
+        return self._store(tensor, None, reading, form)
+
+    def _pack_result_of_cast(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form) -> Saved:
+        """Pack the output of a cast; of a parameter's cast nothing is stored but the parameter's name."""
+        node = producer(saved)[1]
+        assert node is not None
+        if self._casts_left:
             self._casts_left -= 1
             parameter = cast_parameter(node)
             if parameter is not None:
@@ -274,13 +296,9 @@ class Frame:
                 if self.recorder is not None:
                     self.recorder.add(tensor, RECAST)
                 return Recast(tensor, parameter, self.packing)
-        if node is not None and saved is tensor:
-            if name == CAST:
-                return self._pack_cast(tensor, node, reading, form)
-            source = source_of(tensor, node)
-            if source is not None and self._serves(source[0], form):
-                return self._recomputed(tensor, *source)
-        return self._store(tensor, node if name == CAST else None, reading, form)
+        if saved is tensor:
+            return self._pack_cast(tensor, node, reading, form)
+        return self._store(tensor, node, reading, form)
 
     def _look_behind(self, kept: Tensor) -> None:
         """Sharpen the factors behind a tensor that is kept, mostly as it is small, if it is divided by."""
@@ -292,20 +310,8 @@ class Frame:
                 self._divisors.append(kept.size())
                 self._sharpen(producer(kept)[1])
 
-    def _hold_factor(self, storage: torch.UntypedStorage) -> None:
-        self._factors.append(storage)
-        self._factor_bytes += storage.nbytes()
-        while len(self._factors) > _LATEST_FACTORS and self._factor_bytes > _SMALL_FACTORS:
-            self._factor_bytes -= self._factors.popleft().nbytes()
-
-    def _drop_factors(self) -> None:
-        self._factors.clear()
-        self._factor_bytes = 0
-
     def _meets_several(self, factor: Tensor) -> bool:
         """Return whether a group of a factor may span several rows that are divided by numbers of their own."""
-        if not self._divisors:
-            return False
         layout, group_size = layout_of(factor), self.packing.config.group_size
         return any(meets_several(layout, divisor, group_size) for divisor in self._divisors)
 

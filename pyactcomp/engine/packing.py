@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Hashable
 from weakref import ref
 
 import torch
@@ -33,6 +34,7 @@ from ..readers.forms import (
     Form,
     Reading,
 )
+from ..readers.observer import observer
 from .halves import BitsKernel, half_kernel, half_nbytes
 from .marks import compiled_mark
 from .policy import CARRIER
@@ -59,7 +61,8 @@ class Packing:
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
         self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
-        self._storings: dict[tuple[object, ...], Storing] = {}
+        self._storings: dict[tuple[Hashable, Form], Storing] = {}
+        self._layout_key = observer().layout_key
 
     def storing(self, tensor: Tensor, form: Form) -> Storing:
         """Return how to store a tensor in a form, cached by shape; booleans always take one bit an element.
@@ -69,7 +72,7 @@ class Packing:
         ImplementationUnavailableError
             If the configured implementation does not serve the tensor's device.
         """
-        key = tensor.size(), tensor.stride(), tensor.dtype, tensor.device, form
+        key = self._layout_key(tensor), form
         found = self._storings.get(key)
         if found is None:
             if len(self._storings) >= _MOST_STORINGS:

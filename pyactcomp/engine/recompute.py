@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from ..codec.layouts import layout_of
 from ..readers.forms import ITSELF
+from ..readers.nodes import CAST, source
 from ..readers.observer import being_traced, observer
 from ..torch_private import saved_form, saves_are_dropped
 from .marks import PACKS, RECIPE, Packs, attach, output_of
-from .policy import CAST, PLAIN, producer, source
+from .policy import PLAIN
 from .recipes import Compute, FromRecipe, Recipe
 from .record import is_recording
 from .saved import (
@@ -87,22 +88,26 @@ def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Te
     return codes
 
 
-def source_of(tensor: Tensor, node: Node) -> tuple[Recipe, Tensor, torch.dtype] | None:
+def source_of(tensor: Tensor, origin: str) -> tuple[Recipe, Tensor, torch.dtype] | None:
     """Return the recipe for a tensor whose operator is not a cast, with the output and the wanted dtype; or None.
 
     Parameters
     ----------
     tensor : Tensor
         A plain tensor, dense or a view.
-    node : Node
-        The node of the tensor, or of its base if the tensor is a view.
+    origin : str
+        The name of the node behind the tensor, views aside.
     """
-    out = tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    out = tensor if base is None else base
     recipe = RECIPE.get(out)
-    if recipe is None and out._version == 0:
-        build = _OPERATORS.get(node.name())
+    if recipe is None:
+        build = _OPERATORS.get(origin)
+        if build is None or out._version != 0:
+            return None
         # Version 0 and the node's own output: `out` was never written to and owns its storage.
-        if build is not None and out.grad_fn is node:
+        node = out.grad_fn
+        if node is not None and node.name() == origin:
             recipe = build(out, node)
             if recipe is not None:
                 attach(node, out, recipe)
@@ -172,7 +177,7 @@ def is_result_to_store(x: Tensor) -> bool:
 
     Decided by the operator's name alone: both runs of a checkpointed function must take the same path.
     """
-    return producer(x)[0] in _SAVING_THEIR_RESULT
+    return observer().origin(x)[0] in _SAVING_THEIR_RESULT
 
 
 def _operand(node: Node, name: str) -> Stored | None:

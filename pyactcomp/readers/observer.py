@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,12 @@ from .. import torch_private
 from ..torch_private.extensions import load
 from . import lookup
 from .forms import AS_CODES, ITSELF, Reading, strictest
+from .nodes import RANGE_KEPT, VIEWS, WIDE, producer, spans_magnitudes
 from .table import DECIDING, DIVIDING, ELEMENTWISE, READERS
+
+UNCLEAR, KEPT, SMALL, ORDINARY = range(4)
+"""How much there is to decide about a saved tensor: look closely; nothing, keep it; only what is behind it, since it is
+small; how to pack it, unless the model owns its memory or skips the module."""
 
 
 class Version(Protocol):
@@ -48,8 +53,14 @@ class Observer(Protocol):
     def may_be_transformed(self) -> bool:
         """Return False only if operators are surely not transformed, recorded or replaced; a fast test."""
 
-    def saving(self) -> bool:
-        """Count one more tensor saved by the running operator; return ``may_be_transformed()``."""
+    def saving(self, tensor: Tensor, min_bytes: int, /) -> int:
+        """Count a tensor saved by the running operator; return how much there is to decide about it."""
+
+    def origin(self, tensor: Tensor) -> tuple[str, bool]:
+        """Return the name of the node behind a tensor, views aside, and whether it may span orders of magnitude."""
+
+    def layout_key(self, tensor: Tensor) -> Hashable:
+        """Return a key that is equal for tensors of equal layout, dtype and device."""
 
     def reader(self, tensor: Tensor) -> Reading | None:
         """Return the running operator's reading of the tensor counted last; None outside of any operator."""
@@ -82,7 +93,8 @@ def observer() -> Observer:
     library, _ = load("_observer")
     if library is None:
         return WithoutLibrary()
-    library.configure(lookup.of_operator, lookup.of_function, lookup.weakest_need, DECIDING, DIVIDING)
+    readings = lookup.of_operator, lookup.of_function, lookup.weakest_need
+    library.configure(*readings, DECIDING, DIVIDING, tuple(VIEWS), tuple(WIDE), tuple(RANGE_KEPT))
     lookup.on_change.append(library.forget)
     return library
 
@@ -221,9 +233,18 @@ class WithoutLibrary:
         """Return True: the fallback has no fast test."""
         return True
 
-    def saving(self) -> bool:
-        """Return ``may_be_transformed()``; the fallback counts no positions."""
-        return True
+    def saving(self, tensor: Tensor, min_bytes: int, /) -> int:
+        """Return UNCLEAR; the fallback counts no positions, and has no fast test."""
+        return UNCLEAR
+
+    def origin(self, tensor: Tensor) -> tuple[str, bool]:
+        """Return the name of the node behind a tensor, views aside, and whether it may span orders of magnitude."""
+        name, node = producer(tensor)
+        return name, spans_magnitudes(name, node)
+
+    def layout_key(self, tensor: Tensor) -> Hashable:
+        """Return a key that is equal for tensors of equal layout, dtype and device."""
+        return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
     def bare(self, tensor: Tensor) -> Tensor:
         """Return a tensor detached from the graph, with the same memory and version counter."""
