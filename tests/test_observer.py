@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import pyactcomp
 from pyactcomp.cli import examine
 from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
-from pyactcomp.readers.observer import KEPT, ORDINARY, SMALL, UNCLEAR, Observer, WithoutLibrary, observer
+from pyactcomp.readers.observer import BEHIND, CONSTANT, KEPT, ORDINARY, UNCLEAR, Observer, WithoutLibrary, observer
 from pyactcomp.torch_private import extensions
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
@@ -557,6 +557,30 @@ def test_a_library_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(observer.__wrapped__(), WithoutLibrary)
 
 
+def test_operators_called_inside_one_with_a_derivative_are_not_observed_but_for_a_profiler() -> None:
+    built, x = library(), leaf(4, 8)
+    x.roll(1, 0)
+
+    def calls(operation: Callable[[], object]) -> int:
+        built.start()
+        try:
+            operation()  # tells how many it calls
+            before = built.progress()[0]
+            operation()
+            return built.progress()[0] - before
+        finally:
+            built.stop()
+
+    assert calls(lambda: x.roll(1, 0)) == 1
+    assert calls(lambda: F.linear(x, x)) > 1  # a composition: the operators inside save
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        inside = calls(lambda: x.roll(1, 0))
+    assert inside == sum(event.count for event in profile.key_averages()) / 2 > 3
+    with pytest.raises(RuntimeError, match="dims"):
+        calls(lambda: x.roll((1, 1, 1), (0, 1)))
+    assert calls(lambda: x * x) == 1
+
+
 def origins() -> list[Tensor]:
     x = leaf(4, 8)
     y = x * 2
@@ -605,8 +629,9 @@ def test_only_ordinary_tensors_are_packed_without_a_closer_look() -> None:
     parameter = nn.Parameter(torch.ones(64, 8))
     cases: list[tuple[Tensor, int]] = [
         *((y, ORDINARY), (y.t(), ORDINARY), (y[1:], ORDINARY), (y.double(), ORDINARY), (y.bfloat16(), ORDINARY)),
-        *((y[:1], SMALL), (x[0], SMALL), (y.detach()[:1], KEPT), (torch.arange(999), KEPT), (y.to(torch.cfloat), KEPT)),
-        *((x, UNCLEAR), (x.t(), UNCLEAR), (parameter, UNCLEAR), (parameter.t(), UNCLEAR), (y.detach(), UNCLEAR)),
+        *((y[:1], BEHIND), (x[0], BEHIND), (x, BEHIND), (x.t(), BEHIND), (parameter, BEHIND), (parameter.t(), BEHIND)),
+        *((y.detach()[:1], KEPT), (torch.arange(999), KEPT), (y.to(torch.cfloat), KEPT)),
+        *((y.detach(), CONSTANT), (y.detach().t(), CONSTANT), (parameter.detach(), CONSTANT)),
         *((y > 1, UNCLEAR), (y.to_sparse(), UNCLEAR), (torch._neg_view(y), UNCLEAR), (Derived(y), UNCLEAR)),
         (torch.nested.nested_tensor([y[0], y[1]]), UNCLEAR),
     ]

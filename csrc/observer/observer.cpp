@@ -5,6 +5,7 @@
 // Python objects waits for `reader`. The module is compiled for one release of torch, as _torch_allocator is.
 //
 // Longer than 400 lines: the calls of a thread, the table's readings and the match share one thread-local state.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
@@ -12,6 +13,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -57,12 +59,14 @@ struct Reading {
 /// An operator in the table of readers, named by schema, or by class for a Python autograd function.
 struct Operator {
   std::string name, overload;
-  bool is_function = false;  ///< a Python autograd function
-  bool decides = false;      ///< the result is a decision: a comparison, an index, a route
-  bool casts = false;        ///< decides only in a cast to integers
-  bool draws = false;        ///< decides only with a tensor of probabilities, not with one number
-  bool asks = false;         ///< decides only in a call by the program, not by another operator
-  int divisor = -1;          ///< the argument by which the operator or its derivative divides
+  bool is_function = false;              ///< a Python autograd function
+  bool decides = false;                  ///< the result is a decision: a comparison, an index, a route
+  bool casts = false;                    ///< decides only in a cast to integers
+  bool draws = false;                    ///< decides only with a tensor of probabilities, not with one number
+  bool asks = false;                     ///< decides only in a call by the program, not by another operator
+  bool innermost = false;                ///< no operator called inside saves a tensor for backward
+  std::atomic<std::uint64_t> inside{0};  ///< most operators called inside
+  int divisor = -1;                      ///< the argument by which the operator or its derivative divides
   // Filled by `resolve`, with the GIL, on the first save or at the end of the first observation.
   bool resolved = false;
   bool captures = true;     ///< whether the reading depends on the argument
@@ -80,8 +84,9 @@ struct Argument {
 struct Call {
   Operator* op;
   size_t first_argument, first_value;
-  std::uint64_t decisions;
+  std::uint64_t serial, decisions;
   long saves;
+  bool silences;  ///< operators called inside are not observed
 };
 
 struct Value {
@@ -120,6 +125,20 @@ Registry& registry() {
 // Given by `configure`.
 Object resolve_operator, resolve_function, weakest_need;
 
+/// Return whether an operator of torch has a derivative of its own: the operators called inside then run below
+/// autograd. A composite operator has the derivatives of the operators called inside.
+bool is_innermost(const Operator& op) {
+  if (op.name.rfind("aten::", 0) != 0 || op.name == "aten::_backward") return false;
+  const auto handle = c10::Dispatcher::singleton().findOp({op.name, op.overload});
+  return handle && handle->hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+         !handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// Return whether this thread has no other callbacks, such as a profiler's.
+bool observes_alone() {
+  return !at::hasGlobalCallbacks() && at::get_record_function_tls_().sorted_tls_callbacks_.size() == 1;
+}
+
 Operator* find(Thread& here, const char* name, const char* overload) {
   Registry& all = registry();
   if (here.generation != all.generation) {
@@ -145,6 +164,7 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     entry->casts = entry->name == "aten::_to_copy";
     entry->draws = plain == "aten::bernoulli";
     entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
+    entry->innermost = is_innermost(*entry);
     if (!entry->is_function) all.unresolved.push_back(entry.get());
   }
   here.known[name] = entry.get();
@@ -207,7 +227,7 @@ void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IVa
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Thread& here = thread;  // each access to a thread_local calls a function
   // First, so every end() finds a call even if the rest throws.
-  here.calls.push_back({nullptr, here.arguments.size(), here.values.size(), here.decisions, 0});
+  here.calls.push_back({nullptr, here.arguments.size(), here.values.size(), here.serial + 1, here.decisions, 0, false});
   ++here.serial;
   Operator* const op = find(here, function.name(), function.overload_name());
   here.calls.back().op = op;
@@ -218,6 +238,12 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
     for (size_t index = 0; index < inputs.size(); ++index)
       capture(here, inputs[index], index, !op->resolved || op->by_scalars);
   }
+  // To silence the operators called inside takes as long as to observe two of them.
+  constexpr std::uint64_t kMany = 3;
+  if (op->innermost && op->inside.load(std::memory_order_relaxed) >= kMany && observes_alone()) {
+    here.calls.back().silences = true;
+    at::enableRecordFunction(false);
+  }
   return nullptr;
 }
 
@@ -225,6 +251,13 @@ void end(const at::RecordFunction&, at::ObserverContext*) {
   Thread& here = thread;
   if (here.calls.empty()) return;
   const Call& call = here.calls.back();
+  if (call.silences) {
+    at::enableRecordFunction(true);
+  } else if (call.op && call.op->innermost) {
+    const std::uint64_t inside = here.serial - call.serial;
+    if (inside > call.op->inside.load(std::memory_order_relaxed))
+      call.op->inside.store(inside, std::memory_order_relaxed);
+  }
   here.arguments.resize(call.first_argument);
   if (here.values.size() > call.first_value) {
     here.values.erase(here.values.begin() + static_cast<std::ptrdiff_t>(call.first_value), here.values.end());

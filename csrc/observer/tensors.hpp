@@ -41,13 +41,22 @@ inline const at::Tensor* tensor_of(PyObject* object) {
 /// How much there is to decide about a saved tensor.
 enum Saving : long {
   kUnclear = 0,   ///< look closely
-  kKept = 1,      ///< nothing: no floating-point tensor, or a small one without gradient
-  kSmall = 2,     ///< too small to pack, but perhaps a divisor
-  kOrdinary = 3,  ///< whether the model owns the memory or skips the module, and else how to pack
+  kKept = 1,      ///< keep it: no floating-point tensor, or a small one without gradient
+  kBehind = 2,    ///< keep it, but look behind it: a small tensor or a leaf, which may be a divisor
+  kConstant = 3,  ///< keep it, as it has no gradient, unless it is a compiled graph's
+  kOrdinary = 4,  ///< pack it, unless the model owns its memory or skips the module
 };
 
 inline bool is_packed_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+}
+
+/// Return whether the class of a tensor's Python object is torch.Tensor itself.
+inline bool is_plain(const at::TensorBase& tensor) {
+  PyObject* const object = THPVariable_Wrap(tensor);
+  const bool plain = object && Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  Py_XDECREF(object);
+  return plain;
 }
 
 /// Return how much there is to decide about a tensor, in C++ since each question costs 50 ns in Python.
@@ -57,18 +66,12 @@ inline Saving saving_of(PyObject* object, const at::Tensor& tensor, std::int64_t
   if (tensor.scalar_type() == at::kBool) return kUnclear;
   if (!tensor.is_floating_point()) return kKept;
   const bool small = static_cast<std::int64_t>(tensor.nbytes()) < min_bytes;
-  if (small) return tensor.requires_grad() ? kSmall : kKept;
-  if (!is_packed_dtype(tensor.scalar_type()) || tensor.is_neg() || !tensor.requires_grad()) return kUnclear;
-  if (!tensor.is_view()) {
-    const bool plain = Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
-    return plain && !tensor.is_leaf() ? kOrdinary : kUnclear;
-  }
-  const at::TensorBase& base = tensor._base();
-  if (base.is_leaf()) return kUnclear;
-  PyObject* const owner = THPVariable_Wrap(base);
-  const bool plain = owner && Py_TYPE(owner) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  Py_XDECREF(owner);
-  return plain ? kOrdinary : kUnclear;
+  if (small) return tensor.requires_grad() ? kBehind : kKept;
+  if (!is_packed_dtype(tensor.scalar_type())) return kUnclear;
+  if (!tensor.requires_grad()) return kConstant;
+  const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
+  if (owner.is_leaf() && owner.requires_grad()) return kBehind;
+  return tensor.is_neg() || !is_plain(owner) ? kUnclear : kOrdinary;
 }
 
 /// layout_key(tensor): return bytes that are equal for tensors of equal shape, strides, dtype and device.

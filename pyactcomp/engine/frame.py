@@ -36,7 +36,7 @@ from ..readers.forms import (
 )
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
 from ..readers.nodes import CAST, cast_parameter, producer
-from ..readers.observer import ORDINARY, SMALL, UNCLEAR, observer, transformed
+from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED
 from ..torch_private import (
     current_raw_stream,
@@ -213,9 +213,10 @@ class Frame:
         elif self.recorder is None:  # a report wants the reason from `_pack_plain`
             if saving == ORDINARY:
                 return self._pack_plain(tensor, tensor, ordinary=True)
-            if saving == SMALL:
+            if saving == BEHIND:
                 self._look_behind(tensor)
-            return Kept(tensor)
+            if saving != CONSTANT or self.packing.warned_of_compile or _AOT_AUTOGRAD not in sys.modules:
+                return Kept(tensor)
         if type(tensor) in PLAIN:
             return self._pack_plain(tensor, tensor)
         local = local_tensor(tensor)

@@ -20,9 +20,9 @@ from .forms import AS_CODES, ITSELF, Reading, strictest
 from .nodes import RANGE_KEPT, VIEWS, WIDE, producer, spans_magnitudes
 from .table import DECIDING, DIVIDING, ELEMENTWISE, READERS
 
-UNCLEAR, KEPT, SMALL, ORDINARY = range(4)
-"""How much there is to decide about a saved tensor: look closely; nothing, keep it; only what is behind it, since it is
-small; how to pack it, unless the model owns its memory or skips the module."""
+UNCLEAR, KEPT, BEHIND, CONSTANT, ORDINARY = range(5)
+"""How much there is to decide about a saved tensor: look closely; keep it; keep it, and look behind it; keep it, unless
+a compiled graph saves it; pack it, unless the model owns its memory or skips the module."""
 
 
 class Version(Protocol):
