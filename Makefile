@@ -75,7 +75,7 @@ bench: $(VENV)/package
 # minutes), and one step of every architecture (ten minutes).
 sweep: $(VENV)/package $(VENV)/tools
 	$(RUN) tests/operators.py
-	$(RUN) tests/programs.py --count $(PROGRAMS)
+	$(RUN) tests/programs.py --count $(PROGRAMS) --workers $(WORKERS)
 	$(RUN) tests/compiled_operators.py
 	$(RUN) tests/compiled_programs.py --count 500
 	$(RUN) tests/compiled_architectures.py

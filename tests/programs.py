@@ -12,11 +12,12 @@ import itertools
 import random
 import re
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ Failure = tuple[str, str]
 MODES = ("lossless", "int8")
 # Seeds of different sweeps do not meet before this many programs.
 _SWEEP = 10_000_000
+# Programs that one process runs: torch keeps the classes of autograd functions, and with them what a program defines.
+_PROCESS = 2_000
 _ATTEMPTS = 6
 # Parts of the programs that raise in plain torch, or whose gradients are not finite or zero, that are not drawn again.
 _RAISING, _DEGENERATE = 0.5, 0.1
@@ -323,6 +326,13 @@ class Sweep:
         self.failing += [(program, failure) for failure in failures]
         return failures
 
+    def join(self, other: Sweep) -> None:
+        """Add the outcome of other programs."""
+        self.programs += other.programs
+        self.skipped += other.skipped
+        self.failures.update(other.failures)
+        self.failing += other.failing
+
     def __str__(self) -> str:
         kinds = "".join(f", {kind}: {count}" for kind, count in sorted(self.failures.items()))
         return f"{self.programs} programs, {self.skipped} that plain torch does not repeat{kinds or ', no failure'}"
@@ -348,35 +358,67 @@ def failure_text(program: Program, failure: Failure) -> str:
     return f"# {kind}: {detail}\n# {' | '.join(rows)}\n{small.script()}"
 
 
+@dataclass(frozen=True)
+class Part:
+    """Programs of a sweep for one process, by number."""
+
+    seed: int
+    numbers: range
+    modes: Sequence[str]
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    # A crash of torch itself names its program: it is the name of a file.
+    faulthandler.enable()
+
+
+def run_part(part: Part) -> tuple[Sweep, list[tuple[str, int, str]]]:
+    """Run programs; return the outcome, and the kind, the number and the script of each failure."""
+    sweep, texts = Sweep(), []
+    for number in part.numbers:
+        program = generate(seed_of(part.seed, number))
+        texts += [(failure[0], number, failure_text(program, failure)) for failure in sweep.add(program, part.modes)]
+    return sweep, texts
+
+
+def _publish(text: str, kind: str, number: int, folder: Path | None) -> None:
+    if folder is None:
+        sys.stdout.write(f"{text}\n")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "_".join(re.findall(r"\w+", kind))
+    (folder / f"{name}_{number}.py").write_text(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sweep; the exit code is 1 where a program fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the sweep")
     parser.add_argument("--count", type=int, default=1000, help="programs")
     parser.add_argument("--start", type=int, default=0, help="number of the first program")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--scripts", type=Path, help="directory to write the scripts of failures to, not to stdout")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options = parser.parse_args(arguments)
-    sweep, told = Sweep(), time.monotonic()
-    for number in range(options.start, options.start + options.count):
-        program = generate(seed_of(options.seed, number))
-        for failure in sweep.add(program, options.modes):
-            text = failure_text(program, failure)
-            if options.scripts is None:
-                sys.stdout.write(f"{text}\n")
-            else:
-                options.scripts.mkdir(parents=True, exist_ok=True)
-                name = "_".join(re.findall(r"\w+", failure[0]))
-                (options.scripts / f"{name}_{number}.py").write_text(text)
-        if time.monotonic() - told > 2:
-            told = time.monotonic()
-            sys.stderr.write(f"at program {number}: {sweep}\n")
+    end = options.start + options.count
+    size = min(_PROCESS, -(-options.count // options.workers))
+    starts = range(options.start, end, size)
+    parts = [Part(options.seed, range(start, min(start + size, end)), options.modes) for start in starts]
+    sweep = Sweep()
+    with ExitStack() as stack:
+        run: Any = map
+        if len(parts) > 1:
+            run = stack.enter_context(get_context("spawn").Pool(options.workers, _begin, maxtasksperchild=1)).imap
+        for found, texts in run(run_part, parts):
+            sweep.join(found)
+            for kind, number, text in texts:
+                _publish(text, kind, number, options.scripts)
+            sys.stderr.write(f"at program {options.start + sweep.programs}: {sweep}\n")
     sys.stdout.write(f"{sweep}\n")
     return int(bool(sweep.failing))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # A crash of torch itself names its program: it is the name of a file.
-    faulthandler.enable()
+    _begin()
     sys.exit(main())
