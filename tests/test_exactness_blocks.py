@@ -184,13 +184,23 @@ def checkpointed_error(block: Callable[[Tensor], Tensor], x: Tensor, reentrant: 
     [
         lambda x: F.max_pool2d(x, 3, 1, 1),
         lambda x: F.adaptive_max_pool2d(x, 2),
+        lambda x: F.embedding_bag(torch.arange(512), x.flatten(0, 2), torch.arange(0, 512, 16), mode="max"),
         lambda x: x.amax(-1),
         lambda x: torch.maximum(x, x.flip(-1)),
         lambda x: torch.remainder(x * 8, 1.0),
         lambda x: F.hardshrink(x, 0.5),
         lambda x: (x * 8).remainder_(1.0),
     ],
-    ids=["max_pool2d", "adaptive_max_pool2d", "amax", "maximum", "remainder", "hardshrink", "remainder_"],
+    ids=[
+        "max_pool2d",
+        "adaptive_max_pool2d",
+        "embedding_bag",
+        "amax",
+        "maximum",
+        "remainder",
+        "hardshrink",
+        "remainder_",
+    ],
 )
 def test_a_block_that_is_run_again_takes_the_same_way(route: Callable[[Tensor], Tensor], reentrant: bool) -> None:
     # Within a group the input spans 0 to 40, and its maxima are a tenth apart: less than a step of 8 bits.

@@ -399,7 +399,7 @@ DECIDING = tuple(
         *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"),
         *("fractional_max_pool2d", "fractional_max_pool3d", "mkldnn_max_pool2d"),
         *("mkldnn_max_pool3d", "amax", "amin", "aminmax", "maximum", "minimum", "scatter_reduce", "index_reduce"),
-        *("frac", "fmod", "remainder", "hardshrink", "threshold", "bernoulli", "heaviside"),
+        *("frac", "fmod", "remainder", "hardshrink", "threshold", "bernoulli", "heaviside", "_embedding_bag"),
     )
 )
 """Operators that turn values into decisions: a block that runs one must rerun from exactly the same values.
