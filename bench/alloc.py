@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from . import alloc_pausing, alloc_prediction, alloc_traces
+from .alloc_held_out import TRAININGS
 from .alloc_methods import CALLS, NATIVE, PAUSING, SHARING, TRAINING
 from .alloc_worker import Job, start
-from .alloc_workloads import WORKLOADS
 from .rows import Options, Store
 
 ROUNDS = 5
@@ -23,8 +23,8 @@ ROUNDS = 5
 def selectable() -> list[str]:
     """Return what ``--only`` may name."""
     traces = map(alloc_traces.workload_of, sorted(alloc_traces.FOLDER.glob("*.npz")))
-    predictions = map(alloc_prediction.workload_of, WORKLOADS)
-    return ["pair", "threads", "share", *alloc_pausing.WORKLOADS, *WORKLOADS, *traces, *predictions]
+    predictions = map(alloc_prediction.workload_of, alloc_prediction.WORKLOADS)
+    return ["pair", "threads", "share", *alloc_pausing.WORKLOADS, *TRAININGS, *traces, *predictions]
 
 
 def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> None:
@@ -43,7 +43,7 @@ def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> 
     if "prediction" in parts:
         alloc_prediction.run(options, store, methods)
     if "training" in parts:
-        for workload in filter(options.selects, WORKLOADS):
+        for workload in filter(options.selects, TRAININGS):
             measure(options, store, (workload,), methods or TRAINING)
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .alloc_held_out import TRAININGS
 from .alloc_methods import METHODS, NATIVE, OURS
 from .alloc_pairs import THREADS
 from .alloc_prediction import workload_of
 from .alloc_traces import GROWTH
-from .alloc_workloads import WORKLOADS
 from .rows import Row, quantile, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
@@ -131,7 +131,7 @@ TRAINING_RATIOS = {
 def training_table(rows: Iterable[Row]) -> str:
     """Return the table of the dynamic-shape trainings."""
     everything = list(rows)
-    found = rounds(everything, WORKLOADS, TRAINING_RATIOS)
+    found = rounds(everything, TRAININGS, TRAINING_RATIOS)
     if not found:
         return ""
     lines = []
@@ -169,10 +169,10 @@ def training_table(rows: Iterable[Row]) -> str:
         "own clock, native by acquiring the same segments again after the run."
     )
     described = "\n".join(
-        f"- `{name}`: {WORKLOADS[name].conditions}" for name in dict.fromkeys(key[1] for key in found)
+        f"- `{name}`: {TRAININGS[name].conditions}" for name in dict.fromkeys(key[1] for key in found)
     )
     measured = [row for own in found.values() for row in own]
-    return section(table(header, lines), note, described, conditions(measured), _failed(everything, WORKLOADS))
+    return section(table(header, lines), note, described, conditions(measured), _failed(everything, TRAININGS))
 
 
 BARS = {NATIVE: 0.0, OURS: 0.005}
@@ -182,7 +182,7 @@ BARS = {NATIVE: 0.0, OURS: 0.005}
 def prediction_table(rows: Iterable[Row]) -> str:
     """Return the table of what replays of recorded runs predict, beside what real runs reserved."""
     everything = list(rows)
-    known = list(map(workload_of, WORKLOADS))
+    known = list(map(workload_of, TRAININGS))
     found = rounds(everything, known, {})
     if not found:
         return ""
@@ -259,7 +259,7 @@ def traces_table(rows: Iterable[Row]) -> str:
 def training_bars(rows: Iterable[Row], methods: Sequence[str]) -> dict[str, dict[str, Row]]:
     """Return for each workload and method the worst reserved over native's allocated, and the step ratio's interval."""
     bars: dict[str, dict[str, Row]] = {}
-    for (method, workload, *_), own in rounds(rows, WORKLOADS, TRAINING_RATIOS).items():
+    for (method, workload, *_), own in rounds(rows, TRAININGS, TRAINING_RATIOS).items():
         paired = [row for row in own if "step_x" in row]
         if method not in methods or not paired:
             continue

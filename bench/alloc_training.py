@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from .alloc_held_out import TRAININGS
 from .alloc_methods import NATIVE
-from .alloc_workloads import WORKLOADS, Step
+from .alloc_workloads import Step
 from .rows import Row, summary
 
 WARM_UP = 5
@@ -89,7 +90,7 @@ def _acquire_again(runtime: ctypes.CDLL) -> float:
 
 def measure(workload: str, method: str, device: str, tiny: bool, reference_loss: float | None) -> Row:
     """Return the row of one run; raise where its mean loss is not ``reference_loss``, native's with the same seeds."""
-    chosen = WORKLOADS[workload]
+    chosen = TRAININGS[workload]
     start: Row = {}
     if device == "cuda":
         _load_libraries()

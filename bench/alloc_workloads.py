@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -223,7 +224,8 @@ def trainer(model: nn.Module, learning_rate: float) -> Callable[[Tensor], Tensor
     return finish
 
 
-def _make(device: str, build: Callable[[], nn.Module]) -> nn.Module:
+def make(device: str, build: Callable[[], nn.Module]) -> Any:
+    """Build a model on a device from the one seed."""
     torch.manual_seed(SEED)
     with torch.device(device):
         return build()
@@ -231,7 +233,7 @@ def _make(device: str, build: Callable[[], nn.Module]) -> nn.Module:
 
 def _sft_varlen(device: str, tiny: bool) -> Step:
     size = (64, 2, 4, 2, 128, 512) if tiny else (1536, 12, 12, 4, 4096, 32000)
-    model = _make(device, lambda: Decoder(*size)).bfloat16()
+    model = make(device, lambda: Decoder(*size)).bfloat16()
     finish, draw = trainer(model, 1e-4), random.Random(SEED)
     shortest, longest, batch = (8, 64, 2) if tiny else (256, 4096, 4)
 
@@ -246,7 +248,7 @@ def _sft_varlen(device: str, tiny: bool) -> Step:
 
 def _multiscale_resnet(device: str, tiny: bool) -> Step:
     classes = 10 if tiny else 1000
-    model = _make(device, lambda: resnet((1, 1) if tiny else (3, 4, 6, 3), 8 if tiny else 64, classes))
+    model = make(device, lambda: resnet((1, 1) if tiny else (3, 4, 6, 3), 8 if tiny else 64, classes))
     model = model.to(memory_format=torch.channels_last)
     finish, draw = trainer(model, 1e-4), random.Random(SEED)
 
@@ -264,7 +266,7 @@ def _multiscale_resnet(device: str, tiny: bool) -> Step:
 def _moe(device: str, tiny: bool) -> Step:
     size = (64, 2, 4, 2, 128, 512) if tiny else (1024, 8, 16, 4, 2048, 32000)
     count = 4 if tiny else 16
-    model = _make(device, lambda: Decoder(*size, unit=lambda hidden, inner: Experts(hidden, inner, count))).bfloat16()
+    model = make(device, lambda: Decoder(*size, unit=lambda hidden, inner: Experts(hidden, inner, count))).bfloat16()
     finish, draw = trainer(model, 1e-4), random.Random(SEED)
 
     def step() -> Tensor:
@@ -277,7 +279,7 @@ def _moe(device: str, tiny: bool) -> Step:
 
 def _graphs(device: str, tiny: bool) -> Step:
     hidden, layers = (16, 2) if tiny else (128, 6)
-    model = _make(
+    model = make(
         device, lambda: nn.ModuleList([*(MessagePassing(hidden) for _ in range(layers)), nn.Linear(hidden, 1)])
     )
     finish, draw = trainer(model, 1e-3), random.Random(SEED)
@@ -308,7 +310,7 @@ def generate(model: Decoder, prompt: Tensor, count: int) -> Tensor:
 
 def _rl_generate(device: str, tiny: bool) -> Step:
     size = (64, 2, 4, 2, 128, 512) if tiny else (1024, 8, 16, 4, 4096, 32000)
-    model = _make(device, lambda: Decoder(*size)).bfloat16()
+    model = make(device, lambda: Decoder(*size)).bfloat16()
     finish, draw = trainer(model, 1e-4), random.Random(SEED)
 
     def step() -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from bench import __main__ as command_line
 from bench import (
     alloc,
+    alloc_held_out,
     alloc_methods,
     alloc_pairs,
     alloc_report,
@@ -170,7 +171,7 @@ def test_traces_replay_on_the_simulated_device(tmp_path: Path) -> None:
 # Trainings
 
 
-@pytest.mark.parametrize("name", alloc_workloads.WORKLOADS)
+@pytest.mark.parametrize("name", alloc_held_out.TRAININGS)
 def test_training_draws_the_same_shapes_and_losses_each_time(name: str) -> None:
     first, second = (alloc_training.measure(name, "native", "cpu", True, None) for _ in range(2))
     assert first["mean_loss"] == second["mean_loss"]
@@ -182,7 +183,7 @@ def test_training_draws_the_same_shapes_and_losses_each_time(name: str) -> None:
 
 def test_training_refuses_a_loss_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = alloc_workloads.Workload("broken", lambda device, tiny: lambda: torch.tensor(float("nan")), 3, "")
-    monkeypatch.setitem(alloc_workloads.WORKLOADS, "broken", broken)
+    monkeypatch.setitem(alloc_held_out.TRAININGS, "broken", broken)
     with pytest.raises(RuntimeError, match="mean loss is nan"):
         alloc_training.measure("broken", "native", "cpu", True, None)
 
