@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     holds = suites.add_parser("holds", parents=[training], help="two trainings, vanilla and compressed, in pairs")
     holds.add_argument("--seeds", type=int, help="pairs, by default the 5 that the report's bound needs")
     holds.add_argument("--workers", type=int, help="trainings at a time on the device, by default 5, on a CPU 1")
+    suites.add_parser("sharded", parents=[measuring], help="steps of a model sharded over two GPUs, block by block")
     breadth = suites.add_parser("breadth", parents=[measuring], help="one step of tiny models of every architecture")
     breadth.add_argument("--limit", type=int, metavar="N", help="measure at most N pairs")
     breadth.add_argument("--workers", type=int, default=1, help="pairs at a time, each with one thread")
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, observers, overhead, pairs
+    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, observers, overhead, pairs, sharded
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -119,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overhead.run(options)
     elif args.suite == "observers":
         observers.run(options)
+    elif args.suite == "sharded":
+        sharded.run(options)
     elif args.suite == "frontier":
         frontier.run(options, methods)
     elif args.suite == "pairs":

@@ -14,6 +14,7 @@ from . import (
     holds_report,
     observers,
     pairs_report,
+    sharded,
 )
 from .frontier_report import METHOD_ORDER, rank
 from .rows import Row, quantile, read, select
@@ -113,6 +114,7 @@ TABLES = {
     **breadth_report.TABLES,
     **pairs_report.TABLES,
     **observers.TABLES,
+    "sharded": ("sharded", sharded.sharded_table),
 }
 """The suite and the table of each block."""
 

@@ -31,6 +31,7 @@ from bench import (
     methods,
     overhead,
     rows,
+    sharded,
     training,
     worker,
 )
@@ -266,6 +267,36 @@ def test_overhead_reports_the_difference_per_tensor(tmp_path: Path, monkeypatch:
     row = overhead.measure(options(tmp_path))
     assert (row["pack_us"], row["unpack_us"], row["sum_us"], row["drain_us"]) == (8.0, 5.0, 13.0, 0.5)
     assert row["encode_us"] == 1.0
+
+
+def test_sharded_steps_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+    sharded.run(options(tmp_path, tiny=True))
+    found = json.loads((tmp_path / "sharded.json").read_text())["rows"]
+    assert [(row["method"], row["status"], row["ranks"]) for row in found] == [("vanilla", "ok", 2), ("int8", "ok", 2)]
+    # Two processes add the same gradients in another order at most.
+    assert found[0]["grad_error"] <= torch.finfo(torch.bfloat16).eps
+    assert found[1]["grad_error"] <= 0.02
+    sharded.run(options(tmp_path, tiny=True))
+    assert len(json.loads((tmp_path / "sharded.json").read_text())["rows"]) == 2
+
+
+def test_sharded_steps_stand_beside_the_same_without_us() -> None:
+    origin = {"commit": "c0ffee", "device": "NVIDIA H200", "command": "python -m bench sharded", "dirty": False}
+    base = {
+        "workload": sharded.WORKLOAD,
+        "scale": "full",
+        "status": "ok",
+        "ranks": 2,
+        "origin": origin,
+        "time": "2026-11-24T00:00:00",
+    }
+    figures = {"median_ms": 100.0, "act_bytes": 2**33, "peak_minus_base_bytes": 2**34, "grad_error": 0.0}
+    ours = {"median_ms": 103.0, "act_bytes": 2**31, "peak_minus_base_bytes": 2**32, "grad_error": 0.0123}
+    drawn = sharded.sharded_table(
+        [{**base, **figures, "method": "compile-blocks"}, {**base, **ours, "method": "compile-blocks+int8"}]
+    )
+    assert "| compile-blocks+int8 | 103.0 | 1.03 | 2.00 | 0.25 | 4.00 | 0.25 | 1.23% |" in drawn
+    assert sharded.sharded_table([]) == ""
 
 
 def test_overhead_refuses_to_time_what_is_not_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

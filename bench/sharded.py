@@ -1,0 +1,132 @@
+"""Suite `sharded`: steps of a model sharded over several GPUs by FSDP2, each block compiled, with and without us.
+
+Every GPU has a process and a batch of its own. Gradients are compared with the mean of those that the unsharded,
+uncompiled model has for each batch.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from . import training
+from .methods import METHODS, VANILLA
+from .rows import Options, Row, failure
+from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+from .workloads import WORKLOADS
+
+WORKLOAD = "llama_1b_bf16"
+SHARDED = (VANILLA, "int8", "compile-blocks", "compile-blocks+int8")
+TINY = (VANILLA, "int8")
+"""Without the compiler, whose C++ for a CPU takes minutes."""
+RANKS, STEPS = 2, 8
+
+
+def _whole(gradients: list[Tensor]) -> list[Tensor]:
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+
+
+def measure_rank(rank: int, workload_name: str, method_name: str, device: str, tiny: bool, folder: str) -> None:
+    """Write the figures of one process of a row to ``folder``."""
+    from torch.distributed.fsdp import fully_shard
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    try:
+        workload, method = WORKLOADS[workload_name], METHODS[method_name]
+        trainer = training.build(workload, workload.batch_size(tiny), device, tiny)
+        torch.manual_seed(training.INPUT_SEED + 100 + rank)
+        trainer.batch = workload.inputs(workload.batch_size(tiny), device, tiny)
+        exact = trainer.gradients()
+        for gradient in exact:
+            dist.all_reduce(gradient)
+            gradient /= RANKS
+        blocks = workload.blocks(trainer.module)
+        trainer.context = method.apply(trainer.module, blocks)
+        for block in blocks:
+            fully_shard(block)
+        fully_shard(trainer.module)
+        row = {"grad_error": training.relative_error(_whole(trainer.gradients()), exact)}
+        del exact
+        training.clean(device)
+        for _ in range(training.WARM_UP - 1):
+            trainer.step()
+        row |= training.memory_of_step(trainer)
+        dist.barrier()
+        row |= training.summary(training.step_times(trainer.step, 2 if tiny else STEPS, device), "ms")
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(row))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(workload: str, method: str, device: str, tiny: bool) -> Row:
+    """Return the figures of one row: the slowest process, the largest peak, the largest error."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = workload, method, device, tiny, folder
+        mp.start_processes(measure_rank, args=arguments, nprocs=RANKS, start_method="spawn")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    slowest: Row = max(found, key=lambda row: row["median_ms"])
+    worst = {name: max(row[name] for row in found) for name in slowest if name.endswith(("_bytes", "_error"))}
+    return {**slowest, **worst, "ranks": RANKS}
+
+
+def run(options: Options) -> None:
+    """Measure each method once."""
+    if options.device == "cuda" and torch.cuda.device_count() < RANKS:
+        print(f"sharded: needs {RANKS} GPUs, found {torch.cuda.device_count()}")
+        return
+    store = options.store("sharded")
+    longest = 0.0
+    for method in TINY if options.tiny else SHARDED:
+        key: Row = {"workload": WORKLOAD, "method": method, "scale": "tiny" if options.tiny else "full"}
+        if not options.selects(WORKLOAD, method) or (store.has(**key) and not options.again):
+            continue
+        if not options.budget.allows(longest):
+            print(f"sharded {method}: not started, the budget is used up")
+            return
+        begin = options.budget.clock()
+        try:
+            row: Row = {"status": "ok", **measure(WORKLOAD, method, options.device, options.tiny)}
+        except Exception as problem:  # whatever a process does wrong is the row
+            row = failure(problem)
+        longest = max(longest, options.budget.clock() - begin)
+        store.append({"suite": "sharded", **key, **row})
+        names = ("median_ms", "act_bytes", "peak_minus_base_bytes", "grad_error")
+        figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
+        print(f"sharded {method:20} {row['status']:6} {figures}{row.get('reason', '')}", flush=True)
+
+
+def sharded_table(rows: Iterable[Row]) -> str:
+    """Return the table of sharded steps, each beside the same form without us."""
+    found = latest(on_gpu(rows), "workload", "method")
+    good = {method: row for (_, method), row in found.items() if row["status"] == "ok"}
+    lines = []
+    for method, row in good.items():
+        plain = good.get({"int8": VANILLA, "compile-blocks+int8": "compile-blocks"}.get(method, ""))
+        cells = [figure(row, "median_ms", ".1f")]
+        for name, unit in (("median_ms", 0), ("act_bytes", 2**30), ("peak_minus_base_bytes", 2**30)):
+            if unit:
+                cells.append(f"{row[name] / unit:.2f}")
+            cells.append(f"{row[name] / plain[name]:.2f}" if plain else "")
+        lines.append([method, *cells, f"{row['grad_error']:.2%}"])
+    if not lines:
+        return ""
+    header = ["method", "step ms", "x", "act GiB", "x", "peak - base GiB", "x", "gradient error"]
+    ranks = next(iter(good.values()))["ranks"]
+    note = (
+        f"`{WORKLOAD}` over {ranks} GPUs, each block a group of FSDP2. Of the slowest and of the fullest process. "
+        "x: times the same without pyactcomp. Error: against the unsharded, uncompiled model."
+    )
+    everything = list(found.values())
+    return section(table(header, lines), note, conditions(everything), reasons(everything))
