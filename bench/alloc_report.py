@@ -11,6 +11,7 @@ from .alloc_methods import METHODS, NATIVE, OURS
 from .alloc_pairs import THREADS
 from .alloc_prediction import workload_of
 from .alloc_traces import GROWTH
+from .alloc_workloads import WORKLOADS
 from .rows import Row, quantile, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
@@ -131,7 +132,9 @@ TRAINING_RATIOS = {
 def training_table(rows: Iterable[Row]) -> str:
     """Return the table of the dynamic-shape trainings."""
     everything = list(rows)
-    found = rounds(everything, TRAININGS, TRAINING_RATIOS)
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for name in TRAININGS:  # each on the GPU that measured it last
+        found |= rounds(select(everything, workload=name), TRAININGS, TRAINING_RATIOS)
     if not found:
         return ""
     lines = []
@@ -168,9 +171,8 @@ def training_table(rows: Iterable[Row]) -> str:
         "included. x native: mean of the rounds' ratios and the 95 % interval of the mean. driver ms: pyactcomp by its "
         "own clock, native by acquiring the same segments again after the run."
     )
-    described = "\n".join(
-        f"- `{name}`: {TRAININGS[name].conditions}" for name in dict.fromkeys(key[1] for key in found)
-    )
+    devices = {str(key[1]): own[-1]["origin"]["device"] for key, own in found.items()}
+    described = "\n".join(f"- `{name}`, {device}: {TRAININGS[name].conditions}" for name, device in devices.items())
     measured = [row for own in found.values() for row in own]
     return section(table(header, lines), note, described, conditions(measured), _failed(everything, TRAININGS))
 
@@ -259,7 +261,7 @@ def traces_table(rows: Iterable[Row]) -> str:
 def training_bars(rows: Iterable[Row], methods: Sequence[str]) -> dict[str, dict[str, Row]]:
     """Return for each workload and method the worst reserved over native's allocated, and the step ratio's interval."""
     bars: dict[str, dict[str, Row]] = {}
-    for (method, workload, *_), own in rounds(rows, TRAININGS, TRAINING_RATIOS).items():
+    for (method, workload, *_), own in rounds(rows, WORKLOADS, TRAINING_RATIOS).items():
         paired = [row for row in own if "step_x" in row]
         if method not in methods or not paired:
             continue
