@@ -25,7 +25,9 @@ RIGHT, TOP = 1.14, 1.5
 PLACES = (
     (7, -3, "left"), (-7, -3, "right"), (0, 8, "center"), (0, -14, "center"), (6, 6, "left"), (-6, -12, "right"),
     (6, -12, "left"), (-6, 6, "right"), (7, 15, "left"), (-7, -21, "right"), (7, -21, "left"), (-7, 15, "right"),
-    (7, 26, "left"), (-7, -32, "right"),
+    (7, 26, "left"), (-7, -32, "right"), (7, -32, "left"), (-7, 26, "right"), (7, 37, "left"), (-7, 37, "right"),
+    (30, 15, "left"), (30, -21, "left"), (30, 26, "left"), (30, -32, "left"), (7, 48, "left"), (30, 37, "left"),
+    (30, 48, "left"), (7, 59, "left"), (30, 59, "left"), (30, 70, "left"), (7, -43, "left"), (-7, -43, "right"),
 )  # fmt: skip
 """Where a name may stand beside its point, the best first: across and up in points, and the side that is fixed."""
 ADJACENT = 14
@@ -73,7 +75,7 @@ def draw(rows: list[Row], folder: Path) -> None:
     lines = -(-(len(workloads) + 1) // columns)  # one more place, for the key
     figure, grid = plt.subplots(lines, columns, figsize=(3.5 * columns, 3.2 * lines), squeeze=False)
     shown = [row for row in rows if row["method"] in DRAWN]
-    bottom = min(0.92, *(row["time_x"] - 0.06 for row in shown))
+    bottom = min(0.92, *(row["time_x"] - 0.12 for row in shown))
     panels = []
     for axes, workload in zip(grid.flat, workloads, strict=False):
         found = [row for row in shown if row["workload"] == workload]
