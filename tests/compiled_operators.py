@@ -45,6 +45,10 @@ LAXER = {
     "nn.functional.prelu": "its comparison is a bit",
     "nn.functional.layer_norm": "a weight made from data, of fewer elements than a group, takes 16 bits",
     "native_layer_norm": "as nn.functional.layer_norm",
+    "nn.functional.group_norm": "codes where elements of one deviation fill a group; eager code asks it of one channel",
+    "nn.functional.glu": "only the half inside of the sigmoid takes 16 bits",
+    "cross": "a graph has its products and differences alone; those of nearly parallel vectors cancel",
+    "linalg.cross": "as cross",
 }
 """Operators of which a graph may ask for less than eager code, and why."""
 DATA = torch.full((1,), 1.5)

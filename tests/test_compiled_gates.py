@@ -58,7 +58,7 @@ def test_operands_of_saturating_functions_are_no_codes(
     got, forms = run(function, INT8)
     assert off(got, expected) <= BAR
     assert forms.get("addmm") != "codes"
-    monkeypatch.setattr(partition, "saturating", lambda *_: set())
+    monkeypatch.setattr(partition, "saturating", lambda *_: {})
     assert off(run(function, INT8)[0], expected) > BAR
 
 

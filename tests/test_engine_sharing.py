@@ -90,8 +90,9 @@ def test_what_is_stored_anew_in_another_shape_keeps_the_shape_of_the_first() -> 
 
     def loss() -> torch.Tensor:
         x = leaf * 1
-        # Codes of a matrix, then 16 bits of the same memory in three dimensions.
-        return (x @ w).sum() + F.softplus(x.view(16, 16, 64)).sum()
+        # Codes of a matrix, then 16 bits of the same memory in four dimensions.
+        heads = x.view(4, 4, 16, 64)
+        return (x @ w).sum() + F.scaled_dot_product_attention(heads, heads, heads).sum()
 
     exact = torch.autograd.grad(loss(), (leaf, w))
     with pyactcomp.compressed(min_bytes=0):

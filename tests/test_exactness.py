@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import losses
 import pytest
 import torch
 from exactness_checks import BAR, distance, error, leaf
@@ -21,106 +22,19 @@ def _seed() -> None:
 
 # Losses from 8 down to 1e-4.
 
-CLASSES = 512
-ROWS = 64
 
-
-def smoothed(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(z, t, label_smoothing=0.1)
-
-
-def ignoring(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(z, t.masked_fill(torch.arange(len(t)) % 3 == 0, -100), ignore_index=-100)
-
-
-def weighted(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(z, t, weight=torch.linspace(0.1, 2, z.shape[1]), reduction="sum")
-
-
-def of_probabilities(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(z, 0.999 * F.one_hot(t, z.shape[1]) + 0.001 / z.shape[1])
-
-
-def nll_of_log_softmax(z: Tensor, t: Tensor) -> Tensor:
-    return F.nll_loss(z.log_softmax(-1), t)
-
-
-def gathered(z: Tensor, t: Tensor) -> Tensor:
-    return -z.log_softmax(-1).gather(1, t[:, None]).mean()
-
-
-def divergence(z: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(z.log_softmax(-1), F.one_hot(t, z.shape[1]).float(), reduction="batchmean")
-
-
-def divergence_of_logs(z: Tensor, t: Tensor) -> Tensor:
-    target = (6 * F.one_hot(t, z.shape[1])).float().log_softmax(-1)
-    return F.kl_div(z.log_softmax(-1), target, log_target=True, reduction="batchmean")
-
-
-def two_dimensional(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(z.T[None, :, :, None], t[None, :, None])
-
-
-def categorical(z: Tensor, t: Tensor) -> Tensor:
-    return -torch.distributions.Categorical(logits=z).log_prob(t).mean()
-
-
-LOSSES = [F.cross_entropy, ignoring, weighted, nll_of_log_softmax, gathered, divergence, two_dimensional, categorical]
-# Of these the least is no zero.
-SMOOTH_LOSSES = [smoothed, of_probabilities, divergence_of_logs]
-
-
-@pytest.mark.parametrize("loss", [8.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4])
-@pytest.mark.parametrize("function", [*LOSSES, *SMOOTH_LOSSES], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", losses.SIZES)
+@pytest.mark.parametrize("function", [*losses.LOSSES, *losses.SMOOTH_LOSSES], ids=lambda f: f.__name__)
 def test_gradients_of_a_loss_stay_exact_however_low_it_is(function: Callable[..., Tensor], loss: float) -> None:
-    t = torch.randint(0, CLASSES, (ROWS,))
-    base = torch.randn(ROWS, CLASSES)
-    # The others' probability is 1 - exp(-loss), so the true class leads by this.
-    others = base.scatter(1, t[:, None], -math.inf).logsumexp(-1)
-    z = base.scatter(1, t[:, None], (others - math.log(math.expm1(loss)))[:, None]).requires_grad_()
+    z, t = losses.classes(loss)
     assert F.cross_entropy(z, t).item() == pytest.approx(loss, rel=1e-2)
     assert error(lambda z: function(z, t), z) <= BAR
 
 
-def with_logits(z: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(z, y)
-
-
-def with_weights(z: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(z, y, weight=1 + y, pos_weight=torch.tensor(3.0))
-
-
-def of_sigmoid(z: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy(z.sigmoid(), y)
-
-
-def log_sigmoid(z: Tensor, y: Tensor) -> Tensor:
-    return -F.logsigmoid(z * (2 * y - 1)).mean()
-
-
-def softplus(z: Tensor, y: Tensor) -> Tensor:
-    return F.softplus(z * (1 - 2 * y)).mean()
-
-
-def soft_margin(z: Tensor, y: Tensor) -> Tensor:
-    return F.soft_margin_loss(z, 2 * y - 1)
-
-
-def focal(z: Tensor, y: Tensor) -> Tensor:
-    p = torch.sigmoid(z)
-    right = p * y + (1 - p) * (1 - y)
-    return ((1 - right).square() * F.binary_cross_entropy_with_logits(z, y, reduction="none")).mean()
-
-
-@pytest.mark.parametrize("loss", [8.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4])
-@pytest.mark.parametrize(
-    "function", [with_logits, with_weights, of_sigmoid, log_sigmoid, softplus, soft_margin], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("loss", losses.SIZES)
+@pytest.mark.parametrize("function", losses.BINARY_LOSSES, ids=lambda f: f.__name__)
 def test_gradients_of_a_binary_loss_stay_exact_however_low_it_is(function: Callable[..., Tensor], loss: float) -> None:
-    y = torch.rand(ROWS, CLASSES).round()
-    # A spread of half a nat around the logits of this loss.
-    z = ((2 * y - 1) * -math.log(math.expm1(loss)) + torch.randn(ROWS, CLASSES) / 2).requires_grad_()
+    z, y = losses.answers(loss)
     assert error(lambda z: function(z, y), z) <= BAR
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.engine.halves import BitsKernel, half_kernel, half_nbytes
-from pyactcomp.readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, SCALED, Comparison, Form
+from pyactcomp.readers.forms import ARTANH, BFLOAT16, LOG, PROBABILITY, SCALED, Comparison, Form
 
-FORMS = [BFLOAT16, LOG, LOGIT, ARTANH, SCALED]
+FORMS = [BFLOAT16, LOG, PROBABILITY, ARTANH, SCALED]
 WIDE = [torch.float32, torch.float64]
 # Half a unit in the last place of 8 bits and of 11; float16's subnormals are 2**-24 apart.
 BFLOAT16_HALF_ULP, FLOAT16_HALF_ULP, SUBNORMAL_HALF_ULP = 2.0**-8, 2.0**-11, 2.0**-25
@@ -43,9 +43,9 @@ def values(form: Form, dtype: torch.dtype, numel: int = 4097) -> Tensor:
     spread = torch.randn(numel, dtype=torch.float64) * torch.logspace(-6, 0.8, numel, dtype=torch.float64)
     if form is LOG:
         return (-spread.abs()).to(dtype)
-    if form is LOGIT:
+    if form is PROBABILITY:
         p = (6 * spread).sigmoid().to(dtype)
-        return p[(p >= torch.finfo(dtype).tiny) & (p < 1)]  # of smaller ones sigmoid makes zero
+        return p[(p >= torch.finfo(torch.bfloat16).tiny) & (p < 1)]
     if form is ARTANH:
         y = spread.tanh().to(dtype)
         return y[y.abs() < 1]
@@ -77,14 +77,14 @@ def test_logarithms_are_relative_and_saturate(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_a_probability_and_its_distance_from_one_are_both_relative(dtype: torch.dtype) -> None:
-    p = values(LOGIT, dtype)
-    got, p = through(LOGIT, p).double(), p.double()
-    # dp = p (1 - p) dz; beside it p's own dtype ends near one.
-    moved = torch.expm1(of_rounded(torch.logit(p), dtype))
-    assert bool(((got - p).abs() <= p * (1 - p) * moved + FEW * torch.finfo(dtype).eps * p).all())
+    p = values(PROBABILITY, dtype)
+    got, p = through(PROBABILITY, p).double(), p.double()
+    error = (got - p).abs()
+    # Beside the nearer end p's own dtype ends near one.
+    assert bool((error <= BFLOAT16_HALF_ULP * torch.minimum(p, 1 - p) + torch.finfo(dtype).eps * (p > 0.5)).all())
     assert bool(((got >= 0) & (got <= 1)).all())
     ends = torch.tensor([0.0, 1.0], dtype=dtype)
-    assert torch.equal(through(LOGIT, ends), ends)
+    assert torch.equal(through(PROBABILITY, ends), ends)
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)

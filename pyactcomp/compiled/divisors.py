@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
+from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
 from .joint import VIEWS, fewest, name_of, value
@@ -34,7 +35,7 @@ class Behind(NamedTuple):
         Stay exact.
     rows : set of str
         A group of codes would span several rows, each with a divisor of its own: 16 bits or more.
-    saturating : set of str
+    saturating : dict of str to Form
         Functions of ``gates.py``: 16 bits of the operand or more.
     blocks : mapping of str to Block
         The checkpointed block of each node in one.
@@ -42,16 +43,16 @@ class Behind(NamedTuple):
 
     factors: set[str]
     rows: set[str]
-    saturating: set[str]
+    saturating: dict[str, Form]
     blocks: Mapping[str, Block]
 
 
-NONE_BEHIND = Behind(set(), set(), set(), {})
+NONE_BEHIND = Behind(set(), set(), {}, {})
 
 
 def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
     """Return the values from which a divisor is computed, of those that depend on no tangent."""
-    found = Behind(set(), set(), set(), {})
+    found = Behind(set(), set(), {}, {})
     waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
     seen: set[fx.Node] = set()
     while waiting:

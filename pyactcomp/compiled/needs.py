@@ -14,7 +14,20 @@ import torch
 from torch import Tensor, fx
 
 from ..config import Config
-from ..readers.forms import AS_CODES, AS_SHAPE, BFLOAT16, CODES, EXACT, ITSELF, LOG, SCALED, Form, Reading, strictest
+from ..readers.forms import (
+    AS_CODES,
+    AS_SHAPE,
+    BFLOAT16,
+    CODES,
+    EXACT,
+    ITSELF,
+    LOG,
+    PROBABILITY,
+    SCALED,
+    Form,
+    Reading,
+    strictest,
+)
 from ..readers.observer import FEWER
 from .checkpointed import Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
@@ -189,7 +202,7 @@ def _read(node: fx.Node, user: fx.Node, config: Config, producers: Mapping[str, 
 
 
 def _recomputed(
-    node: fx.Node, user: fx.Node, found: dict[str, Need], data: Collection[str], saturating: Collection[str]
+    node: fx.Node, user: fx.Node, found: dict[str, Need], data: Collection[str], saturating: Mapping[str, Form]
 ) -> Need:
     """Return the need of an operator that backward runs again."""
     name, behind = name_of(user), found[user.name]
@@ -197,7 +210,7 @@ def _recomputed(
         # The forward compares, see masks.py.
         return Need(Reading(name, "operand", AS_SHAPE, "compared in the forward"))
     if user.name in saturating:
-        return Need(Reading(name, "self", BFLOAT16, "the gradient is largest where it is small"))
+        return Need(Reading(name, "self", saturating[user.name], "the gradient is largest where it is small, or small"))
     if name in ("exp", "exp2"):
         if _is_density(user) or is_sigmoid(user):
             return Need(Reading(name, "self", AS_CODES, "the derivative is a smooth bounded function of it"))
@@ -268,6 +281,10 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         return _exactly(source, "a statistic, one number for many elements")
     if name in _SATURATING:
         return _exactly(source, "the derivative takes the difference between it and one, which may be small")
+    if name in ("exp", "exp2", "_softmax") or (name == "div" and name_of(source.args[0]) == "exp"):
+        # The derivative of a loss subtracts one from a probability.
+        why = "a multiple of it, or of the difference between it and one, which may be small"
+        return strictest((Reading(name, "result", PROBABILITY, why), reading))
     if reading.need == CODES and _spans_magnitudes(source):
         return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
     if reading.need == CODES and _grows(source):
@@ -276,9 +293,6 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         return Reading(name, "result", BFLOAT16, "the derivative of a quotient is the quotient over the divisor")
     if reading.form is SCALED and _spans_magnitudes(source):
         return _exactly(source, "some elements are magnitudes larger")
-    if name in ("exp", "exp2", "_softmax") or (name == "div" and name_of(source.args[0]) == "exp"):
-        probabilities = Reading(name, "result", BFLOAT16, "the derivative is a multiple of it")
-        return strictest((reading, probabilities))
     if reading.form is LOG:
         is_log = name == "_log_softmax" or (name == "sub" and _is_log(source.args[1]))
         return reading if is_log else _exactly(source, "the derivative takes the exponential of it")
@@ -383,8 +397,16 @@ def _is_density(exp: fx.Node) -> bool:
 
 
 def _is_rotation(user: fx.Node) -> bool:
-    """Return whether a difference is that of two products, as in a rotary embedding."""
-    return all(name_of(operand) == "mul" for operand in user.args[:2])
+    """Return whether a difference is that of two products with factors for many heads, as in a rotary embedding.
+
+    Other such differences may be small: cross products of nearly parallel vectors.
+    """
+    return all(
+        isinstance(product, fx.Node)
+        and name_of(product) == "mul"
+        and any(isinstance(factor, fx.Node) and _is_broadcast(factor, product) for factor in product.args)
+        for product in user.args[:2]
+    )
 
 
 def _is_short(node: fx.Node, config: Config) -> bool:

@@ -52,7 +52,7 @@ def partition(
         known = Joint(joint, num_outputs, static)
     behind = behind_divisors(joint.graph, known.tangent, config.group_size)
     behind = behind._replace(
-        saturating=saturating(joint.graph, known.backward),
+        saturating=saturating(joint.graph, known.backward, known.tangent),
         blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
     )
     costs = Costs(joint, known, config, behind)

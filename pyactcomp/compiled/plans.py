@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from ..codec.layouts import rows_of
 from ..codec.ops import restore as restore_codes
 from ..config import Config
-from ..readers.forms import BFLOAT16, CODES, LOG, RELATIVE, SCALED
+from ..engine.halves import from_distance, to_distance
+from ..readers.forms import BFLOAT16, CODES, LOG, PROBABILITY, RELATIVE, SCALED
 from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits, unscale
 from .context import is_skipped
 from .costs import FLOATS
@@ -204,6 +205,14 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
 def _halves_plan(form: object) -> Plan | str:
     if form is SCALED:
         return Plan("16 bits", ("halves_of_", "exponent_of_"), scale, unscale)
+    if form is PROBABILITY:
+        return Plan(
+            "16 bits",
+            ("halves_of_",),
+            lambda x: (to_distance(x).to(torch.bfloat16),),
+            lambda x: from_distance(x.to(torch.float32)),
+            variant=form,
+        )
     dtype = torch.float16 if form is LOG else torch.bfloat16
     if form not in (LOG, BFLOAT16):
         return "no graph stores this form"

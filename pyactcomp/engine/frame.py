@@ -24,12 +24,11 @@ from ..readers.forms import (
     AS_CODES,
     AS_SHAPE,
     BFLOAT16,
-    BITS,
     CODES,
     FACTOR,
     ITSELF,
-    LOGIT,
     POSITIVE,
+    PROBABILITY,
     SCALED,
     Form,
     Reading,
@@ -98,7 +97,7 @@ _SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
 _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.
-_OF_ONE_RESULT = frozenset((POSITIVE, LOGIT, ARTANH))
+_OF_ONE_RESULT = frozenset((POSITIVE, PROBABILITY, ARTANH))
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -519,7 +518,7 @@ class Frame:
                 region.uses += 1
                 return region, 0
             held = region.nbytes
-            if form.need <= region.form.need or region.form.need == BITS:
+            if not form.serves(region.form):
                 region, held = None, 0  # neither form serves the other's reader: keep both
         else:
             region = None

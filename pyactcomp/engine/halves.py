@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..codec.kernels import Kernel
-from ..readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, SCALED, Comparison, Form
+from ..readers.forms import ARTANH, BFLOAT16, LOG, PROBABILITY, SCALED, Comparison, Form
 from .narrow import NarrowKernel
 
 _HALF_MAX = 65504.0
@@ -46,14 +46,37 @@ class _Saturating(NarrowKernel):
         out.view(self.dtype).clamp_(-_HALF_MAX, _HALF_MAX)
 
 
-class _Logit:
-    """Float16 of the logit: relative precision for a probability near zero and for the distance from one."""
+# The smallest bfloat16 that is no subnormal: the distance of one itself keeps its sign.
+_TINY = 2.0**-126
+
+
+def to_distance(p: Tensor) -> Tensor:
+    """Return the distance from zero of numbers that are not negative, or from one, negated, if they are nearer to one.
+
+    In 16 bits both ends then have relative precision. Numbers above one are returned as they are.
+    """
+    return torch.where((p > 0.5) & (p <= 1), -(1 - p).clamp(min=_TINY), p)
+
+
+def from_distance(distance: Tensor) -> Tensor:
+    """Undo :func:`to_distance`."""
+    return torch.where(distance < 0, 1 + distance, distance)
+
+
+class _Probability:
+    """Bfloat16 of the distance from zero or one, in parts: intermediate results would take several times the tensor."""
+
+    _PART = 1 << 22
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        out.view(torch.float16).copy_(torch.logit(_flat(source.detach())))
+        p, distance = _flat(source.detach()), out.view(torch.bfloat16)
+        for source_part, target in zip(torch.split(p, self._PART), torch.split(distance, self._PART), strict=True):
+            target.copy_(to_distance(source_part))
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
-        torch.sigmoid(packed.view(torch.float16).to(out.dtype), out=_flat(out))
+        distance, p = packed.view(torch.bfloat16), _flat(out)
+        for source_part, target in zip(torch.split(distance, self._PART), torch.split(p, self._PART), strict=True):
+            target.copy_(from_distance(source_part.to(target.dtype)))
 
 
 class _Artanh:
@@ -113,7 +136,7 @@ def half_kernel(form: Form, by_triton: bool) -> Kernel:
     kernels: dict[Form, Kernel] = {
         BFLOAT16: _Bfloat16(torch.bfloat16, by_triton),
         LOG: _Saturating(torch.float16, by_triton),
-        LOGIT: _Logit(),
+        PROBABILITY: _Probability(),
         ARTANH: _Artanh(),
         SCALED: _Scaled(),
     }

@@ -77,7 +77,8 @@ class Form(NamedTuple):
         if wanted.need in (SHAPE, BITS) or self.need == BITS:
             return wanted.need == SHAPE or self == wanted
         if self.need == wanted.need:
-            return wanted in (self, AS_CODES)
+            # The distance from zero or one is as precise as bfloat16, and more so near one.
+            return wanted in (self, AS_CODES) or (self is PROBABILITY and wanted is BFLOAT16)
         # Saturated log-probabilities serve only their own reader.
         return self.need > wanted.need and self is not LOG
 
@@ -93,7 +94,7 @@ VECTORS = Form("codes where no group spans vectors", CODES)
 BFLOAT16 = Form("bfloat16", RELATIVE)
 SCALED = Form("float16 times a power of two", RELATIVE)
 LOG = Form("saturating float16", RELATIVE)
-LOGIT = Form("float16 logit", RELATIVE)
+PROBABILITY = Form("bfloat16 distance from zero or one", RELATIVE)
 ARTANH = Form("float16 inverse hyperbolic tangent", RELATIVE)
 ITSELF = Form("as it is", EXACT)
 

@@ -25,8 +25,8 @@ from .forms import (
     HEADS,
     ITSELF,
     LOG,
-    LOGIT,
     POSITIVE,
+    PROBABILITY,
     ROWS,
     SCALED,
     Comparison,
@@ -125,15 +125,20 @@ _GROUPS = (
         *("softplus self", "soft_margin_loss self", "_sparse_log_softmax result"),
     ),
     _Group(
-        LOGIT,
+        PROBABILITY,
         "the derivative takes the difference between it and one, which may be small",
         *("sigmoid result", "binary_cross_entropy self"),
+    ),
+    _Group(
+        PROBABILITY,
+        "the derivative is small where it is near zero or one, and a following log or division amplifies both",
+        *("_softmax result", "_safe_softmax result", "_masked_softmax result"),
     ),
     _Group(ARTANH, "the derivative takes the difference between its square and one, which may be small", "tanh result"),
     _Group(
         BFLOAT16,
         "the derivative is a multiple of it, and a following log or division amplifies its smallest values",
-        *("_softmax result", "_safe_softmax result", "_masked_softmax result", "exp result", "exp2 result"),
+        *("exp result", "exp2 result"),
     ),
     _Group(
         ITSELF,
