@@ -9,7 +9,9 @@ import pytest
 import torch
 from compiled_backend import gradients, off
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import pyactcomp
 from pyactcomp.config import Config
 
 BAR = 0.02
@@ -48,3 +50,34 @@ def test_gradients_of_a_loss_stay_exact_however_low_it_is(function: Callable[...
 def test_gradients_of_a_binary_loss_stay_exact_however_low_it_is(function: Callable[..., Tensor], loss: float) -> None:
     torch.manual_seed(0)
     assert error(function, *losses.answers(loss)) <= BAR
+
+
+def through_inductor(head: Head, z: Tensor) -> list[Tensor]:
+    torch._dynamo.reset()
+    z.grad = head.weight.grad = None
+    torch.compile(head)(z).backward()
+    return [tensor.grad.clone() for tensor in (z, head.weight) if tensor.grad is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("function", "sample"),
+    [
+        *((f, losses.classes) for f in (F.cross_entropy, losses.gathered_probabilities, losses.smoothed)),
+        *((f, losses.answers) for f in (losses.with_logits, losses.soft_margin, losses.focal)),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_gradients_of_a_low_loss_stay_exact_through_inductor(
+    function: Callable[..., Tensor], sample: Callable[[float], tuple[Tensor, Tensor]]
+) -> None:
+    torch.manual_seed(0)
+    z, targets = sample(1e-4)
+    z = z.detach().cuda().requires_grad_()
+    head = Head(function, targets.cuda()).cuda()
+    exact = through_inductor(head, z)
+    pyactcomp.compress(head, min_bytes=1)
+    got = through_inductor(head, z)
+    graphs = pyactcomp.report(head).graphs
+    assert sum(graph.after for graph in graphs) < sum(graph.before for graph in graphs)
+    assert off(got, exact) <= BAR
