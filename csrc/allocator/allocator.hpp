@@ -40,6 +40,7 @@ struct SegmentInfo {
   bool expandable = false;  ///< made of mapped handles
   Context context;          ///< of the allocation behind the last growth
   std::vector<BlockInfo> blocks;
+  std::size_t order = 0;  ///< in the report: older segments first, then by address
 };
 
 /// In torch's order. The core never records kSnapshot: callers make snapshots from segments() and trace().

@@ -43,7 +43,7 @@ BlockInfo describe(const Block& block) {
 
 std::vector<SegmentInfo> describe_segments(Heap& heap, PoolId pool) {
   std::vector<SegmentInfo> all;
-  for (const Segment& segment : heap.segments()) {
+  for (const Segment& segment : heap.segments()) {  // the oldest first
     const PoolId id = segment.pool->group.id;
     if (!pool.is_default() && id != pool) continue;
     bool open = false;
@@ -53,8 +53,15 @@ std::vector<SegmentInfo> describe_segments(Heap& heap, PoolId pool) {
         continue;
       }
       if (!open) {
-        all.push_back(
-            {block->address, 0, segment.stream, segment.pool->kind, id, segment.expandable, segment.context, {}});
+        all.push_back({block->address,
+                       0,
+                       segment.stream,
+                       segment.pool->kind,
+                       id,
+                       segment.expandable,
+                       segment.context,
+                       {},
+                       all.size()});
       }
       open = true;
       all.back().size += block->size;

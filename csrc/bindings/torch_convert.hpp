@@ -114,6 +114,8 @@ inline void add_native(DeviceStats& total, const DeviceStats& native) {
 inline TorchSegment to_torch(const alloc::SegmentInfo& segment, c10::DeviceIndex device) {
   TorchSegment result;
   result.device = device;
+  // NCCL registers the segments of a pool in this order, which must be the same in every process.
+  result.registration_counter = static_cast<std::int32_t>(segment.order);
   result.address = segment.address;
   result.total_size = segment.size;
   result.stream = pointer_to(segment.stream);
