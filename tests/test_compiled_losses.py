@@ -60,6 +60,7 @@ def through_inductor(head: Head, z: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize(
     ("function", "sample"),
     [

@@ -35,7 +35,8 @@ def test_dtensor_model_compresses_local_tensors(backend: str, tmp_path: Path) ->
 
     worker.need_devices(backend, 1)
     device = worker.device_of(backend, 0)
-    if device == "cuda":
+    if backend == "nccl":
+        torch.cuda.init()  # a mesh warns if no device was chosen before
         torch.cuda.set_device(0)
     with worker.process_group(backend, 0, 1, tmp_path):
         mesh = init_device_mesh(torch.device(device).type, (1,))
