@@ -44,6 +44,21 @@ def gathered_probabilities(z: Tensor, t: Tensor) -> Tensor:
     return -z.softmax(-1).gather(1, t[:, None]).log().mean()
 
 
+def written_out(z: Tensor, t: Tensor) -> Tensor:
+    exponentials = (z - z.detach().amax(-1, keepdim=True)).exp()
+    return F.nll_loss((exponentials / exponentials.sum(-1, keepdim=True)).log(), t)
+
+
+def chosen_exponentials(z: Tensor, t: Tensor) -> Tensor:
+    exponentials = z.exp()
+    return -(exponentials.gather(1, t[:, None]).squeeze(1) / exponentials.sum(-1)).log().mean()
+
+
+def log_of_sum(z: Tensor, t: Tensor) -> Tensor:
+    z = z - z.detach().amax(-1, keepdim=True)
+    return (z.exp().sum(-1).log() - z.gather(1, t[:, None]).squeeze(1)).mean()
+
+
 def divergence(z: Tensor, t: Tensor) -> Tensor:
     return F.kl_div(z.log_softmax(-1), F.one_hot(t, z.shape[1]).float(), reduction="batchmean")
 
@@ -63,7 +78,7 @@ def categorical(z: Tensor, t: Tensor) -> Tensor:
 
 LOSSES = [
     *(F.cross_entropy, ignoring, weighted, nll_of_log_softmax, gathered, divergence, two_dimensional, categorical),
-    *(nll_of_probabilities, gathered_probabilities),
+    *(nll_of_probabilities, gathered_probabilities, written_out, chosen_exponentials, log_of_sum),
 ]
 # Of these the least is no zero.
 SMOOTH_LOSSES = [smoothed, of_probabilities, divergence_of_logs]

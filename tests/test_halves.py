@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.engine.halves import BitsKernel, half_kernel, half_nbytes
-from pyactcomp.readers.forms import ARTANH, BFLOAT16, LOG, PROBABILITY, SCALED, Comparison, Form
+from pyactcomp.readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, PROBABILITY, SCALED, Comparison, Form
 
-FORMS = [BFLOAT16, LOG, PROBABILITY, ARTANH, SCALED]
+FORMS = [BFLOAT16, LOG, LOGIT, PROBABILITY, ARTANH, SCALED]
 WIDE = [torch.float32, torch.float64]
 # Half a unit in the last place of 8 bits and of 11; float16's subnormals are 2**-24 apart.
 BFLOAT16_HALF_ULP, FLOAT16_HALF_ULP, SUBNORMAL_HALF_ULP = 2.0**-8, 2.0**-11, 2.0**-25
@@ -43,7 +43,7 @@ def values(form: Form, dtype: torch.dtype, numel: int = 4097) -> Tensor:
     spread = torch.randn(numel, dtype=torch.float64) * torch.logspace(-6, 0.8, numel, dtype=torch.float64)
     if form is LOG:
         return (-spread.abs()).to(dtype)
-    if form is PROBABILITY:
+    if form in (LOGIT, PROBABILITY):
         p = (6 * spread).sigmoid().to(dtype)
         return p[(p >= torch.finfo(torch.bfloat16).tiny) & (p < 1)]
     if form is ARTANH:
@@ -73,6 +73,15 @@ def test_logarithms_are_relative_and_saturate(dtype: torch.dtype) -> None:
     far = torch.tensor([-65504.0, -65520.0, -1e9, torch.finfo(torch.float32).min, -math.inf, 1e9], dtype=dtype)
     assert through(LOG, far).tolist() == [-65504.0] * 5 + [65504.0]
     assert not through(LOG, far)[:5].exp().any()
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_the_logit_of_a_probability_is_relative(dtype: torch.dtype) -> None:
+    p = values(LOGIT, dtype)
+    got, p = through(LOGIT, p).double(), p.double()
+    # dp = p (1 - p) dz; beside it p's own dtype ends near one.
+    moved = torch.expm1(of_rounded(torch.logit(p), dtype))
+    assert bool(((got - p).abs() <= p * (1 - p) * moved + FEW * torch.finfo(dtype).eps * p).all())
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)

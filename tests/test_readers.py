@@ -23,6 +23,7 @@ from pyactcomp.readers.forms import (
     FACTOR,
     ITSELF,
     LOG,
+    LOGIT,
     POSITIVE,
     PROBABILITY,
     SCALED,
@@ -239,7 +240,7 @@ def test_an_operand_that_is_given_twice_is_read_as_the_stricter_of_both() -> Non
 
 
 def test_a_result_in_place_is_read_as_the_result() -> None:
-    for call, form in ((torch.relu_, POSITIVE), (torch.sigmoid_, PROBABILITY), (torch.exp_, BFLOAT16)):
+    for call, form in ((torch.relu_, POSITIVE), (torch.sigmoid_, LOGIT), (torch.exp_, BFLOAT16)):
         x = matrix().requires_grad_() * 1
         assert the_reading(lambda call=call, x=x: call(x), x).form is form
 
@@ -265,7 +266,8 @@ def reading(form: Form) -> Reading:
 
 ONE_BIT = Form("1 bit", BITS, forms.Comparison("above", 0.0, float("inf"), 1.0, -1.0))
 OTHER_BIT = Form("1 bit", BITS, forms.Comparison("within", 0.0, 1.0, 0.0, float("inf")))
-ALL = [AS_SHAPE, ONE_BIT, OTHER_BIT, AS_CODES, POSITIVE, BFLOAT16, SCALED, LOG, PROBABILITY, forms.ARTANH, ITSELF]
+RELATIVE = [BFLOAT16, SCALED, LOG, LOGIT, PROBABILITY, forms.ARTANH]
+ALL = [AS_SHAPE, ONE_BIT, OTHER_BIT, AS_CODES, POSITIVE, *RELATIVE, ITSELF]
 
 
 def test_every_form_serves_itself_and_a_reader_of_the_shape() -> None:
@@ -275,7 +277,7 @@ def test_every_form_serves_itself_and_a_reader_of_the_shape() -> None:
 
 
 def test_as_it_is_serves_every_reader_of_values() -> None:
-    for form in (AS_CODES, POSITIVE, BFLOAT16, SCALED, LOG, PROBABILITY, forms.ARTANH, ITSELF):
+    for form in (AS_CODES, POSITIVE, *RELATIVE, ITSELF):
         assert ITSELF.serves(form)
         assert not AS_SHAPE.serves(form)
         for bits in (ONE_BIT, OTHER_BIT):
@@ -287,11 +289,10 @@ def test_stricter_forms_serve_codes_and_none_another_of_its_rank() -> None:
     assert POSITIVE.serves(AS_CODES)
     assert not AS_CODES.serves(POSITIVE)
     assert not ONE_BIT.serves(OTHER_BIT)
-    relative = [BFLOAT16, SCALED, LOG, PROBABILITY, forms.ARTANH]
-    for form in relative:
+    for form in RELATIVE:
         assert form.serves(AS_CODES) is (form is not LOG)
         also = (BFLOAT16,) if form is PROBABILITY else ()
-        assert [form.serves(other) for other in relative] == [other in (form, *also) for other in relative]
+        assert [form.serves(other) for other in RELATIVE] == [other in (form, *also) for other in RELATIVE]
         assert not form.serves(ITSELF)
 
 

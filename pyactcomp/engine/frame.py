@@ -27,6 +27,7 @@ from ..readers.forms import (
     CODES,
     FACTOR,
     ITSELF,
+    LOGIT,
     POSITIVE,
     PROBABILITY,
     SCALED,
@@ -34,7 +35,7 @@ from ..readers.forms import (
     Reading,
 )
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
-from ..readers.nodes import CAST, cast_parameter, producer
+from ..readers.nodes import CAST, SOFTMAX_PARTS, cast_parameter, producer
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED
 from ..torch_private import (
@@ -97,7 +98,8 @@ _SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
 _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.
-_OF_ONE_RESULT = frozenset((POSITIVE, PROBABILITY, ARTANH))
+_OF_ONE_RESULT = frozenset((POSITIVE, LOGIT, PROBABILITY, ARTANH))
+_QUOTIENTS = frozenset(("aten::div", "aten::log"))
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -272,7 +274,8 @@ class Frame:
         if form is FACTOR:
             wide = wide or (bool(self._divisors) and self._meets_several(tensor))
             form = AS_CODES if not wide else BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
-        elif form is SCALED and wide:
+        elif (form is SCALED and wide) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
+            # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
             form = ITSELF
         if name == CAST:
             return self._pack_result_of_cast(tensor, saved, reading, form)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..codec.kernels import Kernel
-from ..readers.forms import ARTANH, BFLOAT16, LOG, PROBABILITY, SCALED, Comparison, Form
+from ..readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, PROBABILITY, SCALED, Comparison, Form
 from .narrow import NarrowKernel
 
 _HALF_MAX = 65504.0
@@ -79,6 +79,16 @@ class _Probability:
             target.copy_(from_distance(source_part.to(target.dtype)))
 
 
+class _Logit:
+    """Float16 of the logit: as precise at both ends, and more so between."""
+
+    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        out.view(torch.float16).copy_(torch.logit(_flat(source.detach())))
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        torch.sigmoid(packed.view(torch.float16).to(out.dtype), out=_flat(out))
+
+
 class _Artanh:
     """Float16 of the inverse hyperbolic tangent: relative precision for the distance from plus and minus one."""
 
@@ -136,6 +146,7 @@ def half_kernel(form: Form, by_triton: bool) -> Kernel:
     kernels: dict[Form, Kernel] = {
         BFLOAT16: _Bfloat16(torch.bfloat16, by_triton),
         LOG: _Saturating(torch.float16, by_triton),
+        LOGIT: _Logit(),
         PROBABILITY: _Probability(),
         ARTANH: _Artanh(),
         SCALED: _Scaled(),

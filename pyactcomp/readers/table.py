@@ -25,6 +25,7 @@ from .forms import (
     HEADS,
     ITSELF,
     LOG,
+    LOGIT,
     POSITIVE,
     PROBABILITY,
     ROWS,
@@ -125,7 +126,7 @@ _GROUPS = (
         *("softplus self", "soft_margin_loss self", "_sparse_log_softmax result"),
     ),
     _Group(
-        PROBABILITY,
+        LOGIT,
         "the derivative takes the difference between it and one, which may be small",
         *("sigmoid result", "binary_cross_entropy self"),
     ),
