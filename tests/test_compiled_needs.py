@@ -9,7 +9,7 @@ import torch
 from compiled_backend import gradients, off
 from torch import Tensor
 
-from pyactcomp.compiled import needs
+from pyactcomp.compiled import divisors, needs
 from pyactcomp.config import Config
 from pyactcomp.readers.forms import AS_CODES, BFLOAT16, Form
 
@@ -67,6 +67,18 @@ def test_derivatives_that_span_magnitudes_keep_their_small_elements(monkeypatch:
 
 def test_numerators_of_quotients_keep_their_small_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     _gradients_are_close_only_with("_is_quotient", monkeypatch, lambda x, y: x / y)
+
+
+def test_distances_of_near_points_keep_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    points, scale = torch.randn(64, 128, requires_grad=True), torch.full((128,), 2.0)
+    others = (points * scale).detach() + 0.01 * torch.randn(64, 128)
+    step = lambda points, scale, others: torch.cdist(points * scale, others).diagonal().sum()  # noqa: E731
+    leaves = [points]
+    expected = gradients(step, leaves, None, points, scale, others)[1]
+    assert off(gradients(step, leaves, INT8, points, scale, others)[1], expected) <= BAR
+    monkeypatch.setattr(divisors, "_is_squared_distance", lambda _: False)
+    assert off(gradients(step, leaves, INT8, points, scale, others)[1], expected) > BAR
 
 
 @pytest.mark.parametrize(("power", "form"), [(-0.7, BFLOAT16), (2, AS_CODES)])

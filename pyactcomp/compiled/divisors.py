@@ -67,7 +67,7 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
         name = name_of(node)
         if name in _NORMS or "convolution" in name or "scaled_dot_product" in name:
             continue
-        if not _gathers(node, group_size):
+        if not _gathers(node, group_size) or _is_squared_distance(node):
             waiting.extend(node.all_input_nodes)
         elif name in _REDUCTIONS:
             found.rows.update(_across_rows(node, group_size))
@@ -145,6 +145,18 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
     if source is None or result is None:
         return False
     return fewest(source.shape) >= group_size * fewest(result.shape)
+
+
+def _is_squared_distance(product: fx.Node) -> bool:
+    """Return whether a product is clamped from below, as the squared distances of ``cdist``: near points cancel."""
+    waiting = [product]
+    while waiting:
+        for user in waiting.pop().users:
+            if name_of(user) == "clamp_min":
+                return True
+            if name_of(user) in VIEWS:
+                waiting.append(user)
+    return False
 
 
 def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
