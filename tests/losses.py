@@ -55,8 +55,16 @@ def chosen_exponentials(z: Tensor, t: Tensor) -> Tensor:
 
 
 def log_of_sum(z: Tensor, t: Tensor) -> Tensor:
-    z = z - z.detach().amax(-1, keepdim=True)
     return (z.exp().sum(-1).log() - z.gather(1, t[:, None]).squeeze(1)).mean()
+
+
+def log_of_masked_sum(z: Tensor, t: Tensor) -> Tensor:
+    mask = (torch.arange(z.shape[1]) != (t[:, None] + 1) % z.shape[1]).to(z)
+    return ((z.exp() * mask).sum(-1).log() - z.gather(1, t[:, None]).squeeze(1)).mean()
+
+
+def two_exponentials(z: Tensor, t: Tensor) -> Tensor:
+    return F.nll_loss((z.exp() / z.exp().sum(-1, keepdim=True)).log(), t)
 
 
 def divergence(z: Tensor, t: Tensor) -> Tensor:
@@ -79,6 +87,7 @@ def categorical(z: Tensor, t: Tensor) -> Tensor:
 LOSSES = [
     *(F.cross_entropy, ignoring, weighted, nll_of_log_softmax, gathered, divergence, two_dimensional, categorical),
     *(nll_of_probabilities, gathered_probabilities, written_out, chosen_exponentials, log_of_sum),
+    *(log_of_masked_sum, two_exponentials),
 ]
 # Of these the least is no zero.
 SMOOTH_LOSSES = [smoothed, of_probabilities, divergence_of_logs]

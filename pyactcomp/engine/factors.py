@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ..codec.layouts import Layout, contiguous_layout
-from ..readers.forms import CODES, Reading
+from ..readers.forms import BFLOAT16, CODES, Reading
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .recipes import FromRecipe
@@ -64,6 +64,7 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
             continue
         if _gathers(node, name, group_size):
             yield from _coded_across_rows(node, group_size)
+            yield from _exponentials(node)
             continue
         yield from (region for _, region in _coded(node))
         left.extend(behind for behind, _ in node.next_functions)
@@ -92,6 +93,25 @@ def _coded(node: Node) -> Iterator[tuple[Layout | None, Coded]]:
             yield layout, stored
         elif isinstance(stored, FromRecipe) and stored.sharpens:
             yield layout, stored
+
+
+def _exponentials(total: Node) -> Iterator[Region]:
+    """Yield the stored exponentials that a sum adds up, also under a mask, in 16 bits so far.
+
+    Where one of them is nearly the whole sum, the gradient of the sum's log cancels that of the exponent.
+    """
+    left = deque(behind for behind, _ in total.next_functions)
+    for _ in range(_FARTHEST):
+        node = left.popleft() if left else None
+        if node is None:
+            continue
+        if node.name() == "ExpBackward0":
+            stored = saved_form(node, "result")
+            region = stored.region if isinstance(stored, View) else stored
+            if isinstance(region, Region) and region.form is BFLOAT16:
+                yield region
+        elif node.name() == "MulBackward0":
+            left.extend(behind for behind, _ in node.next_functions)
 
 
 def _coded_across_rows(node: Any, group_size: int) -> Iterator[Coded]:

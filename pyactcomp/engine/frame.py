@@ -263,12 +263,10 @@ class Frame:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._divisors.append(tensor.size())
                 self._sharpen(producer(saved)[1])
+            elif reading.operator == "aten::exp":
+                self._hold_factor(tensor)
         elif is_factor(tensor, reading, self.packing.config.group_size):
-            # A following operator may divide by the product, and the factor may be freed by then.
-            storage = tensor.untyped_storage()
-            self._factors.append(storage)
-            if storage.nbytes() <= _SMALL_BYTES:
-                self._small_factors.append(storage)
+            self._hold_factor(tensor)
         elif self._factors and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
@@ -313,6 +311,13 @@ class Frame:
                 self._divisors.append(kept.size())
                 self._sharpen(producer(kept)[1])
 
+    def _hold_factor(self, tensor: Tensor) -> None:
+        """Hold the memory of a factor: a following operator may divide by the product, and no one else may hold it."""
+        storage = tensor.untyped_storage()
+        self._factors.append(storage)
+        if storage.nbytes() <= _SMALL_BYTES:
+            self._small_factors.append(storage)
+
     def _meets_several(self, factor: Tensor) -> bool:
         """Return whether a group of a factor may span several rows that are divided by numbers of their own."""
         layout, group_size = layout_of(factor), self.packing.config.group_size
@@ -330,7 +335,8 @@ class Frame:
                 continue
             region = stored.region if isinstance(stored, Gathered) else stored
             before = region.nbytes
-            if source.itemsize > HALF_BYTES:
+            halved = isinstance(region, Region) and region.form.need > CODES
+            if source.itemsize > HALF_BYTES and not halved:
                 region.store(source, self.packing.storing(source, BFLOAT16), 0)
             else:
                 region.hold(source)
