@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from ..codec.layouts import Layout, contiguous_layout
 from ..readers.forms import BFLOAT16, CODES, Reading
+from ..readers.nodes import EXPONENTIAL
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .recipes import FromRecipe
@@ -46,7 +47,7 @@ Coded = Region | Gathered | FromRecipe
 
 
 def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
-    """Yield the stored operands in codes behind a divisor.
+    """Yield the stored operands in codes behind a divisor, and the exponentials in 16 bits of a sum at the walk's end.
 
     ``node`` computed the divisor, or divides. The walk ends at an operator whose every result sums a whole group of
     elements or more (a sum, a matrix product): there codes are as exact as the result. An autograd function of the user
@@ -80,15 +81,19 @@ def _ends_walk(kind: Any) -> bool:
     return module.startswith("pyactcomp.") or module == "torch.utils.checkpoint"
 
 
+def _stored(node: Node, operand: str) -> tuple[Layout | None, object]:
+    """Return the layout that a node restores an operand in, and what is stored of the operand."""
+    stored = saved_form(node, operand)
+    if isinstance(stored, (Pending, Same)):
+        stored = stored.stored
+    layout = getattr(stored, "layout", None)
+    return layout, stored.region if isinstance(stored, View) else stored
+
+
 def _coded(node: Node) -> Iterator[tuple[Layout | None, Coded]]:
     """Yield the operands in codes that a node saves, each with the layout that the node restores."""
     for operand in _operands(type(node)):
-        stored = saved_form(node, operand)
-        if isinstance(stored, (Pending, Same)):
-            stored = stored.stored
-        layout = getattr(stored, "layout", None)
-        if isinstance(stored, View):
-            stored = stored.region
+        layout, stored = _stored(node, operand)
         if isinstance(stored, (Region, Gathered)) and stored.form.need == CODES:
             yield layout, stored
         elif isinstance(stored, FromRecipe) and stored.sharpens:
@@ -101,15 +106,16 @@ def _exponentials(total: Node) -> Iterator[Region]:
     Where one of them is nearly the whole sum, the gradient of the sum's log cancels that of the exponent.
     """
     left = deque(behind for behind, _ in total.next_functions)
-    for _ in range(_FARTHEST):
-        node = left.popleft() if left else None
-        if node is None:
+    seen: set[Node] = set()
+    while left and len(seen) < _FARTHEST:
+        node = left.popleft()
+        if node is None or node in seen:
             continue
-        if node.name() == "ExpBackward0":
-            stored = saved_form(node, "result")
-            region = stored.region if isinstance(stored, View) else stored
-            if isinstance(region, Region) and region.form is BFLOAT16:
-                yield region
+        seen.add(node)
+        if node.name() == EXPONENTIAL:
+            _, stored = _stored(node, "result")
+            if isinstance(stored, Region) and stored.form is BFLOAT16:
+                yield stored
         elif node.name() == "MulBackward0":
             left.extend(behind for behind, _ in node.next_functions)
 

@@ -263,7 +263,7 @@ class Frame:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._divisors.append(tensor.size())
                 self._sharpen(producer(saved)[1])
-            elif reading.operator == "aten::exp":
+            elif form is BFLOAT16 and reading.operator == "aten::exp":
                 self._hold_factor(tensor)
         elif is_factor(tensor, reading, self.packing.config.group_size):
             self._hold_factor(tensor)
@@ -324,7 +324,7 @@ class Frame:
         return any(meets_several(layout, divisor, group_size) for divisor in self._divisors)
 
     def _sharpen(self, node: Node | None) -> None:
-        """Store factors anew, in 16 bits or as they are, because a following operator divides by their product.
+        """Store factors anew, those in codes in 16 bits, others as they are: a following operator divides by a product.
 
         Codes have the same absolute error for small factors as for large ones, and small factors get the largest
         gradient.

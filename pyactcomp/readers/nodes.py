@@ -37,8 +37,9 @@ _RESHAPES = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze")
 )
 CAST = "ToCopyBackward0"
+EXPONENTIAL = "ExpBackward0"
 SOFTMAX_PARTS = frozenset(
-    ("ExpBackward0", "SumBackward0", "SumBackward1", "GatherBackward0", "IndexBackward0", "DiagonalBackward0_copy")
+    (EXPONENTIAL, "SumBackward0", "SumBackward1", "GatherBackward0", "IndexBackward0", "DiagonalBackward0_copy")
 )
 """Exponentials, their sums, and those chosen for a loss: the parts of a softmax written out."""
 
