@@ -53,15 +53,9 @@ std::vector<SegmentInfo> describe_segments(Heap& heap, PoolId pool) {
         continue;
       }
       if (!open) {
-        all.push_back({block->address,
-                       0,
-                       segment.stream,
-                       segment.pool->kind,
-                       id,
-                       segment.expandable,
-                       segment.context,
-                       {},
-                       all.size()});
+        all.push_back(
+            {block->address, 0, segment.stream, segment.pool->kind, id, segment.expandable, segment.context, {}});
+        all.back().order = all.size() - 1;
       }
       open = true;
       all.back().size += block->size;

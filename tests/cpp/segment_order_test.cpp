@@ -3,19 +3,16 @@
 #include <algorithm>
 #include <iostream>
 #include <memory>
-#include <stdexcept>
 #include <vector>
 
 #include "allocator/caching_allocator.hpp"
 #include "device/simulated_device.hpp"
+#include "stress.hpp"
 
 using namespace pac::alloc;
+using stress::require;
 
 namespace {
-
-void require(bool holds, const char* complaint) {
-  if (!holds) throw std::logic_error(complaint);
-}
 
 void run() {
   Config config;

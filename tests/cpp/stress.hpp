@@ -1,4 +1,4 @@
-// What the two stress programs share.
+// Shared by the two stress programs; `require` also by other tests.
 #pragma once
 
 #include <cstdint>
