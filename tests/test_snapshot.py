@@ -317,7 +317,7 @@ def test_expandable_segments_beyond_number_are_refused(tmp_path: Path) -> None:
 
 def test_many_live_blocks_in_any_order_take_no_quadratic_time(tmp_path: Path) -> None:
     seconds = []
-    for count in (20_000, 80_000):
+    for count in (20_000, 320_000):
         path = write(tmp_path, content([event("alloc", BASE - 512 * index, 512) for index in range(count)]))
         tries = []
         for _ in range(3):
@@ -325,7 +325,8 @@ def test_many_live_blocks_in_any_order_take_no_quadratic_time(tmp_path: Path) ->
             read_snapshot(path)
             tries.append(time.process_time() - started)
         seconds.append(min(tries))
-    assert seconds[1] < 8 * seconds[0]  # 4 times where linear, 16 where quadratic
+    # 16 times where linear, 256 where quadratic; between them are caches and the neighbours, 2.3 times together.
+    assert seconds[1] < 64 * seconds[0]
 
 
 def test_frames_chosen_to_collide_take_no_quadratic_time(tmp_path: Path) -> None:
