@@ -29,6 +29,7 @@ _PATIENCE_S = 2.0
 _NOTHING = nullcontext()
 
 Forward = Callable[..., Any]
+Pays = Callable[[Module, tuple[Any, ...]], bool]
 
 
 def repeating_blocks(model: Module, skipped: Collection[Module] = ()) -> dict[Module, str]:
@@ -86,10 +87,12 @@ class CompiledForward:
     name : str
         As from :func:`repeating_blocks`. Dynamo keeps graphs, their number and the sizes that changed by the code of a
         function, so each structure has code of its own under a name of its own.
+    pays : callable or None
+        Tells from the block and the arguments whether a call gains by compilation; None where all calls do.
     """
 
-    def __init__(self, forward: Forward, cls: str, name: str) -> None:
-        self._eager, self._cls, self._name = forward, cls, name
+    def __init__(self, forward: Forward, cls: str, name: str, pays: Pays | None = None) -> None:
+        self._eager, self._cls, self._name, self._pays = forward, cls, name, pays
         self._compiled: Forward | None = None
         self._refused: set[tuple[bool, bool]] = set()
         self._traced: WeakSet[Module] = WeakSet()
@@ -99,7 +102,8 @@ class CompiledForward:
         """Run the block, compiled or not."""
         # One mode alone may have a construct that cannot be compiled, as evaluation a cache of keys and values.
         mode = block.training, torch.is_grad_enabled()
-        if mode in self._refused or _must_be_eager(args, kwargs):
+        gains = self._pays is None or self._pays(block, args)
+        if not gains or mode in self._refused or _must_be_eager(args, kwargs):
             return self._eager(block, *args, **kwargs)
         traces = self._traces
         try:
@@ -187,9 +191,9 @@ def _reason(problem: Exception) -> str:
     return f"{type(problem).__name__}: {' '.join(lines[:2])}"
 
 
-def compiled_forward(forward: Forward, cls: str, name: str) -> Forward:
+def compiled_forward(forward: Forward, cls: str, name: str, pays: Pays | None = None) -> Forward:
     """Return a forward that compiles itself, as :class:`CompiledForward` does."""
-    run = CompiledForward(forward, cls, name)
+    run = CompiledForward(forward, cls, name, pays)
 
     @functools.wraps(forward)
     def compiled(self: Module, *args: Any, **kwargs: Any) -> Any:

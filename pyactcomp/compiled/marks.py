@@ -12,13 +12,14 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import Module, ModuleList, Sequential
+from torch.nn import Linear, Module, ModuleList, Sequential
 
 from ..config import Config
 from ..engine.marks import COMPILED, compiled_mark, unmarked
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
+from .projections import pays, unaligned_projections
 
 # A model compressed again by the same configuration finds its compiled graphs again.
 _graphs: WeakKeyDictionary[Module, dict[Config, Graphs]] = WeakKeyDictionary()
@@ -115,7 +116,9 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
 
     # Dynamo imports the module of a function: the module of the names that the function reads.
     forward.__module__ = __name__
-    called = compiled_forward(forward, cls.__name__, mark.compiled) if mark.compiled else forward
+    # Of the modules that compile themselves, projections alone are Linears: a block has children.
+    gains = pays if issubclass(cls, Linear) else None
+    called = compiled_forward(forward, cls.__name__, mark.compiled, gains) if mark.compiled else forward
     body = {"forward": called, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
     marked = cast("type[Module]", type(cls.__name__, (Marked, cls), body))
     return marked
@@ -148,13 +151,16 @@ def _unwrapped(module: Module) -> Iterator[Module]:
 def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> None:
     """Mark the root, the modules that repeat and the modules compiled in place; and the skipped ones as such.
 
-    With ``compile_blocks`` the marked blocks compile themselves.
+    With ``compile_blocks`` the marked blocks compile themselves, and so do the projections that gain by it.
     """
     unmark(model)
     graphs = _graphs.setdefault(model, {}).setdefault(config, Graphs(config))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     exempt = {module for outer in skipped for module in outer.modules()}
     to_compile = repeating_blocks(model, exempt) if config.compile_blocks else {}
+    if to_compile:
+        inside = {module for block in to_compile for module in block.modules()}
+        to_compile |= unaligned_projections(model, exempt | inside)
     for module in dict.fromkeys([*_unwrapped(model), *blocks_of(model), *compiled, *to_compile, *skipped]):
         # A class with a metaclass of its own, as TorchScript's, takes no other class; DDP is an abstract base class.
         if type(type(module)) in (type, ABCMeta) and not isinstance(module, torch.jit.ScriptModule):
