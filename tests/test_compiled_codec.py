@@ -74,8 +74,37 @@ def test_scaled_halves_are_exact_to_half_an_ulp_of_float16(magnitude: float) -> 
     assert bool(((restored - x).abs() <= bound).all())
 
 
-def test_bits_return() -> None:
-    x = torch.rand(8, 64) < 0.5
-    packed = codec.pack_bits(x)
-    assert torch.equal(packed.flatten(), reference.pack_bool(x.flatten()))
-    assert torch.equal(codec.unpack_bits(packed), x)
+@pytest.mark.parametrize("shape", [(8, 64), (3, 5), (2, 3, 8), (2, 16, 3, 5), (2, 24, 3, 3)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "innermost dimension first", "apart"])
+def test_bits_return(shape: tuple[int, ...], layout: str) -> None:
+    x = torch.rand(shape) < 0.5
+    if layout == "innermost dimension first":
+        x = x.transpose(1, -1).contiguous().transpose(1, -1)
+    elif layout == "apart":
+        x = torch.stack([x, ~x], 1).select(1, 0)
+    order = storage_order(x)
+    assert order is not None
+    plan = plans._bit_plan(x, order)
+    assert isinstance(plan, plans.Plan)
+    (packed,) = plan.pack(x)
+    # Inductor lays out results of four dimensions anew.
+    assert packed.dim() != 4
+    assert torch.equal(packed.flatten(), reference.pack_bool(x.permute(order).flatten()))
+    assert torch.equal(plan.restore(packed), x)
+    copies = [node for node in make_fx(plan.pack)(x).graph.nodes if "clone" in str(node.target)]
+    assert bool(copies) == (layout == "apart")
+
+
+def test_channels_last_is_packed_without_a_copy() -> None:
+    x = torch.randn(2, 64, 3, 5).to(memory_format=torch.channels_last)
+    order = storage_order(x)
+    assert order == [0, 2, 3, 1]
+    plan = plans._code_plan(x, order, 64, False, False)
+    names = {str(node.target) for node in make_fx(plan.pack)(x).graph.nodes if node.op == "call_function"}
+    assert not [name for name in names if "clone" in name or "permute" in name]
+    codes, groups = plan.pack(x)
+    assert codes.dim() != 4
+    expected = codec.quantize(x.permute(order).contiguous(), 64)
+    assert torch.equal(codes.flatten(), expected[0].flatten())
+    assert torch.equal(groups, expected[1])
+    assert torch.equal(plan.restore(codes, groups), codec.dequantize(*expected, 64, x.dtype)[0].permute(0, 3, 1, 2))

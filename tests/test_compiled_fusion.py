@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_compiled_graphs import Block, Llama
 from torch import Tensor, nn
 
 import pyactcomp
+from pyactcomp.compiled.graphs import SavedValue
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -54,3 +57,30 @@ def test_packing_breaks_no_fusion_and_restoring_fuses(kind: type[nn.Module]) -> 
     # Products of matrices and attention read tensors: one launch restores what they alone read.
     restored = [value for value in codes if value.operator in ("getitem", "mm", "addmm")]
     assert len(packed_backward) <= len(backward) + len(restored)
+
+
+def test_masks_are_computed_where_the_activation_is() -> None:
+    """Computed at the end of the forward, or in another order of memory, a mask reads what ReLU reads again."""
+    torch.manual_seed(0)
+
+    def stage(inputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+
+    # Deep enough that Inductor fuses nothing from both ends.
+    layers = nn.Sequential(*stage(3), *(part for _ in range(15) for part in stage(64)), nn.Conv2d(64, 64, 1))
+    sums: list[int] = []
+    saved: list[SavedValue] = []
+    for compressed in (False, True):
+        model = copy.deepcopy(layers).to(memory_format=torch.channels_last)
+        if compressed:
+            pyactcomp.compress(model, min_bytes=4096)
+        forward, _ = launches_of(lambda x, model=model: model(x).square().mean(), torch.randn(2, 3, 16, 16))
+        sums.append(_sum(forward))
+        if compressed:
+            saved = list(pyactcomp.report(model).graphs[0].saved)
+    # Beside the activations the kernel writes 16 bits of each result of a convolution, and a byte for the mask's bits.
+    halves = sum(value.after for value in saved if value.form == "16 bits")
+    masks = sum(value.before for value in saved if value.form == "bits")
+    assert halves
+    assert masks
+    assert sums[1] <= sums[0] + halves + masks

@@ -30,9 +30,9 @@ class Packed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dtypes: list[torch.dtype] = []
 
-        def note(x: Tensor, group_size: int, keep_positive: bool = False) -> tuple[Tensor, Tensor]:
+        def note(x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
             self.dtypes.append(x.dtype)
-            return codec.quantize(x, group_size, keep_positive)
+            return codec.quantize(x, *options)
 
         monkeypatch.setattr(plans, "quantize", note)
 

@@ -40,7 +40,7 @@ class Gelu(NamedTuple):
 
         def pack(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             out, packed = gelu_quantize(x, self.tanh, group_size)
-            return *parts_of(packed, x), out.view(shape)
+            return *parts_of(packed, x.shape), out.view(shape)
 
         return pack
 

@@ -46,6 +46,12 @@ def fewest(shape: Iterable[object]) -> int:
     return math.prod(size if isinstance(size, int) else 1 for size in shape)
 
 
+def first_operator(graph: fx.GraphModule) -> fx.Node:
+    """Return the first node of a graph behind its inputs."""
+    first: fx.Node = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    return first
+
+
 def outputs_of(graph: fx.GraphModule) -> list[Any]:
     """Return the outputs of a graph, symbolic sizes and None among them."""
     found: Any = graph.graph.find_nodes(op="output")[0].args[0]

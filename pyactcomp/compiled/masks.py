@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .joint import name_of, outputs_of, value
+from .joint import first_operator, name_of, outputs_of, value
 from .needs import COMPARISONS
 
 _LOGICAL = {"logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not"}
@@ -34,11 +34,11 @@ def hoist(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, r
     end = forward.graph.find_nodes(op="output")[0]
     saved = {node.name: node for node in outputs_of(forward)[num_outputs:] if value(node) is not None}
     positive, moved = _find(backward, saved, rounded)
-    nodes = {node.name: node for node in forward.graph.nodes}
+    copier = _Copier(forward)
     first = next((node for node in backward.graph.find_nodes(op="placeholder") if node.name in saved), None)
     masks = []
     for comparison in moved:
-        mask = _copy(comparison, forward.graph, end, nodes, {})
+        mask = copier.copy(comparison)
         mask._rename(f"mask_{comparison.name}")
         with backward.graph.inserting_before(first):
             entry = backward.graph.placeholder(mask.name)
@@ -86,21 +86,38 @@ def _find(
     return positive, moved
 
 
-def _copy(
-    node: fx.Node, graph: fx.Graph, end: fx.Node, nodes: dict[str, fx.Node], copies: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    """Copy a node of the backward, with what it is computed from, to the end of the forward."""
-    if node in copies:
-        return copies[node]
-    if node.op == "placeholder":
-        return nodes[node.name]
-    for source in node.all_input_nodes:
-        copies[source] = _copy(source, graph, end, nodes, copies)
-    with graph.inserting_before(end):
-        copy = graph.node_copy(node, lambda source: copies[source])
-    copy.meta = {key: found for key, found in node.meta.items() if key != "autograd_backward"}
-    copies[node] = copy
-    return copy
+class _Copier:
+    """Copies nodes of the backward into the forward, each right behind the last value that the node reads.
+
+    Far from the kernels that compute the same values, a copy fuses with none: Inductor fuses no distant nodes.
+    """
+
+    def __init__(self, forward: fx.GraphModule) -> None:
+        self.graph = forward.graph
+        self.nodes = {node.name: node for node in forward.graph.nodes}
+        self.first = first_operator(forward)
+        self.places: dict[fx.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(forward.graph.nodes)}
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Return the node of the forward that computes a node of the backward; add one where there is none."""
+        found: fx.Node | None = self.nodes.get(node.name)
+        if found is not None and (node.op == "placeholder" or _is_same(node, found)):
+            return found
+        sources = {source: self.copy(source) for source in node.all_input_nodes}
+        last = max(sources.values(), key=self.places.__getitem__, default=None)
+        inputs_alone = last is None or self.places[last] < self.places[self.first]
+        with self.graph.inserting_before(self.first) if inputs_alone else self.graph.inserting_after(last):
+            copy: fx.Node = self.graph.node_copy(node, sources.__getitem__)
+        copy.meta = {key: found for key, found in node.meta.items() if key != "autograd_backward"}
+        self.places[copy] = (0,) if last is None else (*self.places[last], 0)
+        self.nodes[node.name] = copy
+        return copy
+
+
+def _is_same(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether nodes of both graphs, of one name, come from one node of the joint graph."""
+    inputs = [[source.name for source in each.all_input_nodes] for each in (node, other)]
+    return node.target == other.target and inputs[0] == inputs[1]
 
 
 def _insert(end: fx.Node, outputs: list[Any], num_outputs: int, masks: list[fx.Node]) -> None:

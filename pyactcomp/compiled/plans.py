@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,17 @@ from ..codec.ops import restore as restore_codes
 from ..config import Config
 from ..engine.halves import from_distance, to_distance
 from ..readers.forms import BFLOAT16, CODES, LOG, PROBABILITY, RELATIVE, SCALED
-from .codec import dequantize, pack_bits, quantize, saturate, scale, unpack_bits, unscale
+from .codec import (
+    dequantize,
+    in_own_shape,
+    pack_bits,
+    quantize,
+    saturate,
+    scale,
+    stored_shape,
+    unpack_bits,
+    unscale,
+)
 from .context import is_skipped
 from .costs import FLOATS
 from .divisors import Behind
@@ -224,12 +235,17 @@ def _halves_plan(form: object) -> Plan | str:
 
 
 def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool, rounded: bool) -> Plan:
-    dtype = tensor.dtype
-    layout = tuple(tensor.permute(order).shape), tensor.permute(order).stride()
+    dtype, dims = tensor.dtype, tensor.dim()
+    ordered = tensor.permute(order)
+    dense = ordered.is_contiguous()
+    layout = tuple(ordered.shape), ordered.stride()
     # Packing reads rows where they are, as values in the result of a projection of queries, keys and values.
     apart = all(isinstance(size, int) for size in (*layout[0], *layout[1])) and rows_of(*layout) is not None
 
     def pack(x: Tensor) -> tuple[Tensor, Tensor]:
+        if dense:
+            # As it is: of a view in another order Inductor makes a copy.
+            return quantize(x.to(torch.bfloat16) if rounded else x, group_size, positive, order)
         x = x.permute(order)
         if rounded:
             x = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
@@ -237,14 +253,14 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
             x = x.contiguous()
         return quantize(x, group_size, positive)
 
-    back = [order.index(dim) for dim in range(len(order))]
+    back = [order.index(dim) for dim in range(dims)]
 
     def restore(codes: Tensor, groups: Tensor) -> Tensor:
-        return dequantize(codes, groups, group_size, dtype).permute(back)
+        return in_own_shape(dequantize(codes, groups, group_size, dtype), dims).permute(back)
 
     def restore_by_kernel(codes: Tensor, groups: Tensor) -> Tensor:
         halves: Tensor = restore_codes(codes, groups, torch.bfloat16 if rounded else dtype, group_size)
-        return halves.to(dtype).permute(back)
+        return in_own_shape(halves.to(dtype), dims).permute(back)
 
     kernel = restore_by_kernel if rounded or dtype.itemsize == 2 else None
     size = group_size if not positive and not rounded and order == sorted(order) else 0
@@ -252,45 +268,42 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:
-    flat = _Flat.of(tensor, order, 8)
-    if flat is None:
+    rows = _Rows.of(tensor, order, 8)
+    if rows is None:
         return "no static sizes give a multiple of 8 elements"
-    return Plan(
-        "bits", ("bits_of_",), lambda x: (pack_bits(flat.flatten(x)),), lambda x: flat.unflatten(unpack_bits(x))
-    )
+    dense = tensor.permute(order).is_contiguous()
+
+    def pack(x: Tensor) -> tuple[Tensor]:
+        packed = pack_bits(x if dense else x.permute(order).contiguous())
+        return (packed.view(stored_shape([*(x.shape[dim] for dim in order[: rows.outer]), -1])),)
+
+    def restore(packed: Tensor) -> Tensor:
+        return rows.split(unpack_bits(in_own_shape(packed, rows.outer + 1)))
+
+    return Plan("bits", ("bits_of_",), pack, restore)
 
 
 @dataclass(frozen=True)
-class _Flat:
-    """A tensor in storage order, with enough innermost dimensions joined that groups fit, and padded if static."""
+class _Rows:
+    """A tensor in storage order, with so many innermost dimensions joined that bytes fit; all of them if none do."""
 
     order: list[int]
     outer: int
     inner: list[int]
-    padding: int
 
     @classmethod
-    def of(cls, tensor: Tensor, order: list[int], unit: int) -> _Flat | None:
+    def of(cls, tensor: Tensor, order: list[int], unit: int) -> _Rows | None:
         inner: list[int] = []
         total, outer = 1, len(order)
         while outer and isinstance(size := tensor.shape[order[outer - 1]], int):
             total, outer = total * size, outer - 1
             inner.insert(0, size)
             if total % unit == 0:
-                return cls(order, outer, inner, 0)
-        return cls(order, 0, inner, -total % unit) if not outer and total else None
+                return cls(order, outer, inner)
+        return cls(order, 0, inner) if not outer and total else None
 
-    def flatten(self, x: Tensor) -> Tensor:
-        x = x.permute(self.order).contiguous()
-        # Sizes of the tensor at hand, so no symbolic one has to be saved.
-        x = x.view(*x.shape[: self.outer], -1)
-        if self.padding:
-            # Copies of an element leave minimum and maximum of the last group as they are.
-            x = torch.cat([x, x[-1:].expand(self.padding)])
-        return x
-
-    def unflatten(self, x: Tensor) -> Tensor:
-        if self.padding:
-            x = x[: x.shape[0] - self.padding]
+    def split(self, x: Tensor) -> Tensor:
+        """Split the joined dimensions, without what fills the last byte, and return the order of the tensor."""
+        x = x[: math.prod(self.inner)] if not self.outer else x
         x = x.view(*x.shape[: self.outer], *self.inner)
         return x.permute([self.order.index(dim) for dim in range(len(self.order))])

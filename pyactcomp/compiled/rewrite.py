@@ -12,11 +12,11 @@ from ..torch_private.partitions import traced
 from .activations import Traces, gelu_of
 from .divisors import Behind
 from .graphs import SavedValue
-from .joint import Joint, name_of, nbytes, outputs_of, value
+from .joint import Joint, first_operator, name_of, nbytes, outputs_of, value
 from .masks import hoist
 from .plans import Plan, plans_of
 from .rows import is_summed_by_rows
-from .sharing import first_operator, first_use, share_casts, share_views
+from .sharing import first_use, share_casts, share_views
 
 
 def rewrite(

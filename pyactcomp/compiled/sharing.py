@@ -6,17 +6,11 @@ import torch
 from torch import fx
 
 from .costs import FLOATS
-from .joint import Joint, name_of, outputs_of, storage_order, value
+from .joint import Joint, first_operator, name_of, outputs_of, storage_order, value
 from .masks import drop
 
 # Views of all elements of a tensor, in the same memory.
 _WHOLE_VIEWS = {"view", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "alias", "detach"}
-
-
-def first_operator(graph: fx.GraphModule) -> fx.Node:
-    """Return the first node of a graph behind its inputs."""
-    first: fx.Node = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    return first
 
 
 def first_use(graph: fx.GraphModule, entry: fx.Node) -> fx.Node:
