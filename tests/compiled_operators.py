@@ -28,7 +28,8 @@ from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.compiled.sharing import _view_chain
 from pyactcomp.config import Config
 from pyactcomp.engine.frame import Frame
-from pyactcomp.readers.forms import CODES, RELATIVE
+from pyactcomp.engine.packing import FEWEST
+from pyactcomp.readers.forms import CODES, ITSELF, RELATIVE
 
 OPERATORS = {f"{op.name} {op.variant_test_name}".strip(): op for op in operators if torch.float32 in op.dtypes}
 DRAWN = list(OPERATORS)
@@ -212,6 +213,7 @@ def laxer(case: Case) -> str | None:
             continue
         # Less than one group is stored in 16 bits.
         needed = max(needed, RELATIVE) if x.numel() < CONFIGS[0].group_size else needed
+        needed = ITSELF.need if x.numel() < FEWEST else needed
         if needed < eager:
             return f"input {number}: {needed} in the graph, {eager} in eager code"
     return None

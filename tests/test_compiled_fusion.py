@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +85,23 @@ def test_masks_are_computed_where_the_activation_is() -> None:
     assert halves
     assert masks
     assert sums[1] <= sums[0] + halves + masks
+
+
+def test_inductor_counts_stored_parts_by_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted once for each element, a group's parameters are the largest input, and all values are restored first."""
+    from torch._inductor import memory
+
+    planned = memory.prepare_planning_info
+    sizes: dict[str, int] = {}
+
+    def note(*arguments: Any) -> Any:
+        peak, freeable = planned(*arguments)
+        sizes.update({name: freeable[name].mpi_buffer.size_free for name in freeable})
+        return peak, freeable
+
+    monkeypatch.setattr(memory, "prepare_planning_info", note)
+    _, _, report = _launches(Block, True)
+    assert report is not None
+    stored = sum(value.after for graph in report.graphs for value in graph.saved if value.form in ("codes", "bits"))
+    counted = sum(size for name, size in sizes.items() if name.startswith(("codes_of_", "groups_of_", "bits_of_")))
+    assert counted == stored

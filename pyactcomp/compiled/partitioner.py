@@ -11,6 +11,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .._version import __version__
 from ..torch_private.partitions import (
+    count_whole,
     installed_partitioner,
     installed_pre_grad_passes,
     min_cut,
@@ -23,6 +24,7 @@ from .context import partitioned_mark
 from .graphs import GraphRecord
 from .head import HeadPass
 from .partition import partition
+from .plans import SHARED_PARTS
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -98,7 +100,7 @@ def _warn_of_failure(name: str, cause: str) -> None:
 
 
 def install() -> str | None:
-    """Give Inductor the partitioner and the pass over losses; return why this is not possible, or None."""
+    """Give Inductor the partitioner, the pass over losses and the size of parts; return why it cannot be, or None."""
     reason = missing()
     if reason is None:
         before = installed_partitioner()
@@ -107,4 +109,5 @@ def install() -> str | None:
         passes = installed_pre_grad_passes()
         if not any(isinstance(graph_pass, HeadPass) for graph_pass in passes):
             set_pre_grad_pass(HeadPass(passes))
+        count_whole(SHARED_PARTS)
     return reason

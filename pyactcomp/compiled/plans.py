@@ -13,6 +13,7 @@ from ..codec.layouts import rows_of
 from ..codec.ops import restore as restore_codes
 from ..config import Config
 from ..engine.halves import from_distance, to_distance
+from ..engine.packing import FEWEST
 from ..readers.forms import BFLOAT16, CODES, LOG, PROBABILITY, RELATIVE, SCALED
 from .codec import (
     dequantize,
@@ -34,6 +35,8 @@ from .rounding import is_read_in_halves
 
 Function = Callable[..., object]
 SKIPPED = "skipped"
+# Of these parts each element serves several of the tensor's.
+SHARED_PARTS = ("groups_of_", "bits_of_")
 # Share of a memory that copies of what is kept of it must save: reading and writing them takes time. Queries and keys
 # of one projection, with codes for the values, save 0.16, at 1 % of a step of GPT-2 medium's sizes on an H200.
 _WORTH_A_COPY = 1 / 8
@@ -199,9 +202,11 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
     spans = need.spans(config.group_size)
     if need.reading.need > RELATIVE:
         return need.reading.reason
+    static = all(isinstance(size, int) for size in tensor.shape)
+    if static and tensor.numel() < FEWEST:
+        return "few elements"
     # Less than one group: no sum averages out the errors of codes.
-    few = need.reading.need <= CODES and all(isinstance(size, int) for size in tensor.shape)
-    few = few and tensor.numel() < config.group_size
+    few = static and need.reading.need <= CODES and tensor.numel() < config.group_size
     if need.reading.need == RELATIVE or spans or few:
         if tensor.dtype is not torch.float32:
             return "16 bits already" if not spans else "a group of codes would span rows"
@@ -264,7 +269,7 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
 
     kernel = restore_by_kernel if rounded or dtype.itemsize == 2 else None
     size = group_size if not positive and not rounded and order == sorted(order) else 0
-    return Plan("codes", ("codes_of_", "groups_of_"), pack, restore, kernel, (positive, rounded), size)
+    return Plan("codes", ("codes_of_", SHARED_PARTS[0]), pack, restore, kernel, (positive, rounded), size)
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:
@@ -280,7 +285,7 @@ def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:
     def restore(packed: Tensor) -> Tensor:
         return rows.split(unpack_bits(in_own_shape(packed, rows.outer + 1)))
 
-    return Plan("bits", ("bits_of_",), pack, restore)
+    return Plan("bits", SHARED_PARTS[1:], pack, restore)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ _VECTORS = 3
 # by less than a hundredth of itself, and bfloat16, which rounds 1 in 512, moves the pair's gradient by a fifth.
 SCATTERED = 4
 # So few elements are kept: an error of one of them is the error of the gradient, 5 % for a pair that is interpolated.
-_FEWEST = 4
+FEWEST = 4
 HALF_BYTES = 2
 # Cached shapes; the cache is cleared when full, since old shapes are useless to a model with new shapes each step.
 _MOST_STORINGS = 4096
@@ -135,7 +135,7 @@ class Packing:
             statistics = tensor.shape[1] * (tensor.shape[0] if "group_norm" in reading.operator else 1)
             scattered = few or tensor.numel() < SCATTERED * statistics
             form = AS_CODES if within else ITSELF if scattered else BFLOAT16
-        if form.need in (CODES, RELATIVE) and tensor.numel() < _FEWEST:
+        if form.need in (CODES, RELATIVE) and tensor.numel() < FEWEST:
             return ITSELF
         if not reading.known and config.unknown == "int8":
             return AS_CODES

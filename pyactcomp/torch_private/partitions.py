@@ -16,6 +16,7 @@ from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
     "cost_of",
+    "count_whole",
     "input_infos",
     "installed_partitioner",
     "installed_pre_grad_passes",
@@ -149,6 +150,29 @@ def installed_pre_grad_passes() -> list[Any]:
 def set_pre_grad_pass(graph_pass: object) -> None:
     """Let Inductor run a pass over each graph before autograd."""
     _inductor_config().pre_grad_custom_pass = graph_pass
+
+
+_whole: set[str] = set()
+
+
+def count_whole(prefixes: tuple[str, ...]) -> None:
+    """Let Inductor count inputs with these prefixes of their names by their own elements.
+
+    Inductor counts an element for each element of the kernel that reads an input, so parameters that 64 elements share
+    count 64 times. The schedule then takes restoring for the way to free memory, and restores all values first.
+    """
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.virtualized import V
+
+    _whole.update(prefixes)
+    counted = getattr(MemoryDep, "get_numel", None)
+    if counted is None or counted.__module__ == __name__:
+        return
+
+    def get_numel(self: Any) -> Any:
+        return V.graph.get_numel(self.name) if self.name.startswith(tuple(_whole)) else counted(self)
+
+    MemoryDep.get_numel = get_numel  # type: ignore[method-assign]
 
 
 def _metadata(names: tuple[str, ...]) -> Iterator[Any]:

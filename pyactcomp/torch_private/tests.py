@@ -11,6 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -393,7 +394,13 @@ def _test_pluggable_setters() -> None:
 
 def _test_partitions() -> None:
     # Imports the compiler, so only here.
+    import sympy  # type: ignore[import-untyped]
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.virtualized import V
+    from torch.utils._sympy.functions import FloorDiv
+
     from .partitions import (
+        count_whole,
         input_infos,
         installed_partitioner,
         is_primal,
@@ -428,6 +435,14 @@ def _test_partitions() -> None:
     remember(before)
     assert fw_metadata._pyactcomp_note is before  # type: ignore[attr-defined]
     assert len(traced(torch.neg, torch.zeros(2)).graph.nodes) == 3
+    count_whole(("named_by_the_test_",))
+    # Of 256 elements, each 64 share one of the input.
+    index = sympy.Symbol("i0", integer=True)
+    shared = MemoryDep("primals_1", FloorDiv(index, 64), (index,), (sympy.Integer(256),))
+    assert shared.get_numel() == 256
+    named = shared.rename({"primals_1": "named_by_the_test_1"})
+    with V.set_graph_handler(SimpleNamespace(get_numel=lambda name: 4)):  # type: ignore[arg-type]
+        assert named.get_numel() == 4
 
 
 def _test_tracing_context() -> None:
