@@ -95,8 +95,11 @@ class _Copier:
     def __init__(self, forward: fx.GraphModule) -> None:
         self.graph = forward.graph
         self.nodes = {node.name: node for node in forward.graph.nodes}
-        self.first = first_operator(forward)
-        self.places: dict[fx.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(forward.graph.nodes)}
+        # Of copies, the place of the forward's node that they stand behind; and what stands last behind each place.
+        self.places = {node: place for place, node in enumerate(forward.graph.nodes)}
+        self.ends = dict(enumerate(forward.graph.nodes))
+        # Nothing stands between inputs.
+        self.start = max(self.places[first_operator(forward)] - 1, 0)
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Return the node of the forward that computes a node of the backward; add one where there is none."""
@@ -104,13 +107,12 @@ class _Copier:
         if found is not None and (node.op == "placeholder" or _is_same(node, found)):
             return found
         sources = {source: self.copy(source) for source in node.all_input_nodes}
-        last = max(sources.values(), key=self.places.__getitem__, default=None)
-        inputs_alone = last is None or self.places[last] < self.places[self.first]
-        with self.graph.inserting_before(self.first) if inputs_alone else self.graph.inserting_after(last):
+        place = max([self.start, *(self.places[source] for source in sources.values())])
+        with self.graph.inserting_after(self.ends[place]):
             copy: fx.Node = self.graph.node_copy(node, sources.__getitem__)
         copy.meta = {key: found for key, found in node.meta.items() if key != "autograd_backward"}
-        self.places[copy] = (0,) if last is None else (*self.places[last], 0)
-        self.nodes[node.name] = copy
+        self.places[copy] = place
+        self.ends[place] = self.nodes[node.name] = copy
         return copy
 
 
