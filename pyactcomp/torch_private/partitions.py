@@ -152,7 +152,7 @@ def set_pre_grad_pass(graph_pass: object) -> None:
     _inductor_config().pre_grad_custom_pass = graph_pass
 
 
-_whole: set[str] = set()
+_whole: tuple[str, ...] = ()
 
 
 def count_whole(prefixes: tuple[str, ...]) -> None:
@@ -161,16 +161,17 @@ def count_whole(prefixes: tuple[str, ...]) -> None:
     Inductor counts an element for each element of the kernel that reads an input, so parameters that 64 elements share
     count 64 times. The schedule then takes restoring for the way to free memory, and restores all values first.
     """
+    global _whole
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V
 
-    _whole.update(prefixes)
+    _whole = tuple({*_whole, *prefixes})
     counted = getattr(MemoryDep, "get_numel", None)
     if counted is None or counted.__module__ == __name__:
         return
 
     def get_numel(self: Any) -> Any:
-        return V.graph.get_numel(self.name) if self.name.startswith(tuple(_whole)) else counted(self)
+        return V.graph.get_numel(self.name) if self.name.startswith(_whole) else counted(self)
 
     MemoryDep.get_numel = get_numel  # type: ignore[method-assign]
 
