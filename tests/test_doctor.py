@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -59,6 +61,14 @@ def test_every_private_name_is_tested_and_sound() -> None:
     results = torch_private_tests.self_test()
     assert len(results) > 0
     assert {name: wrong for name, wrong in results.items() if wrong} == {}
+
+
+def test_the_doctor_prints_the_answers_alone() -> None:
+    """The limit of graphs that a test provokes made torch log a page above the doctor's answers."""
+    command = [sys.executable, "-m", "pyactcomp", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout
+    assert "torch._dynamo" not in done.stderr
 
 
 def test_examine_reports_a_device_that_only_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
