@@ -18,6 +18,8 @@ from .alloc_worker import Job, start
 from .rows import Options, Store
 
 ROUNDS = 5
+CALL_ROUNDS = 10
+"""Of a call's best time: one round's depends on where the process's memory lies."""
 
 
 def selectable() -> list[str]:
@@ -34,7 +36,7 @@ def run(options: Options, parts: Sequence[str], methods: Sequence[str] = ()) -> 
     store = options.store("alloc")
     calls = tuple(part for part in ("pair", "threads") if part in parts and options.selects(part))
     if calls:
-        measure(options, store, calls, methods or CALLS)
+        measure(options, store, calls, methods or CALLS, CALL_ROUNDS)
     if "share" in parts and options.selects("share"):
         measure(options, store, ("share",), methods or SHARING)
     if "pause" in parts:
