@@ -27,7 +27,10 @@ failed=0
 for suite in $suites; do
     case $suite in
         # pytest-benchmark, where it is installed, ends a run of several workers with a warning.
-        tests) timeout 400 "$python" -m pytest -q -m gpu -n 6 -p no:benchmark tests || failed=1 ;;
+        tests)
+            timeout 400 "$python" -m pytest -q -m "gpu and not alone" -n 9 -p no:benchmark tests || failed=1
+            timeout 180 "$python" -m pytest -q -m "gpu and alone" -p no:benchmark tests || failed=1
+            ;;
         codec) timeout 90 "$python" -m bench codec --budget-s 45 --out "$out" || failed=1 ;;
         overhead) timeout 40 "$python" -m bench overhead --budget-s 20 --out "$out" || failed=1 ;;
         frontier) timeout "$((frontier_s + 60))" "$python" -m bench frontier --budget-s "$frontier_s" --out "$out" || failed=1 ;;

@@ -249,6 +249,7 @@ def test_table_lists_what_failed_and_is_empty_without_rows(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.slow
 def test_part_predicts_real_runs_on_a_gpu(tmp_path: Path) -> None:
     chosen = rows.Options(tmp_path, "cuda", rows.Budget(None), only=(MOE,), tiny=True)

@@ -169,6 +169,7 @@ def test_cuda_bool_bytes_equal_the_reference() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.slow
 def test_cuda_more_than_two_to_the_31_elements() -> None:
     period = 64 * 1021  # no power of two: an index that wraps would meet other values

@@ -191,6 +191,7 @@ def test_demo_on_the_gpu_compresses_and_learns() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_demo_fills_the_share_of_the_gpu_it_is_meant_to() -> None:
     config = demo.default_config(torch.device("cuda"), steps=demo.MINIMUM_STEPS)
     free, _ = torch.cuda.mem_get_info()
