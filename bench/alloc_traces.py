@@ -77,9 +77,7 @@ def reserved_over_allocated(trace: Trace, growth: str) -> float:
     """Return the peak reserved over the peak allocated of a replay."""
     from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
 
-    allocator = CachingAllocator(
-        SimulatedDevice(capacity="1TiB", asynchronous=False), AllocatorConfig(growth=growth)
-    )
+    allocator = CachingAllocator(SimulatedDevice(capacity="1TiB", asynchronous=False), AllocatorConfig(growth=growth))
     live: dict[int, int] = {}
     for action, address, size in trace.events:
         if action == "alloc":

@@ -17,7 +17,9 @@ from pyactcomp.codec import format as fmt
 Floats = NDArray[np.float32]
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=[pytest.mark.gpu, pytest.mark.alone])], ids=["interpreted", "gpu"])
+@pytest.mark.parametrize(
+    "interpret", [True, pytest.param(False, marks=[pytest.mark.gpu, pytest.mark.alone])], ids=["interpreted", "gpu"]
+)
 def test_kernels_give_the_bytes_of_the_reference(interpret: bool) -> None:
     run_cases("triton_cases.py", interpret=interpret)
 
