@@ -81,11 +81,8 @@ def loop_table(rows: Iterable[Row]) -> str:
                 f"{1e3 * row['cycle_s']:.0f}",
                 f"{row['device_growth_bytes'] / 2**20:.0f}",
                 f"{row['host_growth_bytes'] / 2**20:.0f}",
-                f"{row['reserved_over_allocated']:.3f}",
             ])  # fmt: skip
-    header = [
-        "loop", "cycles", "peak in use GiB", "cycle ms", "device growth MiB", "host growth MiB", "reserved / allocated",
-    ]  # fmt: skip
+    header = ["loop", "cycles", "peak in use GiB", "cycle ms", "device growth MiB", "host growth MiB"]
     return table(header, lines) if lines else ""
 
 
@@ -96,8 +93,7 @@ NOTE = (
     "time, as a share of the rate at which one copy of 1 GiB between device and pinned memory ran in the same process. "
     "released: of the bytes reserved for the tag, by cudaMemGetInfo. loop: a decoder of 12 layers of 1536 trains on 8 "
     "x 1024 tokens, then fills a cache of 40 GiB and generates; AdamW's state and the cache are paused by turns. "
-    "growth: between the sixth cycle and the last. reserved / allocated: peaks of one more training step, with "
-    "everything resumed."
+    "growth: between the sixth cycle and the last."
 )
 
 
