@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 
+PROCESSES = min(4, os.cpu_count() or 1)
+"""Of a file whose kernels are compiled: the compiler takes minutes of one core for the norms alone."""
+
+
 def run_cases(file: str, *, interpret: bool) -> None:
     """Run the tests of ``file``, beside this one, and fail with their output if they do."""
     if importlib.util.find_spec("triton") is None:
@@ -25,6 +29,7 @@ def run_cases(file: str, *, interpret: bool) -> None:
         "no:cacheprovider",
         "-p",
         "no:benchmark",
+        *([] if interpret else ["-n", str(PROCESSES)]),
         str(Path(__file__).parent / file),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

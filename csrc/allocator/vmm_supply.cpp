@@ -21,8 +21,8 @@ namespace {
 
 // The driver's cost is per handle (25 us to create and map 20 MiB, 35 us for 64 MiB, H200), the waste is the free part
 // of a partly used handle. Over fifty variants of five recorded training runs (`python -m bench alloc --parts traces`),
-// peak reserved over peak allocated was 1.021 on average with handles of 20 to 64 MiB, and 1.019 with 20 to 32 MiB at 1.6
-// times the driver's time. With handles as large as requests it was 1.09 in the recorded runs.
+// peak reserved over peak allocated was 1.021 on average with handles of 20 to 64 MiB, and 1.019 with 20 to 32 MiB at
+// 1.6 times the driver's time. With handles as large as requests it was 1.09 in the recorded runs.
 constexpr Bytes kLargestHandle = 64_MiB;
 
 // Addresses cost nothing: twice the device's memory leaves room to move pieces up before the old addresses are free.
