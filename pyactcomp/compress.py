@@ -23,7 +23,7 @@ from .codec import Impl, Rounding
 from .compiled import marks
 from .compiled.blocks import reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
-from .engine.marks import FUSING
+from .engine.marks import FUSING, give_class
 from .engine.policy import SKIPPED
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session
@@ -141,7 +141,7 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
         marks.unmark(model)
         unfuse(model)
         for module, cls, state in before:
-            module.__class__ = cls
+            give_class(module, cls)
             if state is not None:
                 FUSING.set(module, state)
 
@@ -160,7 +160,7 @@ def paused(model: Module) -> Iterator[None]:
         yield
     finally:
         for module, cls in classes:
-            module.__class__ = cls
+            give_class(module, cls)
         for state, value in zip(states, before, strict=True):
             state.paused = value
 

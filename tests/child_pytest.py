@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 PROCESSES = min(4, os.cpu_count() or 1)
 """Of a file whose kernels are compiled: the compiler takes minutes of one core for the norms alone."""
 

@@ -419,6 +419,25 @@ def test_a_compressed_model_is_scripted_without_what_compresses_it(fuse: bool) -
     assert torch.equal(torch.jit.script(model)(x), scripted(x))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_a_scripted_part_of_a_model_stays_as_it_is(how: str, fuse: bool) -> None:
+    torch.manual_seed(0)
+    part, x = Scripted(), torch.randn(32, 64)
+    scripted = torch.jit.script(part) if how == "script" else torch.jit.trace(part, x)
+    # Not called before: a traced module finds its forward at the first call.
+    model = nn.Sequential(scripted, nn.LayerNorm(64), nn.Linear(64, 64))
+    plain = nn.Sequential(part, *model[1:])
+    exact = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    pyactcomp.compress(model, fuse=fuse, min_bytes=0)
+    got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    pyactcomp.decompress(model)
+    assert torch.equal(model(x), plain(x))
+    off = sum(float((a - b).square().sum()) for a, b in zip(got, exact, strict=True))
+    assert off <= 0.02**2 * sum(float(b.square().sum()) for b in exact)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("fuse", [True, False])

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Linear, Module, ModuleList, Sequential
 
 from ..config import Config
-from ..engine.marks import COMPILED, compiled_mark, unmarked
+from ..engine.marks import COMPILED, compiled_mark, give_class, unmarked
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
@@ -174,13 +174,13 @@ def pause(model: Module) -> None:
         cls = unmarked(type(module))
         if mark is not None and mark.compiled:
             cls = _class_of(mark.graphs, cls, True, mark.compiled)
-        module.__class__ = cls
+        give_class(module, cls)
 
 
 def unmark(model: Module) -> None:
     """Give the modules their classes back; Dynamo then finds the graphs compiled before :func:`mark`."""
     for module in model.modules():
-        module.__class__ = unmarked(type(module))
+        give_class(module, unmarked(type(module)))
 
 
 def graphs_of(model: Module) -> Graphs | None:

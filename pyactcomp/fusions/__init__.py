@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+import torch
 from torch.nn import Module
 
 from ..codec.seeds import Seeds
@@ -144,6 +145,7 @@ def _by_place(model: Module) -> dict[Module, Fusion]:
     return {
         module: fusion
         for parent in model.modules()
+        if not isinstance(parent, torch.jit.ScriptModule)  # nothing in there runs Python
         for module, fusion in families.by_place(parent).items()
         if calls[module] == 1
     }
