@@ -75,28 +75,6 @@ def test_pieces_that_are_free_apart_serve_a_request_together(capacity: int) -> N
     allocator.check_invariants()
 
 
-def test_small_requests_take_an_idle_handle_of_the_least_size() -> None:
-    allocator, device = make("vmm")
-    large, largest = allocator.allocate(20 * MIB), allocator.allocate(64 * MIB)
-    small = [allocator.allocate(MIB) for _ in range(2)]  # one handle of 2 MiB
-    allocator.free(largest)
-    small += [allocator.allocate(MIB) for _ in range(2)]
-    assert device.reserved == (20 + 64 + 4) * MIB, "a larger handle is not taken: it would serve larger requests"
-    allocator.free(large)
-    created = device.calls()["create"]
-    small += [allocator.allocate(MIB) for _ in range(20)]
-    assert device.calls()["create"] == created
-    assert device.reserved == reserved(allocator) == (20 + 64 + 4) * MIB
-    assert allocator.stats()["reserved_bytes.small_pool.current"] == 24 * MIB
-    assert_no_memory_is_shared(allocator, device)
-    allocator.check_invariants()
-    for address in small:
-        allocator.free(address)
-    device.complete_all()
-    allocator.empty_cache()
-    assert device.reserved == 0
-
-
 def test_a_piece_that_moved_is_not_unmapped_before_its_stream_has_passed() -> None:
     allocator, device = make("vmm")
     quarters = [allocator.allocate(64 * MIB) for _ in range(4)]

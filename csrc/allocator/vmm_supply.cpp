@@ -21,8 +21,10 @@ namespace {
 
 // The driver's cost is per handle (25 us to create and map 20 MiB, 35 us for 64 MiB, H200), the waste is the free part
 // of a partly used handle. Over fifty variants of five recorded training runs (`python -m bench alloc --parts traces`),
-// peak reserved over peak allocated was 1.021 on average with handles of 20 to 64 MiB, and 1.019 with 20 to 32 MiB at
-// 1.6 times the driver's time. With handles as large as requests it was 1.09 in the recorded runs.
+// peak reserved over peak allocated was 1.022 on average with handles of 20 to 64 MiB, and 1.020 with 20 to 32 MiB at
+// 1.5 times the driver's time. With handles as large as requests it was 1.09 in the recorded runs. The small pool has
+// handles of 2 MiB: where it took free ones of 20 MiB, the driver's time fell by 6 %, but a few small blocks kept these
+// from large requests when memory was short.
 constexpr Bytes kLargestHandle = 64_MiB;
 
 // Addresses cost nothing: twice the device's memory leaves room to move pieces up before the old addresses are free.
@@ -69,7 +71,7 @@ class VmmSupply final : public Supply {
   Block* find_room(const Request& request, Bytes most);
   template <class Visit>
   void for_each_piece(Pool& pool, Visit visit);
-  void find_pieces(Pool& pool, const Request& request, const Block* base, Bytes largest, std::vector<Piece>& found);
+  void find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found);
   std::vector<Piece> choose_pieces(const Request& request, const Block* base, Bytes need, Effort effort);
   bool create_handles(const Request& request, Bytes need, std::vector<Mapping>& made);
   Block* put(Block* room, Mapping mapping, Serial freed);
@@ -181,11 +183,10 @@ void VmmSupply::for_each_piece(Pool& pool, Visit visit) {
   }
 }
 
-void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* base, Bytes largest,
-                            std::vector<Piece>& found) {
+void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found) {
   for_each_piece(pool, [&](const Piece& piece) {
     const Stream stream = piece.block->stream();
-    if (piece.block == base || piece.mapping.size > largest) return;
+    if (piece.block == base) return;
     if (stream != request.stream && !order_.passed(stream, piece.block->freed)) {
       order_.fence(stream, heap_.clock());  // so that passed() can tell the next time
       return;
@@ -196,17 +197,12 @@ void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* bas
 
 std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block* base, Bytes need, Effort effort) {
   std::vector<Piece> found;
-  PoolGroup& group = request.pool->group;
-  find_pieces(*request.pool, request, base, kUnlimited, found);
+  find_pieces(*request.pool, request, base, found);
   if (effort == Effort::kScavenge) {
+    PoolGroup& group = request.pool->group;
     for (Pool* pool : {&group.large, &group.oversize, &group.small}) {
-      if (pool != request.pool) find_pieces(*pool, request, base, kUnlimited, found);
+      if (pool != request.pool) find_pieces(*pool, request, base, found);
     }
-  } else if (request.pool->kind == PoolKind::kSmall) {
-    // Small requests often grow while large memory is idle. The least large handle serves ten of them, without the
-    // driver: over fifty variants of five recorded runs, all with other sizes, the mean peak of reserved over allocated
-    // fell from 1.0223 to 1.0214 and the driver's time by 6 %. With larger handles too, the peak rose.
-    find_pieces(group.large, request, base, heap_.config.large_segment_size, found);
   }
   // The fewest moves: take the largest pieces first, then the smallest piece that covers the rest.
   std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
