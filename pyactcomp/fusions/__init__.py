@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.nn import Module
 
-from ..codec.seeds import Seeds
 from ..config import Config
 from ..engine.marks import FUSING
 from . import families, head
@@ -19,7 +18,7 @@ from .tampering import tampering_reason
 __all__ = ["FusionState", "fuse", "fused_modules", "left_alone", "unfuse"]
 
 
-def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds: Seeds | None = None) -> FusionState:
+def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> FusionState:
     """Swap the class of every module of ``model`` with a known fused class; after an error, of none.
 
     Parameters
@@ -30,8 +29,6 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
         the bit.
     skipped : collection of Module
         Modules to leave as they are, with all their children.
-    seeds : Seeds, optional
-        Sequence of seeds for stochastic rounding; by default a new one.
 
     Returns
     -------
@@ -60,7 +57,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = (), seeds:
             f"{headless.reason}; leave fuse_head out, or compile the module with the loss before compress: a graph "
             "takes torch.nn.functional.cross_entropy of a Linear's result in chunks"
         )
-    state = FusionState(config, tuple(alone), seeds)
+    state = FusionState(config, tuple(alone))
     try:
         FUSING.set(model, state)
         for module, fused in plan.items():
