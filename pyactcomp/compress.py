@@ -119,13 +119,6 @@ def session_of(model: Module) -> Session:
     raise PyactcompError(f"this {type(model).__name__} is not compressed; call pyactcomp.compress on it first")
 
 
-def _fusion_states(model: Module) -> Iterator[FusionState]:
-    for module in model.modules():
-        state: FusionState | None = FUSING.get(module)
-        if state is not None:
-            yield state
-
-
 @contextlib.contextmanager
 def fused_by(model: Module, config: Config) -> Iterator[None]:
     """Fuse and mark the modules of a model by another configuration inside a ``with`` block."""
@@ -151,7 +144,8 @@ def paused(model: Module) -> Iterator[None]:
     """Switch off the compression of a model and of all its modules inside a ``with`` block."""
     classes = [(module, module.__class__) for module in model.modules()]
     states: list[Session | FusionState] = [session for _, session in _sessions(model)]
-    states += {id(state): state for state in _fusion_states(model)}.values()
+    fusion_states = (FUSING.get(module) for module in model.modules())
+    states += {id(state): state for state in fusion_states if state is not None}.values()
     before = [state.paused for state in states]
     for state in states:
         state.paused = True
