@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -79,24 +81,17 @@ class _Probability:
             target.copy_(from_distance(source_part.to(target.dtype)))
 
 
-class _Logit:
-    """Float16 of the logit: as precise at both ends, and more so between."""
+class _Mapped:
+    """Float16 of a function that stretches the ends of the tensor's range."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], inverse: Callable[..., Tensor]) -> None:
+        self._function, self._inverse = function, inverse
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        out.view(torch.float16).copy_(torch.logit(_flat(source.detach())))
+        out.view(torch.float16).copy_(self._function(_flat(source.detach())))
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
-        torch.sigmoid(packed.view(torch.float16).to(out.dtype), out=_flat(out))
-
-
-class _Artanh:
-    """Float16 of the inverse hyperbolic tangent: relative precision for the distance from plus and minus one."""
-
-    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        out.view(torch.float16).copy_(torch.atanh(_flat(source.detach())))
-
-    def decode(self, packed: Tensor, out: Tensor) -> None:
-        torch.tanh(packed.view(torch.float16).to(out.dtype), out=_flat(out))
+        self._inverse(packed.view(torch.float16).to(out.dtype), out=_flat(out))
 
 
 class _Scaled:
@@ -146,9 +141,11 @@ def half_kernel(form: Form, by_triton: bool) -> Kernel:
     kernels: dict[Form, Kernel] = {
         BFLOAT16: _Bfloat16(torch.bfloat16, by_triton),
         LOG: _Saturating(torch.float16, by_triton),
-        LOGIT: _Logit(),
+        # As precise at both ends, and more so between.
+        LOGIT: _Mapped(torch.logit, torch.sigmoid),
         PROBABILITY: _Probability(),
-        ARTANH: _Artanh(),
+        # Relative precision for the distance from plus and minus one.
+        ARTANH: _Mapped(torch.atanh, torch.tanh),
         SCALED: _Scaled(),
     }
     return kernels[form]
