@@ -100,12 +100,8 @@ class Session(Packing):
         frame.close()
 
     def _new_frame(self, module: Module | None) -> Frame:
-        return Frame(self, module, self._new_recorder(module))
-
-    def _new_recorder(self, module: Module | None) -> Recorder | None:
-        if self.recorder is not None or not torch.is_grad_enabled():
-            return None
-        return Recorder(module)
+        records = self.recorder is None and torch.is_grad_enabled()
+        return Frame(self, module, Recorder(module) if records else None)
 
     def _conflicts(self) -> bool:
         top = top_saved_tensor_hooks()
