@@ -541,17 +541,15 @@ class Frame:
         return region, storing.nbytes - held
 
     def _keep(self, tensor: Tensor, reason: str, reading: Reading | None = None) -> Kept:
+        """Keep a tensor; a report counts codes saved by a fused function as the packed tensor."""
         if self.recorder is not None:
-            self._record_kept(tensor, reason, reading, self.recorder)
+            packs = PACKS.get(tensor)
+            if packs is None:
+                unknown = None if reading is None or reading.known else reading.operator
+                self.recorder.add(tensor, reason, unknown=unknown)
+            else:
+                self.recorder.add_codes(packs, tensor.nbytes)
         return Kept(tensor)
-
-    def _record_kept(self, tensor: Tensor, reason: str, reading: Reading | None, recorder: Recorder) -> None:
-        """Record a kept tensor; codes saved by a fused function count as the packed tensor."""
-        packs = PACKS.get(tensor)
-        if packs is None:
-            recorder.add(tensor, reason, unknown=None if reading is None or reading.known else reading.operator)
-        else:
-            recorder.add_codes(packs, tensor.nbytes)
 
 
 def _is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
