@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -26,7 +26,8 @@ def rewrite(
     share_casts(forward, backward, num_outputs)
     share_views(forward, backward, num_outputs)
     plans, _ = plans_of(forward, backward, num_outputs, known, config, behind, set())
-    before = {name: nbytes(found) for name, found in _saved_tensors(forward, num_outputs)}
+    saved_nodes = outputs_of(forward)[num_outputs:]
+    before = {node.name: nbytes(tensor) for node in saved_nodes if (tensor := value(node)) is not None}
     rounded = {name for name, plan in plans.items() if plan.form in ("codes", "16 bits")}
     positive = hoist(forward, backward, num_outputs, rounded)
     plans, reasons = plans_of(forward, backward, num_outputs, known, config, behind, positive)
@@ -61,13 +62,6 @@ def rewrite(
         graph.graph.lint()
         graph.recompile()
     return tuple(values)
-
-
-def _saved_tensors(forward: fx.GraphModule, num_outputs: int) -> Iterator[tuple[str, Tensor]]:
-    for node in outputs_of(forward)[num_outputs:]:
-        tensor = value(node)
-        if tensor is not None:
-            yield node.name, tensor
 
 
 def _store(
