@@ -273,7 +273,7 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:
-    rows = _Rows.of(tensor, order, 8)
+    rows = _Rows.of(tensor, order)
     if rows is None:
         return "no static sizes give a multiple of 8 elements"
     dense = tensor.permute(order).is_contiguous()
@@ -297,13 +297,13 @@ class _Rows:
     inner: list[int]
 
     @classmethod
-    def of(cls, tensor: Tensor, order: list[int], unit: int) -> _Rows | None:
+    def of(cls, tensor: Tensor, order: list[int]) -> _Rows | None:
         inner: list[int] = []
         total, outer = 1, len(order)
         while outer and isinstance(size := tensor.shape[order[outer - 1]], int):
             total, outer = total * size, outer - 1
             inner.insert(0, size)
-            if total % unit == 0:
+            if total % 8 == 0:
                 return cls(order, outer, inner)
         return cls(order, 0, inner) if not outer and total else None
 
