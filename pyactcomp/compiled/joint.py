@@ -85,10 +85,7 @@ def hint(size: object) -> int:
 
 def nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements; a dynamic size counts as in the call that compiles."""
-    elements = 1
-    for size in tensor.shape:
-        elements *= hint(size)
-    return elements * tensor.element_size()
+    return math.prod(map(hint, tensor.shape)) * tensor.element_size()
 
 
 class Joint:
