@@ -301,13 +301,10 @@ def _power(scalars: Mapping[int, object]) -> tuple[Form, str]:
     return BFLOAT16, _RATIO
 
 
-def _norm(position: int) -> Callable[[Mapping[int, object]], tuple[Form, str]]:
-    def decide(scalars: Mapping[int, object]) -> tuple[Form, str]:
-        if scalars.get(position, 2) == 2:
-            return AS_CODES, _MULTIPLIED
-        return ITSELF, "the derivative of this norm compares or divides"
-
-    return decide
+def _norm(scalars: Mapping[int, object]) -> tuple[Form, str]:
+    if scalars.get(1, 2) == 2:
+        return AS_CODES, _MULTIPLIED
+    return ITSELF, "the derivative of this norm compares or divides"
 
 
 def _between(low: int | None, high: int | None) -> Callable[[Mapping[int, object]], tuple[Form, str]]:
@@ -355,8 +352,8 @@ def _dropout(scalars: Mapping[int, object]) -> tuple[Form, str]:
 _BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, str]]]] = {
     "pow.Tensor_Scalar": ("self", _power),
     "native_dropout": ("result", _dropout),
-    "linalg_vector_norm": ("self", _norm(1)),
-    "norm": ("self", _norm(1)),
+    "linalg_vector_norm": ("self", _norm),
+    "norm": ("self", _norm),
     "hardtanh": ("self", _hardtanh),
     "clamp": ("self", _between(1, 2)),
     "clamp_min": ("self", _between(1, None)),
