@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from .lifetimes import Lifetimes
 from .mapped_segments import MappedSegments
-from .model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, DeviceTrace, Segment
+from .model import RESERVES, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, DeviceTrace, Segment
 
 
 def segments_after(trace: DeviceTrace, event: int) -> tuple[Segment, ...] | None:
@@ -35,8 +35,7 @@ def segments_after(trace: DeviceTrace, event: int) -> tuple[Segment, ...] | None
 
 def has_segments(trace: DeviceTrace) -> bool:
     """Return whether a recording tells how much was reserved."""
-    actions = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
-    return bool(trace.segments) or any(action in trace.events.action for action in actions)
+    return bool(trace.segments) or any(action in trace.events.action for action in RESERVES)
 
 
 def free_blocks(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]) -> list[int]:
