@@ -263,7 +263,9 @@ class Head(Fused):
                 # A pass over the graph takes the loss in chunks, unless the graph returns the logits.
                 output = original.forward(self, *args, **kwargs)
                 trains = self.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
-                return _without(output, "logits") if trains and isinstance(output, dict) else output
+                if trains and isinstance(output, dict):
+                    return type(output)(**{name: part for name, part in output.items() if name != "logits"})
+                return output
             codes = active_codes(self) if kwargs.get("labels") is not None else None
             head = _head_of(self)
             if codes is None or not bypassable_as(head, nn.Linear) or type(head.weight) is not Parameter:
@@ -272,10 +274,6 @@ class Head(Fused):
                 return _without_logits(original.forward(self, *args, **kwargs))
 
         cls.forward = forward
-
-
-def _without(output: dict[str, Any], name: str) -> Any:
-    return type(output)(**{key: part for key, part in output.items() if key != name})
 
 
 def _without_logits(output: Any) -> Any:
