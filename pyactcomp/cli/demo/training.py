@@ -293,7 +293,8 @@ def summary(result: Result, gpu: Mapping[str, Measured]) -> str:
         f"{abs(int8.val_loss - vanilla.val_loss):.4f} nats per byte; that of checkpointing, which is exact, by "
         f"{abs(exact.val_loss - vanilla.val_loss):.4f}. "
     )
-    here = f"{int8.step_ms / vanilla.step_ms:.2f}x plain PyTorch's time, with checkpointing {_over(exact, vanilla)}"
+    time_x, exact_time_x = (row.step_ms / vanilla.step_ms for row in (int8, exact))
+    here = f"{time_x:.2f}x plain PyTorch's time, with checkpointing {exact_time_x:.2f}x"
     if result.config.device.type == "cuda" or "int8" not in gpu or "checkpoint" not in gpu:
         return f"{text}A step took {here}."
     measured = gpu["int8"]
@@ -302,7 +303,3 @@ def summary(result: Result, gpu: Mapping[str, Measured]) -> str:
         f"{measured.step:.2f}x for GPT-2 medium on an {measured.device}, with checkpointing "
         f"{gpu['checkpoint'].step:.2f}x (committed figures, not of this run)."
     )
-
-
-def _over(row: Row, vanilla: Row) -> str:
-    return f"{row.step_ms / vanilla.step_ms:.2f}x"
