@@ -7,9 +7,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .alloc_methods import OURS
 from .rows import ROOT, Options, Row, Store, failure, provenance
+
+if TYPE_CHECKING:
+    from pyactcomp.allocator import CachingAllocator, SimulatedDevice
 
 FOLDER = ROOT / "tests" / "data" / "traces"
 MIB = 2**20
@@ -73,26 +77,11 @@ def resized(trace: Trace, factor: float) -> Trace:
     return replace(trace, events=events)
 
 
-def reserved_over_allocated(trace: Trace, growth: str) -> float:
-    """Return the peak reserved over the peak allocated of a replay."""
+def feed(trace: Trace, growth: str, capacity: str) -> tuple[CachingAllocator, SimulatedDevice, list[int]]:
+    """Feed a trace's allocations and frees to the allocator on a simulated device; return what each event reserved."""
     from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
 
-    allocator = CachingAllocator(SimulatedDevice(capacity="1TiB", asynchronous=False), AllocatorConfig(growth=growth))
-    live: dict[int, int] = {}
-    for action, address, size in trace.events:
-        if action == "alloc":
-            live[address] = allocator.allocate(size)
-        else:
-            allocator.free(live.pop(address))
-    stats = allocator.stats()
-    return float(stats["reserved_bytes.all.peak"] / stats["allocated_bytes.all.peak"])
-
-
-def replay(trace: Trace, growth: str) -> Row:
-    """Feed a trace's allocations and frees to the allocator on a simulated device and return what it reserved."""
-    from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-
-    device = SimulatedDevice(capacity="139GiB", asynchronous=False)
+    device = SimulatedDevice(capacity=capacity, asynchronous=False)
     allocator = CachingAllocator(device, AllocatorConfig(growth=growth))
     live: dict[int, int] = {}
     reserved = []
@@ -102,6 +91,19 @@ def replay(trace: Trace, growth: str) -> Row:
         else:
             allocator.free(live.pop(address))
         reserved.append(device.reserved)
+    return allocator, device, reserved
+
+
+def reserved_over_allocated(trace: Trace, growth: str) -> float:
+    """Return the peak reserved over the peak allocated of a replay."""
+    allocator, *_ = feed(trace, growth, "1TiB")
+    stats = allocator.stats()
+    return float(stats["reserved_bytes.all.peak"] / stats["allocated_bytes.all.peak"])
+
+
+def replay(trace: Trace, growth: str) -> Row:
+    """Replay a trace on a device of an H200's size and return what the allocator reserved."""
+    allocator, device, reserved = feed(trace, growth, "139GiB")
     allocator.check_invariants()
 
     stats = allocator.stats()
