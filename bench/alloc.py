@@ -53,7 +53,6 @@ def measure(
     options: Options, store: Store, workloads: tuple[str, ...], methods: Sequence[str], rounds: int = ROUNDS
 ) -> None:
     """Measure in rounds, each method once a round in an order shuffled anew, native in every round."""
-    scale = "tiny" if options.tiny else "full"
     run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{workloads[0]}"
     left = [method for method in methods if any(options.selects(workload, method) for workload in workloads)]
     longest = 0.0
@@ -63,7 +62,7 @@ def measure(
             method
             for method in left
             if options.again
-            or not all(store.has(workload=w, method=method, round=number, scale=scale) for w in workloads)
+            or not all(store.has(workload=w, method=method, round=number, scale=options.scale) for w in workloads)
         ]
         if not pending:
             continue

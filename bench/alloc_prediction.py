@@ -50,7 +50,6 @@ def predict(recording: Path, method: str, real: Row) -> Row:
 def run(options: Options, store: Store, methods: Sequence[str] = ()) -> None:
     """Predict in rounds, each of which records anew; every workload has a round before one has two."""
     stamp = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-prediction"
-    scale = "tiny" if options.tiny else "full"
     longest = 0.0
     for number in range(1 if options.tiny else ROUNDS):
         for name in WORKLOADS if options.only else USUAL:
@@ -59,7 +58,7 @@ def run(options: Options, store: Store, methods: Sequence[str] = ()) -> None:
             pending = [
                 method
                 for method in wanted
-                if options.again or not store.has(workload=workload, method=method, round=number, scale=scale)
+                if options.again or not store.has(workload=workload, method=method, round=number, scale=options.scale)
             ]
             if not pending:
                 continue

@@ -141,14 +141,15 @@ def run(options: Options, methods: Sequence[str] = ()) -> None:
     """Replay every trace under every growth that is selected and missing; the longest takes a second."""
     # Nothing here touches a GPU, and a figure of the simulated device does not depend on the machine.
     store = Store(options.out / "alloc.json", provenance("cpu"))
-    scale = "tiny" if options.tiny else "full"
     paths = sorted(FOLDER.glob("*.npz"))
     if not paths:
         print(f"alloc traces: none in {FOLDER}")
     for path in paths[:1] if options.tiny else paths:
         workload = workload_of(path)
         wanted = [method for method in methods or GROWTH if method in GROWTH and options.selects(workload, method)]
-        pending = [m for m in wanted if options.again or not store.has(workload=workload, method=m, scale=scale)]
+        pending = [
+            m for m in wanted if options.again or not store.has(workload=workload, method=m, scale=options.scale)
+        ]
         if not pending:
             continue
         if not options.budget.allows(0.0):
@@ -160,7 +161,7 @@ def run(options: Options, methods: Sequence[str] = ()) -> None:
                 row: Row = {"status": "ok", **replay(trace, GROWTH[method])}
             except Exception as problem:  # whatever the allocator does wrong is its row, not the end of the bench
                 row = failure(problem)
-            store.append({"suite": "alloc", "workload": workload, "method": method, "scale": scale, **row})
+            store.append({"suite": "alloc", "workload": workload, "method": method, "scale": options.scale, **row})
             figures = ""
             if row["status"] == "ok":
                 ratio = row["peak_reserved_bytes"] / row["recorded_allocated_bytes"]

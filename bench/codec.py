@@ -211,7 +211,7 @@ def measure(case: Case, methods: list[str], options: Options) -> Iterator[Row]:
             "suite": "codec",
             "workload": case.name,
             "method": name,
-            "scale": "tiny" if options.tiny else "full",
+            "scale": options.scale,
             "nbytes": case.nbytes,
             "sets": sets,
         }

@@ -20,7 +20,7 @@ def run(options: Options, methods: tuple[str, ...] = ()) -> None:
                 method
                 for method in stage
                 if options.selects(workload, method)
-                and (options.again or not store.has(workload=workload, method=method, scale=_scale(options)))
+                and (options.again or not store.has(workload=workload, method=method, scale=options.scale))
             ]
             spec = spec_for("frontier", workload, [], options, store)
             pending = [method for method in pending if not _ruled_out(spec, method, store)]
@@ -32,10 +32,6 @@ def run(options: Options, methods: tuple[str, ...] = ()) -> None:
             begin = options.budget.clock()
             supervise(replace(spec, methods=tuple(_framed(pending))), options.budget)
             started.append(options.budget.clock() - begin)
-
-
-def _scale(options: Options) -> str:
-    return "tiny" if options.tiny else "full"
 
 
 def _ruled_out(spec: Spec, method: str, store: Store) -> bool:

@@ -106,7 +106,7 @@ def run(options: Options) -> None:
     """Measure each method once per commit."""
     store = options.store("observers")
     for method in METHODS:
-        key: Row = {"workload": MODEL, "method": method, "scale": "tiny" if options.tiny else "full"}
+        key: Row = {"workload": MODEL, "method": method, "scale": options.scale}
         if (store.has(**key) and not options.again) or not options.selects(MODEL, method):
             continue
         if not options.budget.allows(0.0):

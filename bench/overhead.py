@@ -167,7 +167,7 @@ def measure(options: Options) -> Row:
 def run(options: Options) -> None:
     """Measure once per commit."""
     store = options.store("overhead")
-    key: Row = {"workload": CHAIN, "method": "int8", "scale": "tiny" if options.tiny else "full"}
+    key: Row = {"workload": CHAIN, "method": "int8", "scale": options.scale}
     if (store.has(**key) and not options.again) or not options.selects(CHAIN, "int8"):
         return
     if not options.budget.allows(0.0):

@@ -122,7 +122,7 @@ def run(options: Options, before: Path, methods: tuple[str, ...], pairs: int) ->
     jobs[len(WORKLOADS) : len(WORKLOADS)] = [(CHAIN, "int8"), (ODD, "int8")]
     longest = 0.0
     for workload, method in jobs:
-        key = {"workload": workload, "method": method, "scale": "tiny" if options.tiny else "full", "earlier": earlier}
+        key = {"workload": workload, "method": method, "scale": options.scale, "earlier": earlier}
         if not options.selects(workload, method) or (store.has(**key) and not options.again):
             continue
         if not options.budget.allows(longest):

@@ -205,6 +205,11 @@ class Options:
     again: bool = False
     tiny: bool = False
 
+    @property
+    def scale(self) -> str:
+        """The scale that rows name."""
+        return "tiny" if self.tiny else "full"
+
     def store(self, suite: str) -> Store:
         return Store(self.out / f"{suite}.json", provenance(self.device))
 

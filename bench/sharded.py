@@ -89,7 +89,7 @@ def run(options: Options) -> None:
     store = options.store("sharded")
     longest = 0.0
     for method in TINY if options.tiny else SHARDED:
-        key: Row = {"workload": WORKLOAD, "method": method, "scale": "tiny" if options.tiny else "full"}
+        key: Row = {"workload": WORKLOAD, "method": method, "scale": options.scale}
         if not options.selects(WORKLOAD, method) or (store.has(**key) and not options.again):
             continue
         if not options.budget.allows(longest):
