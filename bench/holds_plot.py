@@ -9,7 +9,7 @@ from typing import Any
 
 from .holds_report import LIMIT, Outcome, percent
 from .methods import VANILLA
-from .plots import INK, MUTED, pyplot
+from .plots import INK, MUTED, pyplot, save
 from .rows import Row
 
 COLOURS = {VANILLA: INK, "lossless": "#2e6f95", "int8": "#d1495b", "nearest2": "#b08900"}
@@ -126,6 +126,4 @@ def draw(outcomes: Sequence[Outcome], docs: Path) -> None:
         color=INK, fontsize=11,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0.04, 1, 1))
-    docs.mkdir(parents=True, exist_ok=True)
-    figure.savefig(docs / "training_holds.png")
-    plt.close(figure)
+    save(figure, docs / "training_holds.png")

@@ -35,6 +35,13 @@ def pyplot() -> Any:
     return plt
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write a picture, in a folder that may not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot().close(figure)
+
+
 def throughput_vs_batch(points: dict[str, dict[str, list[Row]]], path: Path) -> None:
     """Draw samples a second over the batch size for each method, with a cross where it runs out of memory."""
     plt = pyplot()
@@ -72,9 +79,7 @@ def throughput_vs_batch(points: dict[str, dict[str, list[Row]]], path: Path) -> 
         color=INK, fontsize=11,
     )  # fmt: skip
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def allocator_training(bars: dict[str, dict[str, Row]], path: Path) -> None:
@@ -108,9 +113,7 @@ def allocator_training(bars: dict[str, dict[str, Row]], path: Path) -> None:
         *left.get_legend_handles_labels(), loc="lower center", ncols=len(ALLOCATORS), frameon=False, labelcolor=INK
     )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def allocator_timeline(lines: dict[str, list[int]], trace: str, path: Path) -> None:
@@ -129,9 +132,7 @@ def allocator_timeline(lines: dict[str, list[int]], trace: str, path: Path) -> N
     axes.legend(frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
     axes.set_title(f"{trace}, replayed", loc="left", color=INK)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def pausing_loop(rows: dict[str, Row], path: Path) -> None:
@@ -156,6 +157,4 @@ def pausing_loop(rows: dict[str, Row], path: Path) -> None:
     device = next(iter(rows.values()))["origin"]["device"]
     axes.set_title(f"Device memory after each half of a cycle ({device})", loc="left", color=INK)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
