@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median
 
 from .frontier_report import GIB, METHOD_ORDER, WORKLOAD_ORDER, rank
 from .overhead import CHAIN
 from .pairs import SIDES
-from .rows import Row, quantile
+from .rows import Row
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
 
@@ -78,7 +79,7 @@ def overhead_table(rows: Iterable[Row]) -> str:
     for row in found:
         for name, label in figures.items() if row["status"] == "ok" else ():
             series = [row[f"{side}_turns"][name] for side in SIDES]
-            lines.append([row["workload"], label, *(f"{f(s):.1f}" for s in series for f in (min, _median))])
+            lines.append([row["workload"], label, *(f"{f(s):.1f}" for s in series for f in (min, median))])
     if not found:
         return ""
     header = ["workload", "", "before, best", "median", "after, best", "median"]
@@ -87,10 +88,6 @@ def overhead_table(rows: Iterable[Row]) -> str:
         "Two processes take turns."
     )
     return section(table(header, lines), note, _conditions(found), reasons(found))
-
-
-def _median(samples: list[float]) -> float:
-    return quantile(samples, 0.5)
 
 
 TABLES = {
