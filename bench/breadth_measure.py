@@ -132,13 +132,13 @@ def _takes_head(step: Step) -> bool:
     return True
 
 
-def kept(report: pyactcomp.Report, most: int = 3) -> list[list[Any]]:
+def kept(report: pyactcomp.Report) -> list[list[Any]]:
     """Return the reasons for which most bytes are held uncompressed, in few words, with the bytes."""
     found: Counter[str] = Counter()
     for line in report.kept:
         if line.stored_bytes:
             found[line.name.split(":")[0].split(",")[0]] += line.stored_bytes
-    return [[name, count] for name, count in found.most_common(most)]
+    return [[name, count] for name, count in found.most_common(3)]
 
 
 def rounded(value: float) -> float | str:

@@ -29,14 +29,14 @@ class _Running:
     deadline: float
 
 
-def first_line(problem: BaseException | str, longest: int = 160) -> str:
+def first_line(problem: BaseException | str) -> str:
     """Return the first line of an error's text with the error's name before it, and no path of this machine."""
     text = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     # A validation error says in its second line what is wrong.
     line = " ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [""])[0]
     words = [word if not word.lstrip("'\"(").startswith("/") else "(path)" for word in line.split()]
-    return " ".join(words)[:longest]
+    return " ".join(words)[:160]
 
 
 def _call(function: Callable[[Any], Any], job: Any, results: Connection) -> None:

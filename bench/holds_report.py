@@ -103,8 +103,8 @@ def outcomes(rows: Iterable[Row]) -> list[Outcome]:
     return result
 
 
-def percent(share: float, form: str = "+.2f") -> str:
-    return f"{100 * share:{form}} %" if math.isfinite(share) else "diverged"
+def percent(share: float) -> str:
+    return f"{100 * share:+.2f} %" if math.isfinite(share) else "diverged"
 
 
 def _cell(value: float | None, form: str) -> str:
