@@ -101,23 +101,17 @@ class Inputs:
             return self.normal(BATCH, int(frames or 8), channels, *size)
         return self.normal(BATCH, channels, *size)
 
-    def grids(self, channels: int = 3) -> dict[str, Tensor]:
+    def grids(self) -> dict[str, Tensor]:
         """Return images of 8 x 8 patches in a row, with their grids, as Qwen2-VL and its like take them."""
         vision = self.vision
         patch = int(_first(vision, ("patch_size", "spatial_patch_size"), 8))
         depth = int(getattr(vision, "temporal_patch_size", 1) or 1)
-        channels = int(_first(vision, ("in_channels", "in_chans", "num_channels"), channels))
+        channels = int(_first(vision, ("in_channels", "in_chans", "num_channels"), 3))
         pixels = self.normal(BATCH * 64, channels * depth * patch * patch)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]] * BATCH)}
 
     def audio_features(self) -> Tensor:
-        bins = int(
-            _first(
-                self.config,
-                ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel"),
-                32,
-            )
-        )
+        bins = int(_first(self.config, _BINS, 32))
         positions = _first(self.config, ("max_source_positions",), None)
         if self.model.main_input_name == "input_features" and positions is not None and "whisper" in self.kind():
             return self.normal(BATCH, bins, 2 * int(positions))

@@ -188,7 +188,7 @@ def tiny(kind: type, dropout: float, overrides: dict[str, Any] | None = None, li
         fields["num_key_value_heads"] = 4  # latent attention has a key for each query's head
     subs = getattr(kind, "sub_configs", {})
     whole = kind() if subs else None
-    for name, sub in subs.items():
+    for name in subs:
         inner = getattr(whole, name, None)
         given = own.pop(name, {})
         if inner is not None and dataclasses.is_dataclass(inner):
@@ -196,7 +196,6 @@ def tiny(kind: type, dropout: float, overrides: dict[str, Any] | None = None, li
             fields[name] = given if not isinstance(given, dict) else tiny(type(inner), dropout, given, inner)
         elif given is not None and given != {}:
             fields[name] = given
-        del sub
     if "num_labels" not in defaults:
         fields["num_labels"] = LABELS
     fields.update(own)
