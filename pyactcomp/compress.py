@@ -24,7 +24,6 @@ from .compiled import marks
 from .compiled.blocks import reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.marks import FUSING, give_class
-from .engine.policy import SKIPPED
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session
 from .errors import PyactcompError
@@ -65,13 +64,13 @@ class _CloseHooks:
 class _EnterExact:
     """Forward pre-hook of a skipped module."""
 
-    def __init__(self, session: Session, reason: str) -> None:
-        self.session, self.reason = session, reason
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
     def __call__(self, module: Module, args: Any) -> None:
         frame = None if torch.compiler.is_compiling() else self.session.frame()
         if frame is not None:
-            frame.enter_exact(self.reason)
+            frame.enter_exact()
 
 
 class _LeaveExact:
@@ -194,7 +193,7 @@ def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle
     """Register the hooks on skipped modules."""
     handles: list[RemovableHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(_EnterExact(session, SKIPPED), prepend=True))
+        handles.append(module.register_forward_pre_hook(_EnterExact(session), prepend=True))
         handles.append(_with_common_key(module, module.register_forward_hook(_LeaveExact(session), always_call=True)))
     return handles
 

@@ -187,16 +187,16 @@ class Frame:
             return False
         return True
 
-    def enter_exact(self, reason: str) -> None:
+    def enter_exact(self) -> None:
         """Enter a skipped module: keep all tensors until :meth:`leave_exact`."""
         if self.policy is None:
             self.policy = Policy(self._module, self._min_bytes)
-        self.policy.exact.append(reason)
+        self.policy.skipping += 1
 
     def leave_exact(self) -> None:
         """Leave the innermost skipped module."""
-        if self.policy is not None and self.policy.exact:
-            self.policy.exact.pop()
+        if self.policy is not None and self.policy.skipping:
+            self.policy.skipping -= 1
 
     @never_traced
     def pack_profiled(self, tensor: Tensor) -> Saved:

@@ -90,11 +90,11 @@ class Policy:
         Smaller tensors are kept.
     """
 
-    __slots__ = ("_min_bytes", "_module", "_owned", "exact")
+    __slots__ = ("_min_bytes", "_module", "_owned", "skipping")
 
     def __init__(self, module: torch.nn.Module | None, min_bytes: int) -> None:
-        # Reasons of the skipped modules whose forward is running, innermost last.
-        self.exact: list[str] = []
+        # Skipped modules whose forward is running.
+        self.skipping = 0
         self._min_bytes = min_bytes
         self._module = module
         self._owned: dict[int, Tensor] | None = None
@@ -117,7 +117,7 @@ class Policy:
             address = tensor.untyped_storage().data_ptr()
             if (self._owned is None or address in self._owned) and self._owns(address):
                 return PARAMETER
-        return self.exact[-1] if self.exact else None
+        return SKIPPED if self.skipping else None
 
     def reason_to_keep(self, tensor: Tensor, saved: Tensor, would_copy: bool = True) -> str | None:
         """Return the reason to keep a plain tensor unpacked, or None if it may be packed.
@@ -146,8 +146,8 @@ class Policy:
         needs_grad = saved.requires_grad
         if needs_grad and owner.is_leaf and owner.requires_grad:
             return LEAF
-        if self.exact:
-            return self.exact[-1]
+        if self.skipping:
+            return SKIPPED
         if tensor.dtype not in CARRIER:
             return f"dtype {tensor.dtype}"
         if tensor.nbytes < self._min_bytes:
