@@ -38,22 +38,23 @@ MODULE_OPTIONS = ("fuse", "fuse_head", "compile_blocks")
 _roots: WeakSet[Module] = WeakSet()
 
 
-class _OpenHooks:
-    """Forward pre-hook of the root."""
+class _Hook:
+    """Base of the hooks below: each acts on a session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
+
+
+class _OpenHooks(_Hook):
+    """Forward pre-hook of the root."""
 
     def __call__(self, module: Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.session.open(module, active=module.training, caller=sys._getframe(1))
 
 
-class _CloseHooks:
+class _CloseHooks(_Hook):
     """Forward hook of the root; also runs if the forward raised."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
 
     def __call__(self, module: Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -61,11 +62,8 @@ class _CloseHooks:
             self.session.close(completed=not failed)
 
 
-class _EnterExact:
+class _EnterExact(_Hook):
     """Forward pre-hook of a skipped module."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
 
     def __call__(self, module: Module, args: Any) -> None:
         frame = None if torch.compiler.is_compiling() else self.session.frame()
@@ -73,11 +71,8 @@ class _EnterExact:
             frame.enter_exact()
 
 
-class _LeaveExact:
+class _LeaveExact(_Hook):
     """Forward hook of a skipped module."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
 
     def __call__(self, module: Module, args: Any, output: Any) -> None:
         frame = None if torch.compiler.is_compiling() else self.session.frame()
@@ -85,20 +80,14 @@ class _LeaveExact:
             frame.leave_exact()
 
 
-class _OfferLayerNorm:
+class _OfferLayerNorm(_Hook):
     """Forward hook of a layer norm: offers a recipe for the output."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
 
     def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.session.frame() is None:
             return
         if type(output) is torch.Tensor and tampering_reason(module) is None:
             offer_layer_norm(output, module)
-
-
-_HOOKS = (_OpenHooks, _CloseHooks, _EnterExact, _LeaveExact, _OfferLayerNorm)
 
 
 def _sessions(model: Module) -> Iterator[tuple[Module, Session]]:
@@ -366,7 +355,7 @@ def decompress(model: Module) -> Module:
     model.__dict__.pop(Scriptable.NAME, None)
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
     _roots.discard(model)
