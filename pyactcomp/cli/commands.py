@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -88,10 +88,15 @@ def run(
     raise Program(target, arguments or [], module)
 
 
-def _sources() -> Path | None:
-    """Return ``csrc`` inside an installed wheel; None in a checkout, where the build finds ``csrc`` by default."""
+def _build(compile_from: Callable[[Path | None], Path], duration: str) -> None:
+    console.print(f"compiling for torch {torch.__version__}: about {duration}", soft_wrap=True)
+    # A wheel has csrc inside; in a checkout the build finds csrc by default.
     inside = Path(__file__).parents[1] / "csrc"
-    return inside if inside.exists() else None
+    try:
+        path = compile_from(inside if inside.exists() else None)
+    except PyactcompError as error:
+        fail(error)
+    console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
 
 
 @app.command()
@@ -99,12 +104,7 @@ def build_allocator() -> None:
     """Compile the subclass of torch's allocator for the installed torch."""
     from ..allocator.build import build_torch_allocator
 
-    console.print(f"compiling for torch {torch.__version__}: about ten seconds", soft_wrap=True)
-    try:
-        path = build_torch_allocator(source=_sources())
-    except PyactcompError as error:
-        fail(error)
-    console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+    _build(lambda source: build_torch_allocator(source=source), "ten seconds")
 
 
 @app.command()
@@ -112,12 +112,7 @@ def build_observer() -> None:
     """Compile the observer, which names the operator saving a tensor, for the installed torch."""
     from ..torch_private import extensions
 
-    console.print(f"compiling for torch {torch.__version__}: about half a minute", soft_wrap=True)
-    try:
-        path = extensions.build("_observer", source=_sources())
-    except PyactcompError as error:
-        fail(error)
-    console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
+    _build(lambda source: extensions.build("_observer", source=source), "half a minute")
 
 
 for command in (demo, doctor, replay, tune, explain):
