@@ -369,10 +369,6 @@ void bind_runtime(py::module_& module) {
       "runtime_open_shared",
       [](const py::bytes& text, int device) { return opened(alloc::runtime().open_shared(std::string(text), device)); },
       py::arg("text"), py::arg("device"));
-  module.def(
-      "runtime_try_free",
-      [](const py::object& address) { return alloc::runtime().try_free(to_number("address", address)); },
-      py::arg("address"));
 }
 #endif
 

@@ -137,7 +137,6 @@ PYBIND11_MODULE(_core, module) {
   module.attr("BFLOAT16") = static_cast<int>(pac::DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(pac::DType::kFloat16);
   module.attr("BOOL") = static_cast<int>(pac::DType::kBool);
-  module.attr("cpu_isa") = pac::cpu::best_isa() == pac::cpu::Isa::kAvx2 ? "avx2" : "baseline";
 
   py::class_<CpuCodec>(module, "CpuCodec", "One format on the host; packs and restores without the GIL.")
       .def(py::init<int, int, int, bool, bool, bool>(), py::arg("dtype"), py::arg("bits"), py::arg("group_size"),
