@@ -154,7 +154,6 @@ class CachingAllocator final : public Allocator {
   /// Waits for all work queued by now, without the lock; returns the moment. Blocks freed by then are free afterwards.
   Serial finish_device(Lock& lock);
   void release_cached(Lock& lock, PoolId only, const Context& context);
-  void release_group(PoolGroup& group);
   [[noreturn]] void fail(const Request& request, Lock& lock, const std::string& callback_error);
 
   mutable std::mutex mutex_;
