@@ -2,7 +2,6 @@
 // all use this Runtime, so there is one state, however the allocator was attached.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,9 +10,8 @@
 
 namespace pac::alloc {
 
-/// Raise this whenever a layout or a virtual function changes in a header that crosses libraries.
-constexpr std::uint32_t kRuntimeVersion = 3;
-/// Name of the capsule with _core's Runtime*.
+/// Name of the capsule with _core's Runtime*. Raise the number whenever a layout or a virtual function changes in a
+/// header that crosses libraries.
 constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v3";
 /// Environment variable with the settings of a process without a call to configure(), in parse_config's syntax.
 constexpr char kConfigVariable[] = "PYACTCOMP_ALLOC_CONF";
