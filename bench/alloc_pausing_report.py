@@ -7,10 +7,9 @@ from statistics import median
 
 from .alloc_methods import NATIVE, OURS, PAUSING
 from .alloc_pausing import WORKLOADS
-from .rows import Row, select
+from .rows import GIB, Row, select
 from .tables import conditions, latest, on_gpu, reasons, section, table
 
-GIB = 2**30
 NAMES = {NATIVE: "by hand"}
 """How the table calls a method, where not by its own name."""
 

@@ -13,10 +13,10 @@ from .alloc_pairs import THREADS
 from .alloc_prediction import workload_of
 from .alloc_traces import GROWTH
 from .alloc_workloads import WORKLOADS
-from .rows import Row, quantile, select
+from .rows import GIB, Row, quantile, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 CASE = ("workload", "call", "nbytes", "threads")
 """What two rows of different methods must share to be compared, besides the run and the round."""
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

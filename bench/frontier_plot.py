@@ -9,7 +9,7 @@ from typing import Any
 
 from .frontier_report import TITLES
 from .plots import GRID, INK, MUTED, pyplot
-from .rows import Row
+from .rows import GIB, Row
 
 OURS, PEERS = "#c8324a", "#7a8594"
 TINT = "#faeef0"
@@ -32,7 +32,6 @@ PLACES = (
 """Where a name may stand beside its point, the best first: across and up in points, and the side that is fixed."""
 ADJACENT = 14
 """Points up or down to which a name needs no line to its point."""
-GIB = 2**30
 
 Place = tuple[int, int, str]
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .measure import CPUS_TRIED
-from .rows import NOT_APPLICABLE, Row, select
+from .rows import GIB, NOT_APPLICABLE, Row, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
-GIB = 2**30
 TITLES = {
     "bert_large_amp": "BERT-large", "llama_1b_bf16": "Llama, 1.2 B", "gpt2_medium_amp": "GPT-2 medium",
     "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50", "plain_gpt_amp": "GPT, plain PyTorch",

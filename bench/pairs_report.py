@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from .frontier_report import GIB, METHOD_ORDER, WORKLOAD_ORDER, rank
+from .frontier_report import METHOD_ORDER, WORKLOAD_ORDER, rank
 from .overhead import CHAIN
 from .pairs import SIDES
-from .rows import Row
+from .rows import GIB, Row
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .rows import Row
+from .rows import GIB, Row
 
-GIB = 2**30
 INK, MUTED, GRID = "#222222", "#6b7280", "#e5e7eb"
 COLOURS = {
     "vanilla": "#222222",

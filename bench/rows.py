@@ -19,6 +19,7 @@ from typing import Any
 Row = dict[str, Any]
 
 SCHEMA = 1
+GIB = 2**30
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13", "diffusers",
