@@ -156,11 +156,6 @@ def share_of_copy(nbytes: int, us: float, copy_nbytes: int, copy_us: float) -> f
     return (nbytes / us) / (copy_nbytes / copy_us)
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    for begin in range(0, numel, CHECK_CHUNK):
-        yield slice(begin, min(begin + CHECK_CHUNK, numel))
-
-
 def check(provider: Provider, source: Tensor) -> float:
     """Return the relative L2 error of packing and restoring; raise where the result is not right.
 
@@ -169,7 +164,8 @@ def check(provider: Provider, source: Tensor) -> float:
     stored = provider.encode(source)
     restored = provider.decode(stored)
     squares = torch.zeros(2, dtype=torch.float64, device=source.device)
-    for part in _chunks(source.numel()):
+    for begin in range(0, source.numel(), CHECK_CHUNK):
+        part = slice(begin, min(begin + CHECK_CHUNK, source.numel()))
         x, y = source[part], restored[part]
         difference = y.double() - x.double()
         squares += torch.stack([difference.square().sum(), x.double().square().sum()])
