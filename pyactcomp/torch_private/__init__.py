@@ -15,39 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import Node
 
-__all__ = [
-    "allocator_settings_setter",
-    "backend_being_traced",
-    "being_traced",
-    "checkpointed_run",
-    "constant_in_graphs",
-    "current_raw_stream",
-    "dispatch_mode_active",
-    "draw_from_generator",
-    "forward_ad_active",
-    "graph_is_retained",
-    "has_no_memory",
-    "history_enabled",
-    "inside_functorch",
-    "is_batch",
-    "module_hooks_are_global",
-    "never_traced",
-    "normalises_by_cudnn",
-    "owner_being_traced",
-    "pluggable_setters",
-    "profiler_enabled",
-    "replace_entry_points",
-    "saved_as_it_is",
-    "saved_form",
-    "saved_tensor_hooks_enabled",
-    "saves_are_dropped",
-    "source_dtype",
-    "top_saved_tensor_hooks",
-    "tracing_context",
-    "transformed",
-    "under_checkpoint",
-]
-
 Hook = TypeVar("Hook", bound=Callable[..., object])
 SavedTensorHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 

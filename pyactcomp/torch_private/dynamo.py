@@ -8,8 +8,6 @@ from typing import Any, cast
 import torch
 from torch._dynamo import config, exc
 
-__all__ = ["is_refusal", "missing", "raised_recompile_limit", "recompile_limit"]
-
 
 def missing() -> str | None:
     """Return the name that this release of torch does not have, or None."""

@@ -54,8 +54,6 @@ from . import (
     under_checkpoint,
 )
 
-__all__ = ["self_test"]
-
 
 def _test_top_hooks() -> None:
     def same(tensor: Tensor) -> Tensor:
