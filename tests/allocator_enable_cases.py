@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pyactcomp import PyactcompError, allocator
-from pyactcomp.allocator import subclass
+from pyactcomp.torch_private import extensions
 
 MIB = 1 << 20
 
 
 def enable_plainly() -> None:
-    subclass.load = lambda: (None, "its torch subclass is not built: run pyactcomp build-allocator")
+    extensions.load = lambda name: (None, "its torch subclass is not built: run pyactcomp build-allocator")
     with pytest.warns(UserWarning, match="not built"):
         allocator.enable()
 
@@ -95,7 +95,7 @@ def reduce_overhead() -> None:
 
 def too_late() -> None:
     torch.cuda.init()
-    subclass.load = lambda: (None, "its torch subclass is not built")
+    extensions.load = lambda name: (None, "its torch subclass is not built")
     with pytest.raises(PyactcompError, match="initialised already"):
         allocator.enable()
     assert not allocator.is_enabled()

@@ -13,7 +13,8 @@ import torch
 
 import pyactcomp
 from pyactcomp import PyactcompError, _core, allocator
-from pyactcomp.allocator import AllocatorConfig, attach, plain, subclass
+from pyactcomp.allocator import AllocatorConfig, attach, plain
+from pyactcomp.torch_private import extensions
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Sim
     )
     told.module = SimpleNamespace(install=told.installed.append)
     monkeypatch.setattr(attach, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(attach.subclass, "load", lambda: told.subclass)
+    monkeypatch.setattr(extensions, "load", lambda name: told.subclass)
     monkeypatch.setattr(attach, "library_path", lambda: "library")
     monkeypatch.setattr(plain, "attach", told.attached.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: told.cuda_initialized)
@@ -220,7 +221,7 @@ def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_subclass_for_this_torch_is_taken(extension: Path) -> None:
     extension.write_text(f"BUILT_FOR = {torch.__version__!r}\n")
-    module, reason = subclass.load()
+    module, reason = extensions.load("_torch_allocator")
     assert module is not None
     assert module.BUILT_FOR == torch.__version__
     assert reason is None
@@ -242,7 +243,7 @@ def test_a_subclass_that_cannot_be_used_says_why_and_what_to_do(
 ) -> None:
     if source is not None:
         extension.write_text(source)
-    module, reason = subclass.load()
+    module, reason = extensions.load("_torch_allocator")
     assert module is None
     assert reason is not None
     with pytest.raises(AssertionError, match=f"{named}.*run pyactcomp build-allocator"):

@@ -51,7 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Mac
     monkeypatch.setattr(pausing, "_core", real)
     monkeypatch.setattr(pausing, "_kept", {})
     monkeypatch.setattr(pausing, "is_enabled", lambda: True)
-    monkeypatch.setattr(pausing.subclass, "load", lambda: (SimpleNamespace(set_tag=made.set_tag), None))
+    monkeypatch.setattr(pausing.extensions, "load", lambda name: (SimpleNamespace(set_tag=made.set_tag), None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda, "memory_reserved", lambda index: made.allocators[index].counters()["reserved_bytes.all.current"]
@@ -182,7 +182,9 @@ def test_nothing_is_paused_before_enable(allocator_not_enabled: None) -> None:
 
 
 def test_tags_need_the_subclass(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pausing.subclass, "load", lambda: (None, "it is not built: run pyactcomp build-allocator"))
+    monkeypatch.setattr(
+        pausing.extensions, "load", lambda name: (None, "it is not built: run pyactcomp build-allocator")
+    )
     with pytest.raises(PyactcompError, match="not built: run pyactcomp build-allocator"):
         allocator.tag("kv").__enter__()
 

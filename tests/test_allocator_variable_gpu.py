@@ -7,11 +7,12 @@ from pathlib import Path
 import allocator_variable_checks as checks
 import pytest
 
-from pyactcomp.allocator import subclass
+from pyactcomp.torch_private import extensions
 
+MODULE, REASON = extensions.load("_torch_allocator")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(subclass.load()[0] is None, reason=f"the torch subclass is missing: {subclass.load()[1]}"),
+    pytest.mark.skipif(MODULE is None, reason=f"the torch subclass is missing: {REASON}"),
 ]
 
 

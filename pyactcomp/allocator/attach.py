@@ -11,7 +11,8 @@ import torch
 from .. import _core
 from .._core import AllocatorConfig
 from ..errors import PyactcompError
-from . import plain, runtime_settings, settings, subclass
+from ..torch_private import extensions
+from . import plain, runtime_settings, settings
 
 _active: AllocatorConfig | None = None
 _by_variable = False
@@ -175,7 +176,7 @@ def activate(config: AllocatorConfig) -> None:
     reason = unavailable_reason()
     if reason is not None:
         raise PyactcompError(f"the allocator cannot be enabled: {reason}")
-    extension, missing = subclass.load()
+    extension, missing = extensions.load("_torch_allocator")
     if extension is not None:
         _install(extension, config)
     else:
@@ -188,7 +189,7 @@ def attach_by_variable(config: AllocatorConfig) -> None:
     global _by_variable
     if not _core.has_cuda_allocator:
         raise PyactcompError(_NO_RUNTIME)
-    extension, missing = subclass.load()
+    extension, missing = extensions.load("_torch_allocator")
     if extension is None:
         raise PyactcompError(missing)
     _install(extension, config)

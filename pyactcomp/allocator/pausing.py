@@ -18,7 +18,7 @@ import torch
 from .. import _core
 from .._core import CachingAllocator
 from ..errors import PyactcompError, check_choice
-from . import subclass
+from ..torch_private import extensions
 from .attach import is_enabled
 from .settings import disabled
 
@@ -401,7 +401,7 @@ def saved(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 def _subclass() -> ModuleType:
     _running("tag")
-    extension, missing = subclass.load()
+    extension, missing = extensions.load("_torch_allocator")
     if extension is None:
         raise PyactcompError(f"tags need the subclass of torch's allocator, and {missing}")
     return extension

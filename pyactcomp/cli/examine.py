@@ -115,7 +115,7 @@ def _implementation(name: str, device_type: str) -> dict[str, str | None]:
 
 def _allocator() -> dict[str, Any]:
     try:
-        from ..allocator import attach, settings, subclass, variable
+        from ..allocator import attach, settings, variable
     except ImportError as error:
         reason = f"the native module pyactcomp._core does not load ({error}); reinstall pyactcomp"
         return {"unavailable_reason": reason, "torch_subclass": None, "settings": None, "variable": None}
@@ -126,7 +126,7 @@ def _allocator() -> dict[str, Any]:
         malformed = str(error)
     return {
         "unavailable_reason": attach.unavailable_reason(),
-        "torch_subclass": subclass.load()[1],
+        "torch_subclass": extensions.load("_torch_allocator")[1],
         "settings": malformed,
         "variable": variable.state(),
     }
