@@ -13,9 +13,6 @@ from ...engine import recompute
 from ..codes import INT8, Codes, one_option
 from ..saving import Recomputed, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
-EXACT_ON_CUDA = True
-"""Whether the kernels without codes give torch's results to the bit; if False, torch's operators run instead."""
-
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
@@ -24,8 +21,7 @@ class _SiluMul(torch.autograd.Function):
         # No check of an up given with inplace=True: nobody else reads it, and the kernel overwrites it.
         begin(ctx, None if exact else gate, None if inplace or (exact and up_again is None) else up)
         ctx.up_again = up_again
-        fused = gate.dtype is up.dtype and how.runs_kernels(gate) and (how.bits is not None or EXACT_ON_CUDA)
-        if fused:
+        if gate.dtype is up.dtype and how.runs_kernels(gate):
             from . import launch
 
             out, kept, ctx.fused_backward, compute = launch.silu_mul(gate, up, up_again, inplace, how)
