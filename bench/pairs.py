@@ -24,9 +24,9 @@ BASELINE = {"int8-attention": "int8"}
 """What the earlier side runs against a method that it may lack."""
 PAIRS, STEPS = 5, 5
 CHAIN_PAIRS, CHAIN_STEPS = 10, 3
+"""A turn counts by its median: a difference of two times is no figure if one of them was disturbed."""
 ODD = "odd-sizes"
 """A small network whose sizes are no multiple of a tile, a group or a vector load."""
-"""A turn counts by its median: a difference of two times is no figure if one of them was disturbed."""
 
 
 class SideError(Exception):
