@@ -24,11 +24,10 @@ SHIFT = 1.0 / 16
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes as uint8 [n]; ``packages`` counts those that training reads."""
+    """Bytes as uint8 [n]."""
 
     training: Tensor
     validation: Tensor
-    packages: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def installed_sources(folder: Path, limit: int = TEXT_BYTES, package_limit: int 
         if left and (text := read_sources(path, min(package_limit, left))):
             training.append(text)
             left -= len(text)
-    return Text(_bytes(b"".join(training)), _bytes(b"".join(held_out)), len(training))
+    return Text(_bytes(b"".join(training)), _bytes(b"".join(held_out)))
 
 
 def random_sequences(count: int, length: int) -> Tensor:
