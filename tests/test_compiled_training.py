@@ -505,3 +505,12 @@ def test_cuda_graph_trees_replay_compressed_graphs(compiled: str) -> None:
     assert after(graphs) < 0.75 * before(graphs)
     for got, expected in zip(int8, exact, strict=True):
         assert 0.0 < relative_error(got, expected) <= GRADIENT_BOUND
+
+
+def test_as_many_compressed_models_are_compiled_as_plain_ones() -> None:
+    """Dynamo's limit of 8 graphs holds for a model, not for all compressed models of a process."""
+    for _ in range(11):
+        model = pyactcomp.compress(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), min_bytes=MIN_BYTES)
+        compiled = torch.compile(model, backend=as_inductor, fullgraph=True)
+        compiled(torch.randn(64, WIDTH)).square().sum().backward()
+        assert len(pyactcomp.report(model).graphs) == 1

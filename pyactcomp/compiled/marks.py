@@ -8,6 +8,7 @@ import os
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator
+from types import FunctionType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -114,6 +115,10 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
         # Not cls.forward: Dynamo calls no method of a class that torch._dynamo.allow_in_graph took.
         return cast("Any", super(marked, self)).forward(*args, **kwargs)
 
+    # Dynamo's limit of graphs holds for a code object: without one of its own, all compressed models of a process share
+    # the limit.
+    function = cast("FunctionType", forward)
+    function.__code__ = function.__code__.replace()
     # Dynamo imports the module of a function: the module of the names that the function reads.
     forward.__module__ = __name__
     # Of the modules that compile themselves, projections alone are Linears: a block has children.
