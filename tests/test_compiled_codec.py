@@ -74,6 +74,17 @@ def test_scaled_halves_are_exact_to_half_an_ulp_of_float16(magnitude: float) -> 
     assert bool(((restored - x).abs() <= bound).all())
 
 
+@pytest.mark.parametrize("other", [float("nan"), float("inf"), -float("inf")])
+def test_scaled_halves_survive_a_neighbour_that_is_no_number(other: float) -> None:
+    x = torch.randn(4096)
+    x[5] = other
+    restored = codec.unscale(*codec.scale(x))
+    assert torch.equal(restored[5].nan_to_num(), x[5].nan_to_num())
+    # Not scaled: half the smallest float16.
+    bound = x.abs() * 2.0**-11 + 2.0**-25
+    assert bool(((restored - x).abs() <= bound)[x.isfinite()].all())
+
+
 @pytest.mark.parametrize("shape", [(8, 64), (3, 5), (2, 3, 8), (2, 16, 3, 5), (2, 24, 3, 3)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "innermost dimension first", "apart"])
 def test_bits_return(shape: tuple[int, ...], layout: str) -> None:

@@ -97,8 +97,9 @@ def saturate(x: Tensor) -> Tensor:
 
 def scale(x: Tensor) -> tuple[Tensor, Tensor]:
     """Store float32 as float16 times a power of two; return the halves and the exponent, one int32."""
-    exponent = ((_bits(x.abs().amax().view(1)) >> 23) & 0xFF).clamp(15, 254)
-    # 2**(141 - exponent) takes the largest magnitude to [2**14, 2**15).
+    exponent = (_bits(x.abs().amax().view(1)) >> 23) & 0xFF
+    # 2**(141 - exponent) takes the largest magnitude to [2**14, 2**15). With a NaN or an infinity the power is one.
+    exponent = torch.where(exponent == 255, 141, exponent).clamp(15, 254)
     return (x * _number((268 - exponent) << 23)).to(torch.float16), exponent
 
 

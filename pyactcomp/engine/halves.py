@@ -95,7 +95,10 @@ class _Mapped:
 
 
 class _Scaled:
-    """Float16 of the tensor times a power of two, chosen so that the largest magnitude lies in [2**14, 2**15)."""
+    """Float16 of the tensor times a power of two, chosen so that the largest magnitude lies in [2**14, 2**15).
+
+    With a NaN or an infinity in the tensor the power is one, so the other elements come back, if below 65504.
+    """
 
     _TOP = 15
     # Float32 has powers of two from -126 to 127.
@@ -106,7 +109,8 @@ class _Scaled:
             return
         x = _flat(source.detach())
         offset = _scale_offset(x.numel())
-        exponent = self._TOP - torch.frexp(torch.linalg.vector_norm(x, float("inf"))).exponent
+        largest = torch.linalg.vector_norm(x, float("inf")).nan_to_num_(2.0**14, 2.0**14)
+        exponent = self._TOP - torch.frexp(largest).exponent
         exponent = exponent.clamp_(-self._LARGEST, self._LARGEST).to(torch.float32)
         scale = torch.ldexp(torch.ones_like(exponent), exponent)
         torch.mul(x, scale.to(x.dtype), out=out[: 2 * x.numel()].view(torch.float16))
