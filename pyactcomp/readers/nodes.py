@@ -5,6 +5,7 @@ The observer's library has the walks of ``origin`` in C++.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -76,19 +77,21 @@ WIDE = frozenset(
     f"{name}Backward0"
     for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Expm1", "Reciprocal", "LogSigmoid")
 )
+LOGS = frozenset(("LogSoftmaxBackward0", "LogBackward0"))
 RANGE_KEPT = frozenset(
     f"{name}Backward{number}" for name in ("Clamp", "ClampMin", "ClampMax", "Sub", "Add", "Neg") for number in (0, 1)
 ) | {"ToCopyBackward0", *VIEWS}
 _RANGE_WALK = 4
 
 
-def spans_magnitudes(name: str, node: Any) -> bool:
+def spans_magnitudes(name: str, node: Any, made_by: Collection[str] = WIDE) -> bool:
     """Return whether the output of ``node``, named ``name``, may span orders of magnitude.
 
-    Follows the first input through range-preserving operators, products with a constant included.
+    Follows the first input through range-preserving operators, products with a constant included, to a node whose name
+    is in ``made_by``.
     """
     for _ in range(_RANGE_WALK):
-        if name in WIDE:
+        if name in made_by:
             return True
         if name not in RANGE_KEPT and (name != "MulBackward0" or node.next_functions[-1][0] is not None):
             return False
