@@ -246,7 +246,8 @@ def differentiable_once(backward: Backward) -> Backward:
         if torch.is_grad_enabled():
             raise PyactcompError(
                 "backward with create_graph=True went through a function of pyactcomp.functional, which can be "
-                "differentiated only once; use the function of torch.nn.functional there"
+                "differentiated only once; use the function of torch.nn.functional there, or compress the model with "
+                "fuse=False"
             )
         return backward(ctx, *grads)
 
