@@ -35,7 +35,7 @@ from ..readers.forms import (
     Reading,
 )
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
-from ..readers.nodes import CAST, LOGS, SOFTMAX_PARTS, cast_parameter, producer, spans_magnitudes
+from ..readers.nodes import CAST, LOGS, SOFTMAX_PARTS, cast_parameter, keeps_range_of, producer
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED
 from ..torch_private import (
@@ -273,7 +273,7 @@ class Frame:
             wide = wide or (bool(self._divisors) and self._meets_several(tensor))
             # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
             # divergence, the gradients of the two sides cancel.
-            logarithm = wide and spans_magnitudes(*producer(saved), LOGS)
+            logarithm = wide and keeps_range_of(LOGS, *producer(saved))
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif (form is SCALED and wide) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.

@@ -77,6 +77,7 @@ WIDE = frozenset(
     f"{name}Backward0"
     for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Expm1", "Reciprocal", "LogSigmoid")
 )
+# Those of the names above that make logarithms.
 LOGS = frozenset(("LogSoftmaxBackward0", "LogBackward0"))
 RANGE_KEPT = frozenset(
     f"{name}Backward{number}" for name in ("Clamp", "ClampMin", "ClampMax", "Sub", "Add", "Neg") for number in (0, 1)
@@ -84,14 +85,18 @@ RANGE_KEPT = frozenset(
 _RANGE_WALK = 4
 
 
-def spans_magnitudes(name: str, node: Any, made_by: Collection[str] = WIDE) -> bool:
-    """Return whether the output of ``node``, named ``name``, may span orders of magnitude.
+def spans_magnitudes(name: str, node: Any) -> bool:
+    """Return whether the output of ``node``, named ``name``, may span orders of magnitude."""
+    return keeps_range_of(WIDE, name, node)
 
-    Follows the first input through range-preserving operators, products with a constant included, to a node whose name
-    is in ``made_by``.
+
+def keeps_range_of(makers: Collection[str], name: str, node: Any) -> bool:
+    """Return whether the output of ``node``, named ``name``, comes from a node whose name is in ``makers``.
+
+    Follows the first input through range-preserving operators, products with a constant included.
     """
     for _ in range(_RANGE_WALK):
-        if name in made_by:
+        if name in makers:
             return True
         if name not in RANGE_KEPT and (name != "MulBackward0" or node.next_functions[-1][0] is not None):
             return False
