@@ -19,7 +19,7 @@ from .rows import Options, Store
 
 ROUNDS = 5
 CALL_ROUNDS = 10
-"""Of a call's best time: one round's depends on where the process's memory lies."""
+"""Of the calls, whose best time counts: a process takes a fifth more in the median than in the best round."""
 
 
 def selectable() -> list[str]:
