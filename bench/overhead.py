@@ -97,7 +97,7 @@ class Chains:
         torch.manual_seed(0)
         self.x = torch.randn(NBYTES // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device).requires_grad_()
         self.vector = torch.ones(WIDTH, dtype=torch.bfloat16, device=device).requires_grad_()
-        self.constant = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+        self.constant = 1.0  # a tensor might hold any number, and products of the sum would be stored in 16 bits
         # One context for all: its first forward records what a report needs, which the later ones do not.
         self.compressed = pyactcomp.compressed()
         self._check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -190,6 +191,11 @@ def checkpointed_error(block: Callable[[Tensor], Tensor], x: Tensor, reentrant: 
         lambda x: torch.remainder(x * 8, 1.0),
         lambda x: F.hardshrink(x, 0.5),
         lambda x: (x * 8).remainder_(1.0),
+        lambda x: torch.linalg.vector_norm(x, math.inf, -1),
+        lambda x: x.norm(-math.inf, 0),
+        lambda x: torch.cdist(x.flatten(0, 1), x.flatten(0, 1).roll(1, 0), p=math.inf),
+        lambda x: x * torch.fake_quantize_per_tensor_affine(x, 0.5, 0, -128, 127),
+        lambda x: F.grid_sample(x, x.detach()[:, :2].permute(0, 2, 3, 1) / 20 - 1, "nearest", align_corners=False),
     ],
     ids=[
         "max_pool2d",
@@ -200,6 +206,11 @@ def checkpointed_error(block: Callable[[Tensor], Tensor], x: Tensor, reentrant: 
         "remainder",
         "hardshrink",
         "remainder_",
+        "vector_norm",
+        "norm",
+        "cdist",
+        "fake_quantize",
+        "grid_sample",
     ],
 )
 def test_a_block_that_is_run_again_takes_the_same_way(route: Callable[[Tensor], Tensor], reentrant: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -338,6 +339,11 @@ def test_decisions_are_counted_where_they_are_made_of_floats(watching: Observer)
             assert decisions(call) >= 1
         for call in (lambda: x * 2, lambda: F.gelu(x), lambda: x.sum(), lambda: x.softmax(0), lambda: x.view(2, 4)):
             assert decisions(call) == 0
+        if not isinstance(watching, WithoutLibrary):  # which sees no arguments
+            assert decisions(lambda: torch.linalg.vector_norm(x, -math.inf)) == 1
+            assert decisions(lambda: torch.linalg.vector_norm(x)) == 0
+        # An operator with a derivative takes the largest element for its own use.
+        assert decisions(lambda: x.logsumexp(0)) == 0
     finally:
         watching.stop()
 

@@ -3,6 +3,10 @@
 // A Python object for a node lives as long as the graph, and to make one takes as long as the whole walk.
 #pragma once
 
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <array>
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <string>
@@ -20,14 +24,19 @@ using torch::autograd::Node;
 struct NodeNames {
   std::unordered_set<std::string> views;
   std::unordered_set<std::string> wide;        ///< results may span orders of magnitude
-  std::unordered_set<std::string> range_kept;  ///< results have the range of the first operand
+  std::unordered_set<std::string> growing;     ///< of these, the results that grow as an exponential
+  std::unordered_set<std::string> range_kept;  ///< results have the range of the operands
 };
 
-/// A class of nodes. `origin[wide]` is the tuple (name, wide); functions written in Python share a class, not a name.
+/// The range of a value: moderate; orders of magnitude; orders of magnitude, by an exponential that is a factor.
+enum Range { kNarrow, kSpanning, kScaled };
+
+/// A class of nodes. `origin[range]` is the tuple (name, range); functions written in Python share a class, not a name.
 struct NodeKind {
-  PyObject* origin[2] = {nullptr, nullptr};
+  PyObject* origin[3] = {nullptr, nullptr, nullptr};
   bool python = false;
-  bool view = false, wide = false, keeps_range = false, product = false;
+  bool view = false, wide = false, growing = false, keeps_range = false;
+  bool sum = false, difference = false, product = false, quotient = false;
 };
 
 inline NodeNames& node_names() {
@@ -35,9 +44,9 @@ inline NodeNames& node_names() {
   return instance;
 }
 
-inline PyObject* origin_tuple(const std::string& name, bool wide) {
+inline PyObject* origin_tuple(const std::string& name, Range range) {
   PyObject* text = PyUnicode_InternFromString(name.c_str());
-  return text ? Py_BuildValue("(NO)", text, wide ? Py_True : Py_False) : nullptr;
+  return text ? Py_BuildValue("(Ni)", text, static_cast<int>(range)) : nullptr;
 }
 
 /// Return the kind of a node's class. Kinds are never freed; guarded by the GIL.
@@ -53,9 +62,13 @@ inline const NodeKind& kind_of(const Node& node) {
     const NodeNames& names = node_names();
     kind.view = names.views.count(name) != 0;
     kind.wide = names.wide.count(name) != 0;
+    kind.growing = names.growing.count(name) != 0;
     kind.keeps_range = names.range_kept.count(name) != 0;
+    kind.sum = typeid(node) == typeid(torch::autograd::generated::AddBackward0);
+    kind.difference = typeid(node) == typeid(torch::autograd::generated::SubBackward0);
     kind.product = name == "MulBackward0";
-    for (const bool wide : {false, true}) kind.origin[wide] = origin_tuple(name, wide);
+    kind.quotient = name == "DivBackward0";
+    for (const Range range : {kNarrow, kSpanning, kScaled}) kind.origin[range] = origin_tuple(name, range);
   }
   return known->second;
 }
@@ -64,27 +77,57 @@ inline const Node* first_input(const Node& node) {
   return node.num_outputs() == 0 ? nullptr : node.next_edge(0).function.get();
 }
 
-/// Return whether the result of a node may span orders of magnitude: follows the first operand through operators that
-/// keep its range, products with a constant included.
-inline bool spans_magnitudes(const Node* node) {
-  constexpr int kWalk = 4;
-  for (int step = 0; node && step < kWalk; ++step) {
-    const NodeKind& kind = kind_of(*node);
-    if (kind.wide) return true;
-    const bool scaled = kind.product && !node->next_edge(node->num_outputs() - 1).function;
-    if (!kind.keeps_range && !scaled) return false;
-    node = first_input(*node);
-  }
-  return false;
+/// Return whether the constant operand of a sum or difference is a number: torch makes it a tensor of 64 bits.
+inline bool adds_number(const Node& node, const NodeKind& kind) {
+  const auto is_number = [](at::ScalarType type) { return type == at::kDouble || type == at::kLong; };
+  using torch::autograd::generated::AddBackward0;
+  using torch::autograd::generated::SubBackward0;
+  if (kind.sum) return is_number(static_cast<const AddBackward0&>(node).other_scalar_type);
+  return kind.difference && is_number(static_cast<const SubBackward0&>(node).other_scalar_type);
 }
 
-/// origin(tensor): return the name of the operator behind a tensor, views aside, or an empty one, and whether the
-/// tensor may span orders of magnitude.
+/// Return the range of the result of a node, as `range_of` in readers/nodes.py.
+inline Range range_of(const Node* start) {
+  constexpr size_t kWalk = 12;
+  struct Step {
+    const Node* node;
+    bool is_factor;
+  };
+  std::array<Step, kWalk> steps;
+  steps[0] = {start, false};
+  Range found = kNarrow;
+  for (size_t step = 0, count = 1; step < count; ++step) {
+    const Node& node = *steps[step].node;
+    bool is_factor = steps[step].is_factor;
+    const NodeKind& kind = kind_of(node);
+    if (kind.wide) {
+      if (is_factor && kind.growing) return kScaled;
+      found = kSpanning;
+      continue;
+    }
+    if (!kind.product && !kind.quotient && !kind.keeps_range) continue;
+    const size_t inputs = node.num_outputs();
+    bool has_constant = false;
+    for (size_t input = 0; input < inputs; ++input) has_constant = has_constant || !node.next_edge(input).function;
+    if (kind.product) {
+      is_factor = is_factor || !has_constant;
+    } else if (has_constant && (kind.quotient ? !node.next_edge(0).function : !adds_number(node, kind))) {
+      found = kSpanning;
+    }
+    for (size_t input = 0; input < inputs && count < kWalk; ++input) {
+      if (const Node* const behind = node.next_edge(input).function.get()) steps[count++] = {behind, is_factor};
+    }
+  }
+  return found;
+}
+
+/// origin(tensor): return the name of the operator behind a tensor, views aside, or an empty one, and the tensor's
+/// range.
 inline PyObject* origin(PyObject*, PyObject* object) {
   const at::Tensor* const tensor = tensor_of(object);
   if (!tensor) return nullptr;
   constexpr int kLongestWalk = 8;
-  static PyObject* const nothing = origin_tuple("", false);
+  static PyObject* const nothing = origin_tuple("", kNarrow);
   try {
     // From the base on: to ask a view for its node makes one. A view in another dtype has a node of its own.
     const at::TensorBase& base = tensor->is_view() ? tensor->_base() : *tensor;
@@ -93,8 +136,8 @@ inline PyObject* origin(PyObject*, PyObject* object) {
     const Node* node = held.get();
     for (int step = 0; node && step < kLongestWalk; ++step) {
       const NodeKind& kind = kind_of(*node);
-      if (kind.python) return origin_tuple(node->name(), false);
-      if (!kind.view) return Py_XNewRef(kind.origin[spans_magnitudes(node)]);
+      if (kind.python) return origin_tuple(node->name(), kNarrow);
+      if (!kind.view) return Py_XNewRef(kind.origin[range_of(node)]);
       node = first_input(*node);
     }
   } catch (...) {

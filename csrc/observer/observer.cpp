@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -21,6 +22,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <typeindex>
 #include <unordered_map>
 #include <unordered_set>
@@ -59,11 +61,13 @@ struct Reading {
 /// An operator in the table of readers, named by schema, or by class for a Python autograd function.
 struct Operator {
   std::string name, overload;
-  bool is_function = false;              ///< a Python autograd function
-  bool decides = false;                  ///< the result is a decision: a comparison, an index, a route
-  bool casts = false;                    ///< decides only in a cast to integers
-  bool draws = false;                    ///< decides only with a tensor of probabilities, not with one number
-  bool asks = false;                     ///< decides only in a call by the program, not by another operator
+  bool is_function = false;  ///< a Python autograd function
+  bool decides = false;      ///< the result is a decision: a comparison, an index, a route
+  bool casts = false;        ///< decides only in a cast to integers
+  bool draws = false;        ///< decides only with a tensor of probabilities, not with one number
+  bool asks = false;         ///< decides only in a call by the program, not by another operator
+  int choosing = -1;         ///< decides only if this argument has the magnitude `choice`
+  double choice = 0;
   bool innermost = false;                ///< no operator called inside saves a tensor for backward
   std::atomic<std::uint64_t> inside{0};  ///< most operators called inside
   int divisor = -1;                      ///< the argument by which the operator or its derivative divides
@@ -87,6 +91,7 @@ struct Call {
   std::uint64_t serial, decisions;
   long saves;
   bool silences;  ///< operators called inside are not observed
+  bool inside;    ///< called by an operator with a derivative of its own
 };
 
 struct Value {
@@ -112,6 +117,7 @@ struct Registry {
   std::mutex mutex;
   std::unordered_map<std::string, std::unique_ptr<Operator>> operators;
   std::unordered_set<std::string> deciding;
+  std::unordered_map<std::string, std::pair<int, double>> choosing;
   std::unordered_map<std::string, int> dividing;
   std::vector<Operator*> unresolved;  ///< seen, and not yet looked up in the table
   std::uint64_t generation = 1;
@@ -159,6 +165,11 @@ Operator* find(Thread& here, const char* name, const char* overload) {
     const bool in_place = !entry->name.empty() && entry->name.back() == '_';
     const std::string plain = entry->name.substr(0, entry->name.size() - (in_place ? 1 : 0));
     entry->decides = all.deciding.count(plain) != 0;
+    const auto choosing = all.choosing.find(plain);
+    if (choosing != all.choosing.end()) {
+      std::tie(entry->choosing, entry->choice) = choosing->second;
+      entry->decides = true;
+    }
     const auto divisor = all.dividing.find(plain);
     if (divisor != all.dividing.end()) entry->divisor = divisor->second;
     entry->casts = entry->name == "aten::_to_copy";
@@ -199,7 +210,13 @@ bool is_floating(const c10::IValue& value) {
 
 /// Return whether the innermost call turns values into a decision.
 bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
-  if (!op.decides || inputs.empty() || !is_floating(inputs[0])) return false;
+  if (!op.decides || here.calls.back().inside || inputs.empty() || !is_floating(inputs[0])) return false;
+  if (op.choosing >= 0) {
+    const auto index = static_cast<size_t>(op.choosing);
+    if (index >= inputs.size() || !inputs[index].isScalar()) return false;
+    const at::Scalar value = inputs[index].toScalar();
+    return !value.isSymbolic() && !value.isComplex() && std::abs(value.toDouble()) == op.choice;
+  }
   if (op.casts) {
     return inputs.size() > 1 && inputs[1].isInt() &&
            c10::isIntegralType(static_cast<c10::ScalarType>(inputs[1].toInt()), /*includeBool=*/true);
@@ -227,7 +244,10 @@ void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IVa
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Thread& here = thread;  // each access to a thread_local calls a function
   // First, so every end() finds a call even if the rest throws.
-  here.calls.push_back({nullptr, here.arguments.size(), here.values.size(), here.serial + 1, here.decisions, 0, false});
+  const bool inside =
+      !here.calls.empty() && here.calls.back().op && (here.calls.back().inside || here.calls.back().op->innermost);
+  here.calls.push_back(
+      {nullptr, here.arguments.size(), here.values.size(), here.serial + 1, here.decisions, 0, false, inside});
   ++here.serial;
   Operator* const op = find(here, function.name(), function.overload_name());
   here.calls.back().op = op;
@@ -495,22 +515,24 @@ bool read_names(PyObject* given, std::unordered_set<std::string>& names) {
   return good;
 }
 
-/// configure(resolve_operator, resolve_function, weakest_need, deciding, dividing, views, wide, range_kept): set the
-/// look-ups in the table of readers, and the names of operators and nodes.
+/// configure(resolve_operator, resolve_function, weakest_need, deciding, choosing, dividing, views, wide, growing,
+/// range_kept): set the look-ups in the table of readers, and the names of operators and nodes.
 PyObject* configure(PyObject*, PyObject* arguments) {
-  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr, *dividing = nullptr;
-  PyObject *views = nullptr, *wide = nullptr, *range_kept = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOO!OOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
-                        &dividing, &views, &wide, &range_kept)) {
+  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
+  PyObject *choosing = nullptr, *dividing = nullptr;
+  PyObject *views = nullptr, *wide = nullptr, *growing = nullptr, *range_kept = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOO!O!OOOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
+                        &choosing, &PyDict_Type, &dividing, &views, &wide, &growing, &range_kept)) {
     return nullptr;
   }
   NodeNames& nodes = node_names();
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (!read_names(deciding, all.deciding) || !read_names(views, nodes.views) || !read_names(wide, nodes.wide) ||
-      !read_names(range_kept, nodes.range_kept)) {
+      !read_names(growing, nodes.growing) || !read_names(range_kept, nodes.range_kept)) {
     return nullptr;
   }
+  all.choosing.clear();
   all.dividing.clear();
   PyObject *name = nullptr, *index = nullptr;
   for (Py_ssize_t position = 0; PyDict_Next(dividing, &position, &name, &index);) {
@@ -518,6 +540,13 @@ PyObject* configure(PyObject*, PyObject* arguments) {
     const long operand = PyLong_AsLong(index);
     if (!text || (operand == -1 && PyErr_Occurred())) return nullptr;
     all.dividing[text] = static_cast<int>(operand);
+  }
+  for (Py_ssize_t position = 0; PyDict_Next(choosing, &position, &name, &index);) {
+    const char* text = PyUnicode_AsUTF8(name);
+    int operand = 0;
+    double choice = 0;
+    if (!text || !PyArg_ParseTuple(index, "id", &operand, &choice)) return nullptr;
+    all.choosing[text] = {operand, choice};
   }
   resolve_operator = Object::borrowed(of_operator);
   resolve_function = Object::borrowed(of_function);
@@ -545,8 +574,7 @@ PyMethodDef methods[] = {
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
     {"saving", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(saving)), METH_FASTCALL,
      "Count a tensor that the running operator saves; return how much there is to decide about it."},
-    {"origin", origin, METH_O,
-     "Return the name of the operator behind a tensor, and whether the tensor may span orders of magnitude."},
+    {"origin", origin, METH_O, "Return the name of the operator behind a tensor, and the range of the tensor."},
     {"layout_key", layout_key, METH_O, "Return bytes that are equal for tensors of equal layout, dtype and device."},
     {"reader", reader, METH_O, "Return how the running operator reads a tensor it saves; None outside operators."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},

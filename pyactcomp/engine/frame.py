@@ -25,6 +25,7 @@ from ..readers.forms import (
     AS_SHAPE,
     BFLOAT16,
     CODES,
+    EXACT,
     FACTOR,
     ITSELF,
     LOGIT,
@@ -35,7 +36,17 @@ from ..readers.forms import (
     Reading,
 )
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
-from ..readers.nodes import CAST, LOGS, SOFTMAX_PARTS, cast_parameter, keeps_range_of, producer
+from ..readers.nodes import (
+    CAST,
+    DIFFERENCE,
+    LOGS,
+    NARROW,
+    SCALED_RANGE,
+    SOFTMAX_PARTS,
+    cast_parameter,
+    producer,
+    range_of,
+)
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED
 from ..torch_private import (
@@ -94,6 +105,9 @@ _LARGEST_BASE = 4
 # ones a megabyte stays alive until the forward ends, which no device notices.
 _LATEST_FACTORS = 6
 _SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
+# Nodes behind an input of a checkpointed block. Farther back lie the constants added to a residual stream, as positions
+# are: the inputs of all blocks would be exact.
+_WALK_BEHIND_BLOCK = 3
 # Divisors whose rows a factor behind them may meet: those of a norm's variance and its root, twice.
 _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
@@ -258,7 +272,7 @@ class Frame:
             if self.recorder is not None:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
-        name, wide = self._origin(saved)
+        name, spans = self._origin(saved)
         if form.need > CODES:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._divisors.append(tensor.size())
@@ -270,12 +284,15 @@ class Frame:
         elif self._factors and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
-            wide = wide or (bool(self._divisors) and self._meets_several(tensor))
+            # Of a difference, too, only small elements may get a gradient: of the nearest point, or near a kernel.
+            wide = spans != NARROW or name == DIFFERENCE or (bool(self._divisors) and self._meets_several(tensor))
             # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
             # divergence, the gradients of the two sides cancel.
-            logarithm = wide and keeps_range_of(LOGS, *producer(saved))
+            logarithm = wide and range_of(*producer(saved), makers=LOGS) != NARROW
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif (form is SCALED and wide) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
+        elif form is AS_CODES and spans == SCALED_RANGE:
+            form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
+        elif (form is SCALED and spans != NARROW) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
             form = ITSELF
         if name == CAST:
@@ -422,9 +439,13 @@ class Frame:
     def _form_for_block(self, tensor: Tensor, divisor: int) -> Form:
         """Return the form for an input of a checkpointed block whose largest divisor has so many elements.
 
-        A divisor for every group of the input comes from few elements: their errors are not averaged out.
+        An input that spans orders of magnitude is exact. A divisor for every group of the input comes from few
+        elements: their errors are not averaged out.
         """
         form = self.packing.form_for(tensor, CHECKPOINT)
+        # As an attention bias to which a mask was added.
+        if form.need < EXACT and range_of(*producer(tensor), walk=_WALK_BEHIND_BLOCK) != NARROW:
+            return ITSELF
         if form is AS_CODES and divisor * self.packing.config.group_size > tensor.numel():
             return BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
         return form

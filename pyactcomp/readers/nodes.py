@@ -5,6 +5,7 @@ The observer's library has the walks of ``origin`` in C++.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -12,32 +13,21 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "T",
-        "Transpose",
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Permute",
-        "Unsqueeze",
-        "Squeeze",
-        "Expand",
-        "Alias",
-        "Slice",
-        "Select",
-        "Split",
-        "Unbind",
-        "AsStrided",
-    )
+
+def _backward(names: str) -> frozenset[str]:
+    """Return the names of the nodes of operators."""
+    return frozenset(f"{name}Backward0" for name in names.split())
+
+
+VIEWS = _backward(
+    "T Transpose View UnsafeView ReshapeAlias Permute Unsqueeze Squeeze Expand Alias Slice Select Split Unbind "
+    "AsStrided"
 )
 _LONGEST_WALK = 8
 # Views with the elements in the same order.
-_RESHAPES = frozenset(
-    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Squeeze")
-)
+_RESHAPES = _backward("View UnsafeView ReshapeAlias Alias Unsqueeze Squeeze")
 CAST = "ToCopyBackward0"
+DIFFERENCE = "SubBackward0"
 EXPONENTIAL = "ExpBackward0"
 SOFTMAX_PARTS = frozenset(
     (EXPONENTIAL, "SumBackward0", "SumBackward1", "GatherBackward0", "IndexBackward0", "DiagonalBackward0_copy")
@@ -73,38 +63,57 @@ def source(node: Any) -> tuple[Any, int]:
 # Log-probabilities, masked scores (-1e9, -inf) and exponentials: most elements of a group vanish beside the group's
 # range. If the gradient of the largest elements is zero (an entropy multiplies masked log-probabilities by
 # probabilities), only the errors of the small elements count.
-WIDE = frozenset(
-    f"{name}Backward0"
-    for name in ("LogSoftmax", "Log", "MaskedFill", "Where", "Exp", "Expm1", "Reciprocal", "LogSigmoid")
+GROWING = _backward("Exp Exp2 Expm1 Sinh Cosh Cumprod Reciprocal")
+LOGS = _backward("LogSoftmax Log Log2 Log10 Logsumexp Logcumsumexp Logaddexp")
+WIDE = GROWING | LOGS | _backward("MaskedFill Where IndexFill LogSigmoid Logit Tan Erfinv")
+WIDE |= {"ScatterBackward1", "ScatterBackward3"}  # of a number
+RANGE_KEPT = VIEWS | _backward(
+    "Add Sub Rsub Neg Clamp ClampMin ClampMax Maximum Minimum NanToNum Cumsum ToCopy Clone Copy Cat Stack Repeat Flip "
+    "Roll Tril Triu Index IndexSelect Gather MaskedSelect Diagonal Unfold ConstantPadNd IndexPut IndexCopy Scatter "
+    "MaskedScatter"
 )
-# Those of the names above that make logarithms.
-LOGS = frozenset(("LogSoftmaxBackward0", "LogBackward0"))
-RANGE_KEPT = frozenset(
-    f"{name}Backward{number}" for name in ("Clamp", "ClampMin", "ClampMax", "Sub", "Add", "Neg") for number in (0, 1)
-) | {"ToCopyBackward0", *VIEWS}
-_RANGE_WALK = 4
+RANGE_KEPT |= {"SubBackward1", "RsubBackward1", "ClampBackward1", "ClampMinBackward1", "ClampMaxBackward1"}
+RANGE_KEPT |= {"SplitWithSizesBackward0", "SqueezeBackward1", "SqueezeBackward2", "torch::autograd::CopySlices"}
+NARROW, SPANNING, SCALED_RANGE = range(3)
+"""The range of a value: moderate; orders of magnitude; orders of magnitude, by an exponential that is a factor."""
+_RANGE_WALK = 12
 
 
-def spans_magnitudes(name: str, node: Any) -> bool:
-    """Return whether the output of ``node``, named ``name``, may span orders of magnitude."""
-    return keeps_range_of(WIDE, name, node)
+def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[str] = WIDE) -> int:
+    """Return the range of the output of ``node``, named ``name``.
 
+    Follows all inputs through operators that keep the range, products and quotients, as far as ``walk`` nodes. A
+    constant tensor on the way may hold any number, such as the -1e9 of a mask added to scores. Without the library, a
+    number counts as such a tensor: the nodes of both look alike.
 
-def keeps_range_of(makers: Collection[str], name: str, node: Any) -> bool:
-    """Return whether the output of ``node``, named ``name``, comes from a node whose name is in ``makers``.
-
-    Follows the first input through range-preserving operators, products with a constant included.
+    Parameters
+    ----------
+    makers : collection of str
+        Names of the nodes whose results span orders of magnitude; if not ``WIDE``, constants do not count.
     """
-    for _ in range(_RANGE_WALK):
+    found = NARROW
+    waiting = deque([(name, node, False)] if node is not None else ())
+    for _ in range(walk):
+        if not waiting:
+            break
+        name, node, is_factor = waiting.popleft()
         if name in makers:
-            return True
-        if name not in RANGE_KEPT and (name != "MulBackward0" or node.next_functions[-1][0] is not None):
-            return False
-        node = node.next_functions[0][0]
-        if node is None:
-            return False
-        name = node.name()
-    return False
+            if is_factor and name in GROWING:
+                return SCALED_RANGE
+            found = SPANNING
+            continue
+        inputs = [behind for behind, _ in node.next_functions]
+        if name == "MulBackward0":
+            is_factor = is_factor or None not in inputs
+        elif name == "DivBackward0":
+            if inputs[0] is None and makers is WIDE:
+                found = SPANNING
+        elif name not in RANGE_KEPT:
+            continue
+        elif None in inputs and makers is WIDE:
+            found = SPANNING
+        waiting.extend((behind.name(), behind, is_factor) for behind in inputs if behind is not None)
+    return found
 
 
 def cast_parameter(node: Node) -> Tensor | None:

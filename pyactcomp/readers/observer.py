@@ -17,8 +17,8 @@ from .. import torch_private
 from ..torch_private.extensions import load
 from . import lookup
 from .forms import AS_CODES, ITSELF, Reading, strictest
-from .nodes import RANGE_KEPT, VIEWS, WIDE, producer, spans_magnitudes
-from .table import DECIDING, DIVIDING, ELEMENTWISE, READERS
+from .nodes import GROWING, RANGE_KEPT, VIEWS, WIDE, producer, range_of
+from .table import CHOOSING, DECIDING, DIVIDING, ELEMENTWISE, READERS
 
 UNCLEAR, KEPT, BEHIND, CONSTANT, ORDINARY = range(5)
 """How much there is to decide about a saved tensor: look closely; keep it; keep it, and look behind it; keep it, unless
@@ -56,8 +56,8 @@ class Observer(Protocol):
     def saving(self, tensor: Tensor, min_bytes: int, /) -> int:
         """Count a tensor saved by the running operator; return how much there is to decide about it."""
 
-    def origin(self, tensor: Tensor) -> tuple[str, bool]:
-        """Return the name of the node behind a tensor, views aside, and whether it may span orders of magnitude."""
+    def origin(self, tensor: Tensor) -> tuple[str, int]:
+        """Return the name of the node behind a tensor, views aside, and its range, as ``nodes.range_of``."""
 
     def layout_key(self, tensor: Tensor) -> Hashable:
         """Return a key that is equal for tensors of equal layout, dtype and device."""
@@ -94,7 +94,7 @@ def observer() -> Observer:
     if library is None:
         return WithoutLibrary()
     readings = lookup.of_operator, lookup.of_function, lookup.weakest_need
-    library.configure(*readings, DECIDING, DIVIDING, tuple(VIEWS), tuple(WIDE), tuple(RANGE_KEPT))
+    library.configure(*readings, DECIDING, CHOOSING, DIVIDING, *map(tuple, (VIEWS, WIDE, GROWING, RANGE_KEPT)))
     lookup.on_change.append(library.forget)
     return library
 
@@ -182,7 +182,8 @@ class _Thread(threading.local):
 
 
 _CASTS = ("long", "int", "short", "char", "byte", "bool")
-_DECIDING = frozenset((*(name.removeprefix("aten::") for name in DECIDING), *_CASTS))
+_CHOOSING = ("norm", "vector_norm", "matrix_norm", "cdist", "pdist", "grid_sample")
+_DECIDING = frozenset((*(name.removeprefix("aten::") for name in DECIDING), *_CASTS, *_CHOOSING))
 
 
 class _Probe:
@@ -237,10 +238,10 @@ class WithoutLibrary:
         """Return UNCLEAR; the fallback counts no positions, and has no fast test."""
         return UNCLEAR
 
-    def origin(self, tensor: Tensor) -> tuple[str, bool]:
-        """Return the name of the node behind a tensor, views aside, and whether it may span orders of magnitude."""
+    def origin(self, tensor: Tensor) -> tuple[str, int]:
+        """Return the name of the node behind a tensor, views aside, and its range, as ``nodes.range_of``."""
         name, node = producer(tensor)
-        return name, spans_magnitudes(name, node)
+        return name, range_of(name, node)
 
     def layout_key(self, tensor: Tensor) -> Hashable:
         """Return a key that is equal for tensors of equal layout, dtype and device."""

@@ -403,13 +403,23 @@ DECIDING = tuple(
         *("fractional_max_pool2d", "fractional_max_pool3d", "mkldnn_max_pool2d"),
         *("mkldnn_max_pool3d", "amax", "amin", "aminmax", "maximum", "minimum", "scatter_reduce", "index_reduce"),
         *("frac", "fmod", "remainder", "hardshrink", "threshold", "bernoulli", "heaviside", "_embedding_bag"),
+        *("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine", "quantize_per_tensor"),
+        *("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"),
+        *("quantize_per_channel", "quantize_per_tensor_dynamic"),
     )
 )
 """Operators that turn values into decisions: a block that runs one must rerun from exactly the same values.
 
 ``item`` and ``is_nonzero`` count if the program calls them, ``_to_copy`` if the target dtype is integer or boolean,
-``bernoulli`` with a tensor of probabilities.
+``bernoulli`` with a tensor of probabilities. No operator counts that runs inside another one with a derivative.
 """
+
+CHOOSING = {
+    **{f"aten::{name}": (1, math.inf) for name in ("linalg_vector_norm", "norm", "_pdist_forward")},
+    "aten::_cdist_forward": (2, math.inf),
+    **{f"aten::{name}": (2, 1) for name in ("grid_sampler_2d", "grid_sampler_3d")},
+}
+"""Operators that decide if the argument at a position has a magnitude: the largest difference, the nearest pixel."""
 
 DIVIDING = {
     "aten::div": 1,

@@ -1,0 +1,104 @@
+"""Losses of a [256, 64] tensor in which saved tensors span orders of magnitude, and large elements do not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ILLEGAL = torch.rand(256, 64, generator=torch.Generator().manual_seed(0)) < 0.3
+MASK = ILLEGAL.float()
+OFFSETS = 0.03 * torch.randn(4, 64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def _written(z: Tensor) -> Tensor:
+    z = z * 1
+    z[ILLEGAL] = -1e8
+    return z
+
+
+def _of_the_best(z: Tensor) -> Tensor:
+    best, index = z.topk(8, -1)
+    return torch.full_like(z, -1e8).scatter(-1, index, best)
+
+
+MASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "added": lambda z: z + MASK * -1e8,
+    "added before": lambda z: MASK * -1e4 + z,
+    "subtracted": lambda z: z - MASK * 100,
+    "the least number": lambda z: z + torch.clamp(torch.log(1 - MASK), min=torch.finfo(z.dtype).min),
+    "written": _written,
+    "filled and divided": lambda z: z.masked_fill(ILLEGAL, -1e8) / 0.7,
+    "filled and moved": lambda z: z.masked_fill(ILLEGAL, -1e8).view(256, 8, 8).transpose(1, 2).reshape(256, 64),
+    "filled and joined": lambda z: torch.cat([z.masked_fill(ILLEGAL, -1e8), z], -1),
+    "filled and chosen": lambda z: z.masked_fill(ILLEGAL, -1e8).index_select(0, torch.arange(255, -1, -1)),
+    "the best": _of_the_best,
+}
+
+
+def _entropy(z: Tensor) -> Tensor:
+    return -torch.distributions.Categorical(logits=z, validate_args=False).entropy().mean()
+
+
+def _expected(z: Tensor) -> Tensor:
+    return (z.softmax(-1) * z).sum(-1).square().mean()
+
+
+def _recurrent(z: Tensor) -> Tensor:
+    decay = F.logsigmoid(z[:128].view(4, 32, 64)).cumsum(1)
+    return (decay.exp() * (z[128:].view(4, 32, 64) * (-decay).exp()).cumsum(1)).square().mean()
+
+
+def _by_products(z: Tensor) -> Tensor:
+    decay = z[:128].view(4, 32, 64).sigmoid().cumprod(1)
+    return (decay * (z[128:].view(4, 32, 64) / decay).cumsum(1)).square().mean()
+
+
+def _causal_average(z: Tensor) -> Tensor:
+    size = (3 * z[:128].view(4, 32, 64)).exp()
+    return ((size * z[128:].view(4, 32, 64)).cumsum(1) * (1 / size.cumsum(1))).square().mean()
+
+
+def _linear_attention(z: Tensor) -> Tensor:
+    q, k, g = (part.view(2, 32, 64) for part in (z[:64], z[64:128], z[128:192]))
+    decay = (F.logsigmoid(g) / 2).cumsum(1)
+    scores = (q * decay.exp()) @ (k * (-decay).exp()).transpose(-1, -2)
+    return (scores.tril() @ k).square().mean()
+
+
+def _missing(z: Tensor) -> Tensor:
+    target = torch.where(ILLEGAL, -9999.0, z.detach().tanh())
+    return ((z - target) ** 2 * ~ILLEGAL).mean()
+
+
+def _missing_by_function(z: Tensor) -> Tensor:
+    target = torch.where(ILLEGAL, -9999.0, z.detach().tanh())
+    return (F.mse_loss(z, target, reduction="none") * ~ILLEGAL).mean()
+
+
+def _nearest_point(z: Tensor) -> Tensor:
+    points = z.view(4, 1024, 4)[:, :64]
+    targets = points.detach() + OFFSETS
+    distances = ((points[:, :, None] - targets[:, None]) ** 2).sum(-1)
+    return distances.amin(1).mean()
+
+
+def _robust(z: Tensor) -> Tensor:
+    d = z - z.detach().roll(1, 0) * torch.where(MASK > 0, 100.0, 0.0) - z.detach() * 0.95
+    return (1 - torch.exp(-d * d / 2)).mean()
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f"entropy, {name}": lambda z, mask=mask: _entropy(mask(z)) for name, mask in MASKED.items()},
+    **{f"expected score, {name}": lambda z, mask=mask: _expected(mask(z)) for name, mask in MASKED.items()},
+    "recurrence by logarithms": _recurrent,
+    "recurrence by products": _by_products,
+    "causal average": _causal_average,
+    "linear attention with decay": _linear_attention,
+    "missing targets": _missing,
+    "missing targets, by a function": _missing_by_function,
+    "nearest point": _nearest_point,
+    "robust loss": _robust,
+}
