@@ -8,6 +8,7 @@ import pytest
 import torch
 from compiled_backend import gradients, off
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from works_with import GRADIENT_BOUND, Block
 
@@ -105,3 +106,42 @@ def test_a_block_that_divides_by_short_sums_reruns_from_more_than_codes() -> Non
     compressed, record = run([short_cosines], x, INT8)
     assert not any(value.form == "codes" for value in record.saved if not value.reason)
     assert off(compressed, plain) <= GRADIENT_BOUND
+
+
+@pytest.mark.parametrize("squash", [torch.tanh, torch.sigmoid], ids=["tanh", "sigmoid"])
+def test_a_block_that_takes_decisions_gets_the_exact_result_of_a_saturating_function(
+    squash: Callable[[Tensor], Tensor],
+) -> None:
+    x, weight = torch.randn(64, 64), torch.randn(64, 256, requires_grad=True)
+
+    def model(x: Tensor) -> Tensor:
+        y = squash(x @ weight)
+        return checkpoint(keeps_the_largest, y, use_reentrant=False).square().mean()  # type: ignore[no-untyped-call]
+
+    (plain,), (compressed,) = (gradients(model, [weight], config, x)[1] for config in (None, INT8))
+    assert torch.equal(compressed, plain)
+
+
+def attends(x: Tensor) -> Tensor:
+    heads = x.view(8, 64, 1, 64).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(512, 64)
+
+
+def attends_and_sorts(x: Tensor) -> Tensor:
+    return (x * attends(x)).sort(-1).values * x
+
+
+@pytest.mark.parametrize(("block", "decides"), [(attends, False), (attends_and_sorts, True)])
+def test_a_block_with_attention_that_backward_runs_with_the_same_random_numbers(
+    block: Callable[[Tensor], Tensor], decides: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(512, 16), (torch.randn(16, 64) / 4).requires_grad_()
+
+    def model(x: Tensor) -> Tensor:
+        return checkpoint(block, F.gelu(x @ weight), use_reentrant=False).square().mean()  # type: ignore[no-untyped-call]
+
+    (_, (plain,), _), (_, (compressed,), (record,)) = (gradients(model, [weight], c, x) for c in (None, INT8))
+    assert any("decisions" in value.reason for value in record.saved) == decides
+    assert any(value.form == "codes" for value in record.saved) != decides
+    assert off([compressed], [plain]) <= (0 if decides else GRADIENT_BOUND)

@@ -22,7 +22,7 @@ ALLOWED = {
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
     "report": {"compiled", "compress", "engine", "fusions"},
     "compress": {"codec", "compiled", "config", "engine", "errors", "fusions"},
-    "compiled": {"_version", "codec", "config", "engine", "functional", "readers", "torch_private"},
+    "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},
     "engine": {"codec", "config", "errors", "readers", "torch_private"},

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..readers.forms import AS_CODES, ITSELF, Reading
 from .joint import name_of
 
+CHECKPOINT = "torch.utils.checkpoint"
 # Torch's mark on the nodes of a block, since 2.4.
 _MARK = "ac_graph_id"
 _ROUNDING = {"floor", "ceil", "round", "trunc", "sign", "sgn", "frac", "fmod", "remainder", "heaviside"}
@@ -30,8 +31,8 @@ class Block(NamedTuple):
     def reading(self) -> Reading:
         """How the second run reads an input."""
         if self.decides:
-            return Reading("torch.utils.checkpoint", "input", ITSELF, "the block takes decisions from values")
-        return Reading("torch.utils.checkpoint", "input", AS_CODES, "the block reruns from it")
+            return Reading(CHECKPOINT, "input", ITSELF, "the block takes decisions from values")
+        return Reading(CHECKPOINT, "input", AS_CODES, "the block reruns from it")
 
 
 def checkpointed_blocks(graph: fx.Graph, tangent: Collection[str], comparisons: Collection[str]) -> dict[str, Block]:

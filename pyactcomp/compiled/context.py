@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -14,6 +17,19 @@ from ..torch_private import owner_being_traced, tracing_context
 from .graphs import GraphRecord
 
 _NAME = "_pyactcomp_mark"
+_PACKAGE = Path(__file__).parent.parent
+
+
+@functools.cache
+def digest_of_sources(folder: Path = _PACKAGE) -> str:
+    """Return a digest of the Python files in a folder: part of the keys of graphs in torch's caches on disk.
+
+    The version alone is the same for all commits of a checkout, and a stale graph saves what an earlier commit chose.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 class Graphs:

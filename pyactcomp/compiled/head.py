@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from .._version import __version__
 from ..functional.head.operator import linear_cross_entropy
-from .context import partitioned_mark
+from .context import digest_of_sources, partitioned_mark
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _OPTIONS = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
@@ -50,7 +49,7 @@ class HeadPass(CustomGraphPass):
         keys = [getattr(graph_pass, "uuid", None) for graph_pass in self.before]
         if any(key is None for key in keys):
             return None  # torch then takes no graph from its caches
-        return __version__, mark is not None and mark.graphs.config.fuse_head, *(key() for key in keys if key)
+        return digest_of_sources(), mark is not None and mark.graphs.config.fuse_head, *(key() for key in keys if key)
 
 
 def chunk_losses(graph: fx.Graph) -> list[str]:

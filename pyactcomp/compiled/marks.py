@@ -90,7 +90,7 @@ def _blank(
     make: Callable[..., Module], arguments: tuple[Any, ...], graphs: Graphs, skipped: bool, compiled: str
 ) -> Module:
     module = make(*arguments)
-    module.__class__ = _class_of(graphs, type(module), skipped, compiled)
+    give_class(module, _class_of(graphs, type(module), skipped, compiled))
     return module
 
 
@@ -169,7 +169,7 @@ def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Non
     for module in dict.fromkeys([*_unwrapped(model), *blocks_of(model), *compiled, *to_compile, *skipped]):
         # A class with a metaclass of its own, as TorchScript's, takes no other class; DDP is an abstract base class.
         if type(type(module)) in (type, ABCMeta) and not isinstance(module, torch.jit.ScriptModule):
-            module.__class__ = _class_of(graphs, type(module), module in exempt, to_compile.get(module, ""))
+            give_class(module, _class_of(graphs, type(module), module in exempt, to_compile.get(module, "")))
 
 
 def pause(model: Module) -> None:

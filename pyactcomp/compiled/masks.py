@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..torch_private.partitions import is_tangent
 from .joint import first_operator, name_of, outputs_of, value
 from .needs import COMPARISONS
 
@@ -62,7 +63,7 @@ def _find(
     affected: set[fx.Node] = set()
     for node in backward.graph.nodes:
         if node.op == "placeholder":
-            if node.name not in saved and value(node) is not None:
+            if is_tangent(node):
                 tangent.add(node)
             if node.name in rounded:
                 affected.add(node)

@@ -7,6 +7,7 @@ operands exact. Longer than 400 lines: one table of operators, with the conditio
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from ..readers.forms import (
     strictest,
 )
 from ..readers.observer import FEWER
-from .checkpointed import Block
+from .checkpointed import CHECKPOINT, Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
 from .gates import is_sigmoid
 from .joint import MERGING, VIEWS, fewest, name_of, value
@@ -49,10 +50,12 @@ _STATISTICS |= {"log", "prod", "max", "min", "linalg_vector_norm"}
 # Results of these after the first are statistics.
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_fused_rms_norm"}
 _NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
-# Results that may span orders of magnitude; operators that leave the range as it is.
-_WIDE = {"_log_softmax", "log", "masked_fill", "where", "exp", "expm1", "reciprocal"}
-_RANGE_KEPT = {"clamp", "clamp_min", "clamp_max", "sub", "add", "neg"} | (VIEWS - MERGING)
-_RANGE_WALK = 4
+# Results that may span orders of magnitude; operators that leave the range of their operands as it is.
+_WIDE = {"_log_softmax", "log", "masked_fill", "where", "exp", "expm1", "reciprocal", "cumprod"}
+_RANGE_KEPT = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "sub", "rsub", "add", "neg", "mul", "pow"}
+_RANGE_KEPT |= {"cumsum", "cat", "constant_pad_nd", "index_put", "scatter", "flip"} | _SELECTING
+_RANGE_WALK = 8
+_FACTOR_WALK = 4
 _SATURATING = {"sigmoid", "tanh"}
 # Elementwise operators whose results grow no faster than their operands, up to low powers; others may grow as cosh.
 _TAME = {"relu", "gelu", "silu", "mish", "glu", "tanh", "sigmoid", "erf", "sin", "cos", "atan", "asinh", "abs", "sgn"}
@@ -113,6 +116,7 @@ def needs(
         The values from which the forward computes divisors, functions that saturate, and checkpointed blocks.
     """
     found: dict[str, Need] = {}
+    decisive: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name in tangent or node.op == "output":
             continue
@@ -126,8 +130,14 @@ def needs(
                 all_needs.append(_read(node, user, config, producers or {}))
             elif (block := behind.blocks.get(user.name)) is not None and block != behind.blocks.get(node.name):
                 all_needs.append(_rerun(node, user, found[user.name], block))
+            elif user.name in decisive and name_of(user) not in COMPARISONS:
+                # Not the 16 bits of a tanh's operand, from which its derivative, but not its result is computed.
+                decisive.add(node.name)
+                all_needs.append(found[user.name])
             else:
                 all_needs.append(_recomputed(node, user, found, data, behind.saturating))
+        if any(_is_decisive(need.reading) for need in all_needs):
+            decisive.add(node.name)
         if not all_needs:
             found[node.name] = Need(Reading("", "", AS_SHAPE, "backward reads only the shape"))
             continue
@@ -141,6 +151,11 @@ def needs(
                 reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
         found[node.name] = Need(reading, min(rows) if rows else None)
     return found
+
+
+def _is_decisive(reading: Reading) -> bool:
+    """Return whether the reader is unknown, as a sort, or a checkpointed block that takes decisions."""
+    return reading.need == EXACT and (not reading.known or reading.operator == CHECKPOINT)
 
 
 def _exactly(user: fx.Node, why: str) -> Reading:
@@ -285,7 +300,7 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         # The derivative of a loss subtracts one from a probability.
         why = "a multiple of it, or of the difference between it and one, which may be small"
         return strictest((Reading(name, "result", PROBABILITY, why), reading))
-    if reading.need == CODES and _spans_magnitudes(source):
+    if reading.need == CODES and (_is_difference(_unscaled(source)) or _spans_magnitudes(source)):
         return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
     if reading.need == CODES and _grows(source):
         return Reading(name, "result", BFLOAT16, "the result may span orders of magnitude")
@@ -320,7 +335,7 @@ def _grows(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and name_of(node) not in _TAME
 
 
-def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node], walk: int = _RANGE_WALK) -> bool:
+def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node], walk: int = _FACTOR_WALK) -> bool:
     """Return whether a factor is a reciprocal, or a power of one, of an element for each element of a node."""
     if not isinstance(factor, fx.Node) or factor is node or value(factor) is None or _is_broadcast(factor, node):
         return False
@@ -350,21 +365,38 @@ def _is_divided(product: fx.Node, producers: Mapping[str, fx.Node]) -> bool:
 
 
 def _spans_magnitudes(node: fx.Node) -> bool:
-    """Return whether a value may span orders of magnitude, as in ``engine/policy.py``: masked, or a logarithm."""
+    """Return whether a value may span orders of magnitude, as ``range_of`` in ``readers/nodes.py``."""
+    waiting = deque([node])
     for _ in range(_RANGE_WALK):
-        node = _unviewed(node)
+        if not waiting:
+            break
+        node = _unviewed(waiting.popleft())
         name = name_of(node)
+        if name == "exp" and (_is_density(node) or is_sigmoid(node)):
+            continue
         if name in _WIDE or _grows(node) or (name == "sub" and _is_log(node.args[1])):
             return True
-        scaled = name == "mul" and (not isinstance(node.args[1], fx.Node) or node.args[0] is node.args[1])
-        if (
-            not (scaled or name == "pow" or name in _RANGE_KEPT)
-            or not node.args
-            or not isinstance(node.args[0], fx.Node)
-        ):
-            return False
-        node = node.args[0]
+        if name == "div":
+            dividend, divisor = node.args[:2]
+            # An exponential over a sum is a probability; an exponential in a sum below is the divisor of a sigmoid.
+            followed = [dividend] if name_of(dividend) != "exp" else []
+            followed += [divisor] if isinstance(divisor, fx.Node) and name_of(_unviewed(divisor)) in _WIDE else []
+            waiting.extend(operand for operand in followed if isinstance(operand, fx.Node))
+        elif name in _RANGE_KEPT:
+            tensors = [(operand, value(operand)) for operand in node.all_input_nodes]
+            waiting.extend(operand for operand, tensor in tensors if tensor is not None and tensor.is_floating_point())
     return False
+
+
+def _is_difference(node: fx.Node) -> bool:
+    """Return whether a value is the difference of two others, not of a value and its mean or a parameter."""
+    first, other = node.args[:2] if name_of(node) == "sub" else (None, None)
+    if not isinstance(first, fx.Node) or not isinstance(other, fx.Node):
+        return False
+    other = _unviewed(other)
+    source = other.args[0] if other.target is operator.getitem else other
+    few = other.op == "placeholder" and _is_broadcast(other, node)
+    return not few and name_of(source) not in _STATISTICS | _NORMS and not _is_rotation(node)
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
@@ -374,8 +406,10 @@ def _unviewed(node: fx.Node) -> fx.Node:
 
 
 def _unscaled(node: fx.Node) -> fx.Node:
-    """Return the value that a node is a multiple of."""
-    while name_of(node) in ("mul", "neg") and not any(isinstance(factor, fx.Node) for factor in node.args[1:]):
+    """Return the value that a node is a multiple of; the first power is the value."""
+    while name_of(node) in ("mul", "neg", "pow") and not any(isinstance(factor, fx.Node) for factor in node.args[1:]):
+        if name_of(node) == "pow" and node.args[1] != 1:
+            break
         node = _unviewed(node.all_input_nodes[0])
     return node
 

@@ -17,6 +17,7 @@ from .gates import saturating
 from .graphs import SavedValue
 from .joint import Joint
 from .needs import COMPARISONS
+from .overwritten import copy_overwritten
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
 
@@ -45,6 +46,8 @@ def partition(
     """
     num_outputs = kwargs["num_fwd_outputs"]
     static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+    known = Joint(joint, num_outputs, static)
+    copy_overwritten(joint, known.tangent)
     known = Joint(joint, num_outputs, static)
     if config.mode == "int8":
         share_computed(joint, known)

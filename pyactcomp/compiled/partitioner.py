@@ -9,7 +9,6 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from .._version import __version__
 from ..torch_private.partitions import (
     count_whole,
     installed_partitioner,
@@ -20,7 +19,7 @@ from ..torch_private.partitions import (
     set_partitioner,
     set_pre_grad_pass,
 )
-from .context import partitioned_mark
+from .context import digest_of_sources, partitioned_mark
 from .graphs import GraphRecord
 from .head import HeadPass
 from .partition import partition
@@ -61,7 +60,11 @@ class Partitioner(CustomPartitionerFn):
         """Return the key of the graph at hand in torch's caches: a compressed graph is another graph."""
         mark = partitioned_mark()
         inner = getattr(self.inner, "uuid", None)
-        return __version__, None if mark is None else repr(mark.graphs.config), None if inner is None else inner()
+        return (
+            digest_of_sources(),
+            None if mark is None else repr(mark.graphs.config),
+            None if inner is None else inner(),
+        )
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from ..config import Config
 from ..engine.halves import from_distance, to_distance
 from ..engine.packing import FEWEST
 from ..readers.forms import BFLOAT16, CODES, LOG, PROBABILITY, RELATIVE, SCALED
+from ..torch_private.partitions import is_tangent
 from .codec import (
     dequantize,
     in_own_shape,
@@ -87,8 +88,7 @@ def plans_of(
     saved = {node.name: node for node in outputs[num_outputs:] if value(node) is not None}
     tangent = set()
     for node in backward.graph.nodes:
-        is_gradient = node.op == "placeholder" and node.name not in saved and value(node) is not None
-        if is_gradient or any(source.name in tangent for source in node.all_input_nodes):
+        if is_tangent(node) or any(source.name in tangent for source in node.all_input_nodes):
             tangent.add(node.name)
     found = needs(backward.graph, tangent, known.data, config, producers=saved, behind=behind)
     # Codes of a result of ReLU serve its comparison too.

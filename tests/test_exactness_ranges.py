@@ -1,0 +1,74 @@
+"""Gradients stay within 2 % if saved tensors span orders of magnitude and backward ignores the large elements."""
+
+from __future__ import annotations
+
+import pytest
+import ranges
+import torch
+from compiled_backend import gradients, off
+from exactness_checks import BAR, distance, error, leaf
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pyactcomp
+from pyactcomp.config import Config
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", ranges.LOSSES)
+def test_gradients_beside_elements_that_do_not_count(name: str) -> None:
+    assert error(ranges.LOSSES[name], leaf(256, 64)) <= BAR
+
+
+@pytest.mark.parametrize("name", [name for name in ranges.LOSSES if not name.startswith("entropy")])
+def test_gradients_in_a_graph_beside_elements_that_do_not_count(name: str) -> None:
+    x, w = leaf(256, 64), leaf(64, 64, scale=0.125)
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return ranges.LOSSES[name](x @ w)
+
+    exact, got = (gradients(step, [x, w], config, x, w)[1] for config in (None, Config(min_bytes=1)))
+    assert off(got, exact) <= BAR
+
+
+class Biased(nn.Module):
+    """Attention with relative positions, a learned bias to which a mask is added for all blocks."""
+
+    def __init__(self, fill: float, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.qkv, self.bias = nn.Linear(16, 16), nn.Linear(16, 48), nn.Embedding(127, 4)
+        self.fill, self.use_reentrant = fill, use_reentrant
+        self.register_buffer("distances", torch.arange(64)[:, None] - torch.arange(64) + 63)
+
+    def block(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 64, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        mixed = (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias(self.distances).permute(2, 0, 1)[None] + torch.ones(64, 64).triu(1) * self.fill
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, bias, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("fill", [-1e9, -1e4, -100.0])
+def test_a_checkpointed_block_gets_its_mask_back(fill: float, use_reentrant: bool) -> None:
+    plain, model = (Biased(fill, use_reentrant) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    pyactcomp.compress(model, min_bytes=0)
+    x = torch.randn(8, 64, 16)
+    for each in (plain, model):
+        each(x).square().mean().backward()
+    got, exact = ([p.grad for p in each.parameters() if p.grad is not None] for each in (model, plain))
+    assert distance(tuple(got), tuple(exact)) <= BAR
+    # To the stream between blocks no constant is added.
+    inputs = [t for t in pyactcomp.report(model).tensors if t.shape == (8, 64, 16) and t.kept is None]
+    assert inputs
+    assert all(t.stored_bytes <= x.nbytes / 2 for t in inputs)
