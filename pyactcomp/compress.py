@@ -349,7 +349,8 @@ def decompress(model: Module) -> Module:
     >>> import torch, pyactcomp
     >>> model = pyactcomp.decompress(pyactcomp.compress(torch.nn.Linear(2, 2)))
     """
-    session_of(model)
+    if model not in _roots:  # a root without its hooks was compressed too: programs clear hooks
+        session_of(model)
     marks.unmark(model)
     unfuse(model)
     model.__dict__.pop(Scriptable.NAME, None)

@@ -25,7 +25,8 @@ class Packs(NamedTuple):
 def give_class(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
     """Give a module another class. An assignment of its own class would take a traced module's forward away."""
     if type(module) is not cls:
-        module.__class__ = cls
+        # Past a __setattr__ of the module's own, which may refuse.
+        object.__setattr__(module, "__class__", cls)
 
 
 class TensorMark(Generic[T]):

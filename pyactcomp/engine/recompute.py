@@ -103,7 +103,7 @@ def source_of(tensor: Tensor, origin: str) -> tuple[Recipe, Tensor, torch.dtype]
     recipe = RECIPE.get(out)
     if recipe is None:
         build = _OPERATORS.get(origin)
-        if build is None or out._version != 0:
+        if build is None or out._version != 0 or out.is_nested:
             return None
         # Version 0 and the node's own output: `out` was never written to and owns its storage.
         node = out.grad_fn

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from ..config import Config
-from ..engine.marks import FUSING
+from ..engine.marks import FUSING, give_class
 from . import families, head
 from .fusion import Fused, Fusion, is_fused_class, original_of
 from .state import FusionState, LeftAlone
@@ -61,7 +61,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
     try:
         FUSING.set(model, state)
         for module, fused in plan.items():
-            module.__class__ = fused
+            give_class(module, fused)
             FUSING.set(module, state)
     except BaseException:
         unfuse(model)
@@ -76,7 +76,7 @@ def unfuse(model: Module) -> None:
     """
     for module in model.modules():
         if FUSING.pop(module) is not None and is_fused_class(type(module)):
-            module.__class__ = original_of(type(module))
+            give_class(module, original_of(type(module)))
 
 
 def fused_modules(model: Module) -> list[tuple[str, str]]:

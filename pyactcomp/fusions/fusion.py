@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -79,16 +80,17 @@ def is_fused_class(cls: type) -> bool:
 
 def original_of(cls: type[Module]) -> type[Module]:
     """Return the class of a module before fusing; a class that is not fused is returned unchanged."""
-    original = _originals.get(cls)
+    known = _originals.get(cls)
+    original = None if known is None else known()
     if original is None:
         # fully_shard derives a class from the fused one: search the bases.
         original = next((base.__bases__[1] for base in cls.__mro__ if is_fused_class(base)), unmarked(cls))
-        _originals[cls] = original
+        _originals[cls] = ref(original)
     return original
 
 
 # Cached: original_of is called many times in each forward, and a program has few classes.
-_originals: dict[type[Module], type[Module]] = {}
+_originals: WeakKeyDictionary[type[Module], ref[type[Module]]] = WeakKeyDictionary()
 
 
 def _blank(fused: type[Fused], original: type[Module]) -> Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,10 @@ def tampering_reason(module: Module) -> str | None:
             if _package(hook) != _OURS:
                 return f"it has a hook: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
     cls: Any = original_of(type(module))
-    return None if _is_own(cls, cls.forward) else f"the forward of {cls.__name__} was replaced"
+    known = _own.setdefault(cls, WeakKeyDictionary())
+    if cls.forward not in known:
+        known[cls.forward] = _is_own(cls, cls.forward)
+    return None if known[cls.forward] else f"the forward of {cls.__name__} was replaced"
 
 
 def bypassable_as(module: object, *classes: type[Module]) -> bool:
@@ -67,7 +69,10 @@ def _bypassable_now(module: Module) -> bool:
     return tampering_reason(module) is None and not module_hooks_are_global()
 
 
-@functools.cache
+# Answers of `_is_own`, without holding classes that a function defines.
+_own: WeakKeyDictionary[type, WeakKeyDictionary[Callable[..., Any], bool]] = WeakKeyDictionary()
+
+
 def _is_own(cls: type, forward: Callable[..., Any]) -> bool:
     """Return whether ``forward`` is the function in the source of the class or of a base."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))

@@ -1,0 +1,98 @@
+"""compress and decompress leave programs as they are: cleared hooks, refused assignments, classes, nested tensors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pyactcomp
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())
+
+
+def test_a_model_whose_hooks_were_cleared_is_decompressed() -> None:
+    model = pyactcomp.compress(network())
+    model._forward_hooks.clear()
+    model._forward_pre_hooks.clear()
+    with pytest.raises(pyactcomp.PyactcompError, match="compressed already"):
+        pyactcomp.compress(model)
+    pyactcomp.decompress(model)
+    assert [type(child) for child in model] == [nn.Linear, nn.LayerNorm, nn.GELU]
+    assert pyactcomp.compress(model) is model
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = network(), nn.LayerNorm(64)
+        self.__dict__["ready"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "ready" in self.__dict__:
+            raise AttributeError(f"{name} is frozen")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.inner(x))
+        return y
+
+
+def test_a_module_that_refuses_assignments_is_compressed() -> None:
+    model, x = Frozen(), torch.randn(64, 64)
+    pyactcomp.compress(model, min_bytes=0)(x).sum().backward()
+    assert pyactcomp.report(model).stored_bytes > 0
+    pyactcomp.decompress(model)
+    assert type(model) is Frozen
+
+
+def test_classes_of_models_are_freed_with_their_models() -> None:
+    def train() -> weakref.ref[type[nn.Module]]:
+        class Local(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = network()
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.inner(x)
+                return y
+
+        model = pyactcomp.compress(Local(), min_bytes=0)
+        model(torch.randn(8, 64)).sum().backward()
+        pyactcomp.decompress(model)
+        return weakref.ref(Local)
+
+    known = train()
+    gc.collect()
+    assert known() is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("mode", ["int8", "lossless"])
+def test_values_of_a_jagged_tensor(mode: Any) -> None:
+    class Jagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nested = torch.nested.nested_tensor_from_jagged(self.first(x), torch.tensor([0, 100, 300, len(x)]))
+            return F.gelu(self.second(nested)).values().square().mean()
+
+    torch.manual_seed(0)
+    model, x = Jagged(), torch.randn(640, 64)
+    model(x).backward()
+    exact = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    pyactcomp.compress(model, mode=mode, min_bytes=0)(x).backward()
+    for p, gradient in zip(model.parameters(), exact, strict=True):
+        assert p.grad is not None
+        assert gradient is not None
+        assert torch.linalg.vector_norm(p.grad - gradient) <= (0.02 if mode == "int8" else 0) * gradient.norm()
