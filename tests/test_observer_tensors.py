@@ -10,7 +10,7 @@ from test_observer import leaf, library
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyactcomp.readers.nodes import NARROW, SCALED_RANGE, SPANNING
+from pyactcomp.readers.nodes import DIFFERENCE, NARROW, SCALED_RANGE, SPANNING
 from pyactcomp.readers.observer import BEHIND, CONSTANT, KEPT, ORDINARY, UNCLEAR, WithoutLibrary
 
 
@@ -26,6 +26,7 @@ def origins() -> list[Tensor]:
         *(y.expm1().t()[1:], edited, edited[1], Plain.apply(y.log()), Plain.apply(y).view(-1), y.sum() * y.log()),
         *(y.reciprocal() + z + z + z + z + z, F.linear(y, y), x[1:], torch.where(y > 1, y, x).view(-1).view(4, 8)),
         *(y + torch.ones(8), torch.ones(8) - y, y / x.cumprod(0), 1 / y, y.sigmoid() * y.tanh(), torch.cat([y, z, z])),
+        *(y - z, -(y - z) / 2, (y - z) * z, -y),
         *(torch.stack([x, x.detach()]), y.scatter(0, index, -1e9), (x * y.exp()).cumsum(0)[1:], z - z.logsumexp(0)),
     ]
     return [t for each in made for t in (each, each.detach(), each.unsqueeze(0))]
@@ -46,7 +47,7 @@ def test_library_finds_the_origins_that_the_walks_in_python_find() -> None:
     found = [built.origin(t) for t in origins()]
     assert found == [fallback.origin(t) for t in origins()]
     assert {name for name, _ in found} > {"", "MulBackward0", "LogSoftmaxBackward0", "PlainBackward"}
-    assert {reach for _, reach in found} == {NARROW, SPANNING, SCALED_RANGE}
+    assert {reach for _, reach in found} == {NARROW, DIFFERENCE, SPANNING, SCALED_RANGE}
 
 
 def test_equal_layouts_have_equal_keys_and_others_have_not() -> None:

@@ -28,15 +28,15 @@ struct NodeNames {
   std::unordered_set<std::string> range_kept;  ///< results have the range of the operands
 };
 
-/// The range of a value: moderate; orders of magnitude; orders of magnitude, by an exponential that is a factor.
-enum Range { kNarrow, kSpanning, kScaled };
+/// The ranges of readers/nodes.py.
+enum Range { kNarrow, kDifference, kSpanning, kScaled };
 
 /// A class of nodes. `origin[range]` is the tuple (name, range); functions written in Python share a class, not a name.
 struct NodeKind {
-  PyObject* origin[3] = {nullptr, nullptr, nullptr};
+  PyObject* origin[4] = {nullptr, nullptr, nullptr, nullptr};
   bool python = false;
   bool view = false, wide = false, growing = false, keeps_range = false;
-  bool sum = false, difference = false, product = false, quotient = false;
+  bool sum = false, difference = false, product = false, quotient = false, negative = false;
 };
 
 inline NodeNames& node_names() {
@@ -68,7 +68,8 @@ inline const NodeKind& kind_of(const Node& node) {
     kind.difference = typeid(node) == typeid(torch::autograd::generated::SubBackward0);
     kind.product = name == "MulBackward0";
     kind.quotient = name == "DivBackward0";
-    for (const Range range : {kNarrow, kSpanning, kScaled}) kind.origin[range] = origin_tuple(name, range);
+    kind.negative = name == "NegBackward0";
+    for (const Range range : {kNarrow, kDifference, kSpanning, kScaled}) kind.origin[range] = origin_tuple(name, range);
   }
   return known->second;
 }
@@ -86,6 +87,19 @@ inline bool adds_number(const Node& node, const NodeKind& kind) {
   return kind.difference && is_number(static_cast<const SubBackward0&>(node).other_scalar_type);
 }
 
+/// Return whether the result of a node is a difference, or the multiple of one by a constant.
+inline bool is_difference(const Node* node) {
+  constexpr int kMultiples = 3;
+  for (int step = 0; node && step < kMultiples; ++step) {
+    const NodeKind& kind = kind_of(*node);
+    if (kind.difference) return true;
+    const bool multiple = kind.product || kind.quotient;
+    if (!kind.negative && (!multiple || node->next_edge(node->num_outputs() - 1).function)) return false;
+    node = first_input(*node);
+  }
+  return node && kind_of(*node).difference;
+}
+
 /// Return the range of the result of a node, as `range_of` in readers/nodes.py.
 inline Range range_of(const Node* start) {
   constexpr size_t kWalk = 12;
@@ -95,7 +109,7 @@ inline Range range_of(const Node* start) {
   };
   std::array<Step, kWalk> steps;
   steps[0] = {start, false};
-  Range found = kNarrow;
+  Range found = is_difference(start) ? kDifference : kNarrow;
   for (size_t step = 0, count = 1; step < count; ++step) {
     const Node& node = *steps[step].node;
     bool is_factor = steps[step].is_factor;

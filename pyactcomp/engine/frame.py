@@ -38,11 +38,11 @@ from ..readers.forms import (
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
 from ..readers.nodes import (
     CAST,
-    DIFFERENCE,
     LOGS,
     NARROW,
     SCALED_RANGE,
     SOFTMAX_PARTS,
+    SPANNING,
     cast_parameter,
     producer,
     range_of,
@@ -284,15 +284,14 @@ class Frame:
         elif self._factors and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
-            # Of a difference, too, only small elements may get a gradient: of the nearest point, or near a kernel.
-            wide = spans != NARROW or name == DIFFERENCE or (bool(self._divisors) and self._meets_several(tensor))
+            wide = spans != NARROW or (bool(self._divisors) and self._meets_several(tensor))
             # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
             # divergence, the gradients of the two sides cancel.
             logarithm = wide and range_of(*producer(saved), makers=LOGS) != NARROW
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif form is AS_CODES and spans == SCALED_RANGE:
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif (form is SCALED and spans != NARROW) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
+        elif (form is SCALED and spans >= SPANNING) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
             form = ITSELF
         if name == CAST:
@@ -444,7 +443,7 @@ class Frame:
         """
         form = self.packing.form_for(tensor, CHECKPOINT)
         # As an attention bias to which a mask was added.
-        if form.need < EXACT and range_of(*producer(tensor), walk=_WALK_BEHIND_BLOCK) != NARROW:
+        if form.need < EXACT and range_of(*producer(tensor), walk=_WALK_BEHIND_BLOCK) >= SPANNING:
             return ITSELF
         if form is AS_CODES and divisor * self.packing.config.group_size > tensor.numel():
             return BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF

@@ -27,7 +27,6 @@ _LONGEST_WALK = 8
 # Views with the elements in the same order.
 _RESHAPES = _backward("View UnsafeView ReshapeAlias Alias Unsqueeze Squeeze")
 CAST = "ToCopyBackward0"
-DIFFERENCE = "SubBackward0"
 EXPONENTIAL = "ExpBackward0"
 SOFTMAX_PARTS = frozenset(
     (EXPONENTIAL, "SumBackward0", "SumBackward1", "GatherBackward0", "IndexBackward0", "DiagonalBackward0_copy")
@@ -74,9 +73,11 @@ RANGE_KEPT = VIEWS | _backward(
 )
 RANGE_KEPT |= {"SubBackward1", "RsubBackward1", "ClampBackward1", "ClampMinBackward1", "ClampMaxBackward1"}
 RANGE_KEPT |= {"SplitWithSizesBackward0", "SqueezeBackward1", "SqueezeBackward2", "torch::autograd::CopySlices"}
-NARROW, SPANNING, SCALED_RANGE = range(3)
-"""The range of a value: moderate; orders of magnitude; orders of magnitude, by an exponential that is a factor."""
+NARROW, DIFFERENCE, SPANNING, SCALED_RANGE = range(4)
+"""The range of a value: moderate; that of a difference, of which only small elements may get a gradient (the nearest
+point's); orders of magnitude; orders of magnitude, by an exponential that is a factor."""
 _RANGE_WALK = 12
+_MULTIPLES = 3
 
 
 def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[str] = WIDE) -> int:
@@ -91,7 +92,7 @@ def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[s
     makers : collection of str
         Names of the nodes whose results span orders of magnitude; if not ``WIDE``, constants do not count.
     """
-    found = NARROW
+    found = DIFFERENCE if makers is WIDE and _is_difference(name, node) else NARROW
     waiting = deque([(name, node, False)] if node is not None else ())
     for _ in range(walk):
         if not waiting:
@@ -114,6 +115,19 @@ def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[s
             found = SPANNING
         waiting.extend((behind.name(), behind, is_factor) for behind in inputs if behind is not None)
     return found
+
+
+def _is_difference(name: str, node: Any) -> bool:
+    """Return whether the output of ``node`` is a difference, or the multiple of one by a constant."""
+    for _ in range(_MULTIPLES):
+        if name == "SubBackward0" or node is None:
+            break
+        inputs = [behind for behind, _ in node.next_functions]
+        if name != "NegBackward0" and (name not in ("MulBackward0", "DivBackward0") or inputs[-1] is not None):
+            return False
+        node = inputs[0]
+        name = "" if node is None else node.name()
+    return name == "SubBackward0"
 
 
 def cast_parameter(node: Node) -> Tensor | None:
