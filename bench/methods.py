@@ -106,6 +106,7 @@ def _compile_fp8(quant_type: str) -> Apply:
     """Return PyTorch's own activation quantisation in the partitioner, with a scale for each row."""
 
     def apply(module: nn.Module, blocks: Blocks) -> Context:
+        import torch._dynamo
         import torch._functorch.config
         import torch._inductor.config
 
@@ -121,6 +122,8 @@ def _compile_fp8(quant_type: str) -> Apply:
             "skip_dynamo_guards": True,
             "quantize_dynamic_shape": True,
         }
+        # Dynamo guards no option of Inductor: the graph that gave the reference's gradients would serve.
+        torch._dynamo.reset()
         return _compile()(module, blocks)
 
     return apply

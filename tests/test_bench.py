@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from bench_cases import ORIGIN, options, small_workload
-from torch import nn
+from torch import Tensor, nn
 
 import pyactcomp
 from bench import __main__ as command_line
@@ -474,3 +474,34 @@ def test_command_line_names_what_it_knows(wrong: list[str], capsys: pytest.Captu
         command_line.main(["frontier", "--device", "cpu", "--out", str(tmp_path), *wrong])
     assert ended.value.code == 2
     assert "vanilla" in (text := capsys.readouterr().err) or "bert_large_amp" in text
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.nn.functional.gelu(self.first(x)))
+        return y
+
+
+def test_the_fp8_pass_runs_after_the_compilation_that_gave_the_reference() -> None:
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._dynamo.utils import counters
+
+    method = methods.METHODS["compile-fp8-e4m3"]
+    assert method.reference is not None
+    model, x = TwoLayers(), torch.randn(1024, 16)
+    quantised = []
+    with (
+        torch._inductor.config.patch(post_grad_fusion_options={}),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        for apply in (method.reference, method.apply):
+            counters.clear()
+            apply(model, [])
+            model(x).square().mean().backward()
+            quantised.append(counters["inductor"]["activation_quantization_fwd_aten_pass"])
+    assert quantised == [0, 1]
