@@ -65,7 +65,7 @@ def source(node: Any) -> tuple[Any, int]:
 GROWING = _backward("Exp Exp2 Expm1 Sinh Cosh Cumprod Reciprocal")
 LOGS = _backward("LogSoftmax Log Log2 Log10 Logsumexp Logcumsumexp Logaddexp")
 WIDE = GROWING | LOGS | _backward("MaskedFill Where IndexFill LogSigmoid Logit Tan Erfinv")
-WIDE |= {"ScatterBackward1", "ScatterBackward3"}  # of a number
+WIDE |= {"ScatterBackward1", "ScatterBackward3"}  # these two write a number
 RANGE_KEPT = VIEWS | _backward(
     "Add Sub Rsub Neg Clamp ClampMin ClampMax Maximum Minimum NanToNum Cumsum ToCopy Clone Copy Cat Stack Repeat Flip "
     "Roll Tril Triu Index IndexSelect Gather MaskedSelect Diagonal Unfold ConstantPadNd IndexPut IndexCopy Scatter "
@@ -76,7 +76,10 @@ RANGE_KEPT |= {"SplitWithSizesBackward0", "SqueezeBackward1", "SqueezeBackward2"
 NARROW, DIFFERENCE, SPANNING, SCALED_RANGE = range(4)
 """The range of a value: moderate; that of a difference, of which only small elements may get a gradient (the nearest
 point's); orders of magnitude; orders of magnitude, by an exponential that is a factor."""
+# Twelve nodes reach the mask behind normalised, viewed and transposed scores. The walk must end: a residual stream
+# leads back to the first constant of the model, as positions are.
 _RANGE_WALK = 12
+# Of a difference: -d * d / 2.
 _MULTIPLES = 3
 
 
