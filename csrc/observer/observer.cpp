@@ -5,7 +5,6 @@
 // Python objects waits for `reader`. The module is compiled for one release of torch, as _torch_allocator is.
 //
 // Longer than 400 lines: the calls of a thread, the table's readings and the match share one thread-local state.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,7 +12,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <exception>
@@ -22,7 +20,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <typeindex>
 #include <unordered_map>
 #include <unordered_set>
@@ -30,55 +27,11 @@
 #include <vector>
 
 #include "observer/nodes.hpp"
+#include "observer/operators.hpp"
 #include "observer/tensors.hpp"
 
 namespace pac::observer {
 namespace {
-
-/// A Python reference that is never released: at exit the interpreter may end before static objects do.
-class Object {
- public:
-  Object() = default;
-  static Object borrowed(PyObject* object) {
-    Object held;
-    held.object_ = Py_XNewRef(object);
-    return held;
-  }
-  PyObject* get() const { return object_; }
-  PyObject* new_reference() const { return Py_NewRef(object_); }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-/// The table's entry for one operand: the form backward needs; `need` orders entries by strictness.
-struct Reading {
-  Object object, form;
-  long need = 0;
-};
-
-/// An operator in the table of readers, named by schema, or by class for a Python autograd function.
-struct Operator {
-  std::string name, overload;
-  bool is_function = false;  ///< a Python autograd function
-  bool decides = false;      ///< the result is a decision: a comparison, an index, a route
-  bool casts = false;        ///< decides only in a cast to integers
-  bool draws = false;        ///< decides only with a tensor of probabilities, not with one number
-  bool asks = false;         ///< decides only in a call by the program, not by another operator
-  int choosing = -1;         ///< decides only if this argument has the magnitude `choice`
-  double choice = 0;
-  bool innermost = false;                ///< no operator called inside saves a tensor for backward
-  std::atomic<std::uint64_t> inside{0};  ///< most operators called inside
-  int divisor = -1;                      ///< the argument by which the operator or its derivative divides
-  // Filled by `resolve`, with the GIL, on the first save or at the end of the first observation.
-  bool resolved = false;
-  bool captures = true;     ///< whether the reading depends on the argument
-  bool by_scalars = false;  ///< whether the reading depends on scalar arguments: an exponent, the name of a reduction
-  std::vector<Reading> arguments;
-  Reading result, unclear, statistic;
-  bool elementwise = false;
-};
 
 struct Argument {
   const c10::TensorImpl* tensor;
@@ -91,7 +44,7 @@ struct Call {
   std::uint64_t serial, decisions;
   long saves;
   bool silences;  ///< operators called inside are not observed
-  bool inside;    ///< called by an operator with a derivative of its own
+  bool below;     ///< called by an operator with a derivative of its own
 };
 
 struct Value {
@@ -112,33 +65,8 @@ struct Thread {
 
 thread_local Thread thread;
 
-/// Operators seen by any thread. Never freed: calls in flight point to operators.
-struct Registry {
-  std::mutex mutex;
-  std::unordered_map<std::string, std::unique_ptr<Operator>> operators;
-  std::unordered_set<std::string> deciding;
-  std::unordered_map<std::string, std::pair<int, double>> choosing;
-  std::unordered_map<std::string, int> dividing;
-  std::vector<Operator*> unresolved;  ///< seen, and not yet looked up in the table
-  std::uint64_t generation = 1;
-};
-
-Registry& registry() {
-  static Registry& instance = *std::make_unique<Registry>().release();
-  return instance;
-}
-
 // Given by `configure`.
 Object resolve_operator, resolve_function, weakest_need;
-
-/// Return whether an operator of torch has a derivative of its own: the operators called inside then run below
-/// autograd. A composite operator has the derivatives of the operators called inside.
-bool is_innermost(const Operator& op) {
-  if (op.name.rfind("aten::", 0) != 0 || op.name == "aten::_backward") return false;
-  const auto handle = c10::Dispatcher::singleton().findOp({op.name, op.overload});
-  return handle && handle->hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
-         !handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-}
 
 /// Return whether this thread has no other callbacks, such as a profiler's.
 bool observes_alone() {
@@ -157,25 +85,7 @@ Operator* find(Thread& here, const char* name, const char* overload) {
   const std::lock_guard<std::mutex> lock(all.mutex);
   auto& entry = all.operators[std::string(name) + '.' + overload];
   if (!entry) {
-    entry = std::make_unique<Operator>();
-    entry->name = name;
-    entry->overload = overload;
-    entry->is_function = entry->name.find("::") == std::string::npos;
-    // The table names no in-place variants here: they decide and divide as the others do.
-    const bool in_place = !entry->name.empty() && entry->name.back() == '_';
-    const std::string plain = entry->name.substr(0, entry->name.size() - (in_place ? 1 : 0));
-    entry->decides = all.deciding.count(plain) != 0;
-    const auto choosing = all.choosing.find(plain);
-    if (choosing != all.choosing.end()) {
-      std::tie(entry->choosing, entry->choice) = choosing->second;
-      entry->decides = true;
-    }
-    const auto divisor = all.dividing.find(plain);
-    if (divisor != all.dividing.end()) entry->divisor = divisor->second;
-    entry->casts = entry->name == "aten::_to_copy";
-    entry->draws = plain == "aten::bernoulli";
-    entry->asks = entry->name == "aten::item" || entry->name == "aten::is_nonzero";
-    entry->innermost = is_innermost(*entry);
+    entry = new_operator(all, name, overload);
     if (!entry->is_function) all.unresolved.push_back(entry.get());
   }
   here.known[name] = entry.get();
@@ -210,7 +120,7 @@ bool is_floating(const c10::IValue& value) {
 
 /// Return whether the innermost call turns values into a decision.
 bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
-  if (!op.decides || here.calls.back().inside || inputs.empty() || !is_floating(inputs[0])) return false;
+  if (!op.decides || here.calls.back().below || inputs.empty() || !is_floating(inputs[0])) return false;
   if (op.choosing >= 0) {
     const auto index = static_cast<size_t>(op.choosing);
     if (index >= inputs.size() || !inputs[index].isScalar()) return false;
@@ -244,10 +154,10 @@ void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IVa
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Thread& here = thread;  // each access to a thread_local calls a function
   // First, so every end() finds a call even if the rest throws.
-  const bool inside =
-      !here.calls.empty() && here.calls.back().op && (here.calls.back().inside || here.calls.back().op->innermost);
+  const bool below =
+      !here.calls.empty() && here.calls.back().op && (here.calls.back().below || here.calls.back().op->innermost);
   here.calls.push_back(
-      {nullptr, here.arguments.size(), here.values.size(), here.serial + 1, here.decisions, 0, false, inside});
+      {nullptr, here.arguments.size(), here.values.size(), here.serial + 1, here.decisions, 0, false, below});
   ++here.serial;
   Operator* const op = find(here, function.name(), function.overload_name());
   here.calls.back().op = op;
