@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyactcomp.compiled import divisors, needs, partition
+from pyactcomp.compiled.context import digest_of_sources
 from pyactcomp.compiled.divisors import NONE_BEHIND
 from pyactcomp.compiled.graphs import GraphRecord
+from pyactcomp.compiled.head import HeadPass
+from pyactcomp.compiled.partitioner import Partitioner
 from pyactcomp.config import Config
 from pyactcomp.readers.forms import AS_CODES, BFLOAT16, Form
 
@@ -449,3 +453,15 @@ def test_backward_reads_a_buffer_as_it_was_before_the_forward_changed_it(
     # Without codes, a graph rounds as eager code does but in the order of its sums.
     assert off(got, exact) <= (1e-6 if config is LOSSLESS else BAR)
     assert torch.equal(model.memory, eager.memory)
+
+
+def test_keys_of_graphs_in_torchs_caches_change_with_the_sources(tmp_path: Path) -> None:
+    source = tmp_path / "needs.py"
+    source.write_text("RANGE_WALK = 8")
+    before = digest_of_sources(tmp_path)
+    digest_of_sources.cache_clear()
+    source.write_text("RANGE_WALK = 9")
+    assert digest_of_sources(tmp_path) != before
+    for key in (Partitioner(None).uuid(), HeadPass(()).uuid()):
+        assert isinstance(key, tuple)
+        assert key[0] == digest_of_sources()

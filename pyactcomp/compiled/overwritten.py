@@ -12,7 +12,7 @@ from ..torch_private.partitions import input_infos, is_primal
 from .joint import value
 
 
-def copy_overwritten(joint: fx.GraphModule, tangent: Collection[str]) -> None:
+def copy_overwritten(joint: fx.GraphModule, tangent: Collection[str]) -> bool:
     """Let all operators read a copy of each input that the forward overwrites and that backward may read.
 
     The partitioner takes an input for free in backward, where the input has its new value; it may save the copy, but
@@ -24,7 +24,13 @@ def copy_overwritten(joint: fx.GraphModule, tangent: Collection[str]) -> None:
         Changed in place.
     tangent : collection of str
         Nodes that depend on a tangent.
+
+    Returns
+    -------
+    bool
+        Whether the graph has changed.
     """
+    changed = False
     primals = [node for node in joint.graph.find_nodes(op="placeholder") if is_primal(node)]
     for primal, info in zip(primals, input_infos(len(primals)) or (), strict=False):
         tensor = value(primal)
@@ -33,8 +39,11 @@ def copy_overwritten(joint: fx.GraphModule, tangent: Collection[str]) -> None:
         with joint.graph.inserting_after(primals[-1]):
             copy = joint.graph.call_function(torch.ops.aten.clone.default, (primal,))
         copy.meta = {**primal.meta, "val": tensor.clone(), "recompute": CheckpointPolicy.MUST_SAVE}
+        changed = True
         primal.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy and not _writes(user))
-    joint.recompile()
+    if changed:
+        joint.recompile()
+    return changed
 
 
 def _writes(user: fx.Node) -> bool:

@@ -47,8 +47,8 @@ def partition(
     num_outputs = kwargs["num_fwd_outputs"]
     static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
     known = Joint(joint, num_outputs, static)
-    copy_overwritten(joint, known.tangent)
-    known = Joint(joint, num_outputs, static)
+    if copy_overwritten(joint, known.tangent):
+        known = Joint(joint, num_outputs, static)
     if config.mode == "int8":
         share_computed(joint, known)
         separate_indices(joint, known)

@@ -38,14 +38,14 @@ from ..readers.forms import (
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
 from ..readers.nodes import (
     CAST,
-    LOGS,
     NARROW,
     SCALED_RANGE,
     SOFTMAX_PARTS,
     SPANNING,
     cast_parameter,
+    is_logarithm,
     producer,
-    range_of,
+    was_masked,
 )
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED
@@ -105,9 +105,6 @@ _LARGEST_BASE = 4
 # ones a megabyte stays alive until the forward ends, which no device notices.
 _LATEST_FACTORS = 6
 _SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
-# Nodes behind an input of a checkpointed block. Farther back lie the constants added to a residual stream, as positions
-# are: the inputs of all blocks would be exact.
-_WALK_BEHIND_BLOCK = 3
 # Divisors whose rows a factor behind them may meet: those of a norm's variance and its root, twice.
 _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
@@ -287,7 +284,7 @@ class Frame:
             wide = spans != NARROW or (bool(self._divisors) and self._meets_several(tensor))
             # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
             # divergence, the gradients of the two sides cancel.
-            logarithm = wide and range_of(*producer(saved), makers=LOGS) != NARROW
+            logarithm = wide and is_logarithm(saved)
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif form is AS_CODES and spans == SCALED_RANGE:
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
@@ -443,7 +440,7 @@ class Frame:
         """
         form = self.packing.form_for(tensor, CHECKPOINT)
         # As an attention bias to which a mask was added.
-        if form.need < EXACT and range_of(*producer(tensor), walk=_WALK_BEHIND_BLOCK) >= SPANNING:
+        if form.need < EXACT and was_masked(tensor):
             return ITSELF
         if form is AS_CODES and divisor * self.packing.config.group_size > tensor.numel():
             return BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF

@@ -32,10 +32,7 @@ def tampering_reason(module: Module) -> str | None:
             if _package(hook) != _OURS:
                 return f"it has a hook: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
     cls: Any = original_of(type(module))
-    known = _own.setdefault(cls, WeakKeyDictionary())
-    if cls.forward not in known:
-        known[cls.forward] = _is_own(cls, cls.forward)
-    return None if known[cls.forward] else f"the forward of {cls.__name__} was replaced"
+    return None if _is_own(cls, cls.forward) else f"the forward of {cls.__name__} was replaced"
 
 
 def bypassable_as(module: object, *classes: type[Module]) -> bool:
@@ -75,6 +72,16 @@ _own: WeakKeyDictionary[type, WeakKeyDictionary[Callable[..., Any], bool]] = Wea
 
 def _is_own(cls: type, forward: Callable[..., Any]) -> bool:
     """Return whether ``forward`` is the function in the source of the class or of a base."""
+    answers = _own.get(cls)
+    if answers is None:
+        answers = _own[cls] = WeakKeyDictionary()
+    answer = answers.get(forward)
+    if answer is None:
+        answer = answers[forward] = _is_own_now(cls, forward)
+    return answer
+
+
+def _is_own_now(cls: type, forward: Callable[..., Any]) -> bool:
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     # A wrapper that a base class puts around the methods of subclasses belongs to the class.
     bases = {_file(base) for base in owner.__mro__[1:]} - {None}

@@ -79,6 +79,8 @@ point's); orders of magnitude; orders of magnitude, by an exponential that is a 
 # Twelve nodes reach the mask behind normalised, viewed and transposed scores. The walk must end: a residual stream
 # leads back to the first constant of the model, as positions are.
 _RANGE_WALK = 12
+# Farther back lie the constants added to a residual stream: the inputs of all checkpointed blocks would be exact.
+_MASK_WALK = 3
 # Of a difference: -d * d / 2.
 _MULTIPLES = 3
 
@@ -131,6 +133,16 @@ def _is_difference(name: str, node: Any) -> bool:
         node = inputs[0]
         name = "" if node is None else node.name()
     return name == "SubBackward0"
+
+
+def was_masked(tensor: Tensor) -> bool:
+    """Return whether a tensor spans orders of magnitude by the last operators behind it, as a bias plus a mask does."""
+    return range_of(*producer(tensor), walk=_MASK_WALK) >= SPANNING
+
+
+def is_logarithm(tensor: Tensor) -> bool:
+    """Return whether a tensor is, or comes in its range from, a logarithm."""
+    return range_of(*producer(tensor), makers=LOGS) != NARROW
 
 
 def cast_parameter(node: Node) -> Tensor | None:
