@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .measure import CPUS_TRIED
 from .rows import GIB, NOT_APPLICABLE, Row, select
-from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+from .tables import conditions, figure, latest, on_gpu, on_gpus, reasons, section, table
 
 TITLES = {
     "bert_large_amp": "BERT-large", "llama_1b_bf16": "Llama, 1.2 B", "gpt2_medium_amp": "GPT-2 medium",
@@ -224,8 +224,51 @@ def _ratios(row: Row | None) -> str:
     return "" if row is None else f"{row['time_x']:.2f}, {row['act_x']:.2f}, {row['peak_x']:.2f}"
 
 
+def _compiled_alone(row: Row, compiled: Sequence[Row]) -> Row | None:
+    """Return the row of the same compilation without us: of the same run, else of the same commit and device."""
+    method = "compile-blocks" if row["method"].startswith("compile-blocks") else "compile"
+    candidates = select(compiled, workload=row["workload"], method=method)
+    origin = row["origin"]["device"], row["origin"]["commit"]
+    same_commit = [each for each in candidates if (each["origin"]["device"], each["origin"]["commit"]) == origin]
+    return next(reversed(select(candidates, run=row["run"]) or same_commit), None)
+
+
+def compiled_table(rows: Iterable[Row]) -> str:
+    """Return the table of compiled training: each method against the same compilation without us, on every GPU."""
+    compiled = [row for row in select(on_gpus(rows), status="ok") if row["method"].startswith("compile")]
+    newest = {(r["origin"]["device"], r["workload"], r["method"]): r for r in compiled}
+    order = sorted(newest, key=lambda key: (key[0], rank(WORKLOAD_ORDER, key[1]), rank(METHOD_ORDER, key[2])))
+    lines, shown, previous = [], [], ("", "")
+    for device, workload, method in order:
+        row = newest[device, workload, method]
+        alone = _compiled_alone(row, compiled)
+        if alone is None or method == alone["method"]:
+            continue
+        shown += [alone, row]
+        ratios = [format(row[name] / alone[name], ".3f") for name in RATIOS.values()]
+        begun = [figure(each, "first_step_s", ".0f") for each in (row, alone)]
+        lines.append([
+            device if device != previous[0] else "",
+            f"`{workload}`" if (device, workload) != previous else "",
+            method,
+            *ratios,
+            figure(row, "grad_error", ".2%"),
+            " / ".join(begun) if all(begun) else "",
+        ])  # fmt: skip
+        previous = device, workload
+    if not lines:
+        return ""
+    header = ("GPU", "workload", "method", "step", "act", "peak - base", "gradient error", "first step s")
+    note = (
+        "Step, act and peak - base as multiples of the same compilation without pyactcomp, whole or by blocks, in the "
+        "same run or at the same commit. First step: with the method / without it; under 20 s graphs came from a cache."
+    )
+    return section(table(header, lines), note, conditions(shown))
+
+
 TABLES = {
     "frontier": ("frontier", steps_table),
+    "frontier-compiled": ("frontier", compiled_table),
     "frontier-summary": ("frontier", summary_table),
     "frontier-bars": ("frontier", bars_table),
 }

@@ -9,7 +9,7 @@ from .frontier_report import METHOD_ORDER, WORKLOAD_ORDER, rank
 from .overhead import CHAIN
 from .pairs import SIDES
 from .rows import GIB, Row
-from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+from .tables import conditions, figure, latest, on_gpus, reasons, section, table
 
 
 def _both(row: Row, name: str, form: str, scale: float = 1.0) -> str:
@@ -22,14 +22,13 @@ def _earlier(row: Row) -> str:
 
 
 def _found(rows: Iterable[Row]) -> list[Row]:
-    found = latest(
-        [{**row, "before_commit": _earlier(row)} for row in on_gpu(rows)], "before_commit", "workload", "method"
-    )
-    order = {commit: index for index, (commit, *_) in enumerate(found)}
+    named = [{**row, "before_commit": _earlier(row), "gpu": row["origin"]["device"]} for row in on_gpus(rows)]
+    found = latest(named, "before_commit", "gpu", "workload", "method")
+    order = {key[:2]: index for index, key in enumerate(found)}
     return sorted(
         found.values(),
         key=lambda r: (
-            order[r["before_commit"]],
+            order[r["before_commit"], r["gpu"]],
             rank(WORKLOAD_ORDER, r["workload"]),
             rank(METHOD_ORDER, r["method"]),
         ),
@@ -48,6 +47,7 @@ def steps_table(rows: Iterable[Row]) -> str:
     lines = [
         [
             row["before_commit"],
+            row["gpu"],
             f"`{row['workload']}`",
             row["method"] + ("" if row["before_method"] == row["method"] else f" (before: {row['before_method']})"),
             f"{row['ratio']:.3f} ({min(row['ratios']):.3f} to {max(row['ratios']):.3f})",
@@ -60,7 +60,7 @@ def steps_table(rows: Iterable[Row]) -> str:
         if row["status"] == "ok"
     ]
     header = (
-        "before", "workload", "method", "step, x before", "before: spread, against itself", "act, x vanilla",
+        "before", "GPU", "workload", "method", "step, x before", "before: spread, against itself", "act, x vanilla",
         "peak - base GiB", "gradient error",
     )  # fmt: skip
     note = (
@@ -79,10 +79,10 @@ def overhead_table(rows: Iterable[Row]) -> str:
     for row in found:
         for name, label in figures.items() if row["status"] == "ok" else ():
             series = [row[f"{side}_turns"][name] for side in SIDES]
-            lines.append([row["workload"], label, *(f"{f(s):.1f}" for s in series for f in (min, median))])
+            lines.append([row["workload"], row["gpu"], label, *(f"{f(s):.1f}" for s in series for f in (min, median))])
     if not found:
         return ""
-    header = ["workload", "", "before, best", "median", "after, best", "median"]
+    header = ["workload", "GPU", "", "before, best", "median", "after, best", "median"]
     note = (
         "Host time per saved tensor; nothing: the time that compression adds to an operator without a saved tensor. "
         "Two processes take turns."

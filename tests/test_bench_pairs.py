@@ -61,12 +61,14 @@ def test_odd_sizes_store_as_much_as_themselves(tmp_path: Path) -> None:
     assert row["before"]["stored_bytes"] == row["after"]["stored_bytes"] > 0
 
 
-def test_commits_before_are_compared_apart(tmp_path: Path) -> None:
-    first, second = row_of("bert_large_amp"), row_of("bert_large_amp", ratio=1.5)
+def test_commits_before_and_gpus_are_compared_apart(tmp_path: Path) -> None:
+    first, second, third = (row_of("bert_large_amp", ratio=ratio) for ratio in (1.0, 1.5, 2.0))
     second["earlier"] = {"commit": "fedcba9876", "dirty": False, "sources": "s1"}
-    steps = pairs_report.steps_table([first, second])
-    assert "| 0123456 | `bert_large_amp` | int8 | 1.000 (" in steps
-    assert "| fedcba9 | `bert_large_amp` | int8 | 1.500 (" in steps
+    third["origin"] = {**third["origin"], "device": "NVIDIA H100"}
+    steps = pairs_report.steps_table([first, second, third])
+    assert "| 0123456 | NVIDIA H200 | `bert_large_amp` | int8 | 1.000 (" in steps
+    assert "| fedcba9 | NVIDIA H200 | `bert_large_amp` | int8 | 1.500 (" in steps
+    assert "| 0123456 | NVIDIA H100 | `bert_large_amp` | int8 | 2.000 (" in steps
 
 
 def test_a_tree_without_the_package_is_refused_at_once(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_tables_show_both_sides(tmp_path: Path) -> None:
     (tmp_path / "pairs.json").write_text(json.dumps({"schema": 1, "rows": found}))
     steps = pairs_report.steps_table(rows.read(tmp_path / "pairs.json"))
     cells = "1.000 (0.900 to 1.100) | 1.020, 1.001 | 0.250 / 0.125 | 3.00 / 3.00 | 1.00% / 2.00% |"
-    assert f"| 0123456 | `bert_large_amp` | int8 | {cells}" in steps
+    assert f"| 0123456 | NVIDIA H200 | `bert_large_amp` | int8 | {cells}" in steps
     assert "llama_1b_bf16 int8: error (before: broken)" in steps
     assert "Before: 0123456." in steps
-    assert f"| {CHAIN} | nothing ns | 1.0 | 3.0 | 1.0 | 3.0 |" in pairs_report.overhead_table(found)
+    assert f"| {CHAIN} | NVIDIA H200 | nothing ns | 1.0 | 3.0 | 1.0 | 3.0 |" in pairs_report.overhead_table(found)

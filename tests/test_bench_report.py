@@ -130,6 +130,24 @@ def test_the_front_page_has_the_quickest_peer_and_ratios_to_plain_of_the_same_ru
     assert "| BERT-large | 100 ms, 20, 24 GiB | 0.90, 0.25, 0.25 |  |  |" in frontier_report.summary_table(found[:2])
 
 
+def test_compiled_methods_stand_against_the_same_compilation_of_their_run_or_commit() -> None:
+    other = {**ORIGIN, "device": "NVIDIA H100", "torch": "2.11.0", "driver": "580"}
+    found = [
+        step_row("compile", 100.0, 20, 24, "h100", origin=other, first_step_s=50.0),
+        step_row("compile+int8", 110.0, 8, 12, "h100", origin=other, grad_error=0.01, first_step_s=60.0),
+        step_row("compile", 80.0, 20, 20, "first"),
+        step_row("compile+int8", 88.0, 10, 12, "second"),
+        step_row("compile", 50.0, 20, 24, "third", origin={**other, "device": "NVIDIA H200", "commit": "beef"}),
+        step_row("compile-blocks+int8", 40.0, 5, 6, "third"),
+    ]
+    table = frontier_report.compiled_table(found)
+    assert "| NVIDIA H100 | `bert_large_amp` | compile+int8 | 1.100 | 0.400 | 0.500 | 1.00% | 60 / 50 |" in table
+    # No run has both: the row of the same commit counts, not the newest.
+    assert "| NVIDIA H200 | `bert_large_amp` | compile+int8 | 1.100 | 0.500 | 0.600 |  |  |" in table
+    assert "blocks+int8" not in table  # nothing was compiled by blocks without compression
+    assert frontier_report.compiled_table(found[:1]) == ""
+
+
 def test_frontier_is_what_nothing_beats_in_both() -> None:
     points = [(1.0, 1.0), (0.3, 1.3), (0.5, 1.1), (0.3, 1.4), (0.6, 1.1), (0.1, 9.0)]
     assert frontier_plot.frontier(points) == [(0.1, 9.0), (0.3, 1.3), (0.5, 1.1), (1.0, 1.0)]
