@@ -25,7 +25,7 @@ from .compiled.blocks import reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.marks import FUSING, give_class
 from .engine.recompute import offer_layer_norm
-from .engine.session import Session
+from .engine.session import Session, close_abandoned
 from .errors import PyactcompError
 from .fusions import FusionState, unfuse
 from .fusions.scriptable import Scriptable
@@ -351,6 +351,7 @@ def decompress(model: Module) -> Module:
     """
     if model not in _roots:  # a root without its hooks was compressed too: programs clear hooks
         session_of(model)
+    close_abandoned()  # of a forward that KeyboardInterrupt ended
     marks.unmark(model)
     unfuse(model)
     model.__dict__.pop(Scriptable.NAME, None)

@@ -324,6 +324,18 @@ def test_an_interrupted_forward_is_cleared_away_by_the_next(inner: bool, recorde
     assert hook_counts(model) == plain
 
 
+def test_decompress_clears_an_interrupted_forward_away() -> None:
+    model = Raises(False)
+    plain = copy.deepcopy(hook_counts(model))
+    pyactcomp.compress(model, min_bytes=0)
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(64, 64))
+    pyactcomp.decompress(model)
+    assert top_saved_tensor_hooks() is None
+    assert hook_counts(model) == plain
+
+
 @pytest.mark.parametrize("error", [ArithmeticError("of the test"), KeyboardInterrupt()], ids=["exception", "interrupt"])
 def test_a_block_that_raises_leaves_no_hook_active(error: BaseException) -> None:
     model = perceptron()

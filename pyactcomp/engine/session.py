@@ -21,7 +21,7 @@ from .packing import Packing
 from .record import Recorder
 
 
-def _close_abandoned() -> None:
+def close_abandoned() -> None:
     """Deactivate hooks of this thread whose forward has ended."""
     while (top := top_saved_tensor_hooks()) is not None:
         frame = getattr(top[0], "__self__", None)
@@ -70,7 +70,7 @@ class Session(Packing):
         HookConflictError
             If other hooks are active and the configuration has ``on_conflict="raise"``.
         """
-        _close_abandoned()
+        close_abandoned()
         stack = self._stack()
         stack.append(None)
         if not active or self.paused or os.environ.get("PYACTCOMP_DISABLE") == "1":
