@@ -43,6 +43,13 @@ def saved_by(compute: Callable[[], Tensor]) -> list[Tensor]:
     return saved
 
 
+def padded(x: Tensor, group_size: int) -> Tensor:
+    """Return the rows of ``x`` as a norm packs them: those longer than a group end with their last element repeated."""
+    length = x.shape[-1]
+    missing = -length % group_size if group_size < length < x.numel() else 0
+    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1)
+
+
 def assert_codes_saved(
     saved: list[Tensor], x: Tensor, bits: int, group_size: int, rounding: str | None, seed: int = SEED
 ) -> None:

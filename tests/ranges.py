@@ -11,6 +11,7 @@ from torch.nn import functional as F
 ILLEGAL = torch.rand(256, 64, generator=torch.Generator().manual_seed(0)) < 0.3
 MASK = ILLEGAL.float()
 TARGETS = torch.where(ILLEGAL, -9999.0, torch.rand(256, 64, generator=torch.Generator().manual_seed(0)))
+NEAR = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 OFFSETS = 0.03 * torch.randn(4, 64, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -94,7 +95,40 @@ def _robust_of_two(z: Tensor) -> Tensor:
     return (1 - torch.exp(-d * d / 2)).mean()
 
 
+def _bumps(square: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Gaussian units pass a gradient only near their centre."""
+    return lambda z: torch.exp(-0.5 * square(50 * z)).square().mean()
+
+
+def _transport(z: Tensor) -> Tensor:
+    """Sinkhorn's iteration in probabilities."""
+    cost = (0.2 * z[:64, None] - NEAR[:64]).square().mean(-1)
+    kernel = torch.exp(-cost / 0.05)
+    left = torch.full((64,), 1 / 64)
+    for _ in range(20):
+        right = 1 / 64 / (kernel.T @ left)
+        left = 1 / 64 / (kernel @ right)
+    return (left[:, None] * kernel * right * cost).sum()
+
+
+def _near_a_target(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A gate that a second loss pulls towards a target."""
+
+    def loss(z: Tensor) -> Tensor:
+        near = NEAR + 0.02 * z
+        gate = function(near)
+        return 1e-6 * (near * gate).square().mean() + (gate - function(NEAR)).square().mean()
+
+    return loss
+
+
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bumps of a power": _bumps(lambda z: z**2),
+    "bumps of a product": _bumps(lambda z: z * z),
+    "bumps of a scaled product": lambda z: torch.exp(-0.5 * (50 * z) * (50 * z)).square().mean(),
+    "optimal transport": _transport,
+    "sigmoid near a target": _near_a_target(torch.sigmoid),
+    "tanh near a target": _near_a_target(torch.tanh),
     **{f"entropy, {name}": lambda z, mask=mask: _entropy(mask(z)) for name, mask in MASKED.items()},
     **{f"expected score, {name}": lambda z, mask=mask: _expected(mask(z)) for name, mask in MASKED.items()},
     "recurrence by logarithms": _recurrent,

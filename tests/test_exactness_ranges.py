@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import ranges
 import torch
-from compiled_backend import gradients, off
+from compiled_backend import as_inductor, gradients, off
 from exactness_checks import BAR, distance, error, leaf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +35,35 @@ def test_gradients_in_a_graph_beside_elements_that_do_not_count(name: str) -> No
 
     exact, got = (gradients(step, [x, w], config, x, w)[1] for config in (None, Config(min_bytes=1)))
     assert off(got, exact) <= BAR
+
+
+class Scored(nn.Module):
+    """A small network with a loss of :mod:`ranges`."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.inner(x))
+
+
+@pytest.mark.parametrize("name", [name for name in ranges.LOSSES if name.startswith(("bumps", "sigmoid", "tanh"))])
+def test_gradients_of_a_compiled_network_whose_loss_passes_few_elements(name: str) -> None:
+    found = []
+    for packed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Scored(ranges.LOSSES[name])
+        if packed:
+            pyactcomp.compress(model, min_bytes=1)
+        model.compile(backend=as_inductor)
+        model(torch.randn(256, 64)).backward()
+        found.append(tuple(p.grad for p in model.parameters() if p.grad is not None))
+    exact, got = found
+    assert distance(got, exact) <= BAR
+    assert sum(tensor.form == "codes" for tensor in pyactcomp.report(model).graphs[0].saved)
 
 
 class Biased(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from compiled_backend import as_inductor
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -66,6 +67,7 @@ def _images() -> Tensor:
 # The rows' dimensions, and tensors of 256 KiB or more in float32 whose rows' statistics are below min_bytes.
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], tuple[int, ...]]] = {
     "rows": (lambda: torch.randn(1024, 128) * _sizes(1024)[:, None], (-1,)),
+    "rows that end inside a group": (lambda: torch.randn(1024, 160) * _sizes(1024)[:, None], (-1,)),
     "short rows": (lambda: torch.randn(2048, 32) * _sizes(2048)[:, None], (-1,)),
     "transposed rows": (lambda: (torch.randn(128, 1024) * _sizes(1024)).t(), (-1,)),
     "columns": (lambda: torch.randn(128, 1024) * _sizes(1024), (0,)),
@@ -105,7 +107,7 @@ MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
 
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("layout", ["rows", "short rows", "transposed rows"])
+@pytest.mark.parametrize("layout", ["rows", "rows that end inside a group", "short rows", "transposed rows"])
 @pytest.mark.parametrize("module", MODULES)
 def test_norms_of_torch_have_the_gradients_of_small_rows(module: str, layout: str, fuse: bool) -> None:
     x = LAYOUTS[layout][0]()
@@ -123,7 +125,7 @@ def test_norms_of_torch_have_the_gradients_of_small_rows(module: str, layout: st
 
 
 @pytest.mark.parametrize("function", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
-@pytest.mark.parametrize("layout", ["rows", "transposed rows"])
+@pytest.mark.parametrize("layout", ["rows", "rows that end inside a group", "transposed rows"])
 def test_functions_have_the_gradients_of_small_rows(function: str, layout: str) -> None:
     x = LAYOUTS[layout][0]().requires_grad_()
     gamma, weight = torch.randn(x.shape[1]).requires_grad_(), torch.randn(x.shape)
@@ -186,3 +188,31 @@ def test_a_norm_of_channels_orders_of_magnitude_apart(
     # An instance norm saves a contiguous copy of channels-last images.
     copied = norm == "instance" and layout is torch.channels_last
     assert (report.stored_bytes < 1.5 * leaf.numel()) == (in_codes or copied)
+
+
+@pytest.mark.parametrize("width", [96, 100, 336])
+def test_rows_that_end_inside_a_group_are_padded_where_fused(width: int) -> None:
+    model = pyactcomp.compress(torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.LayerNorm(width)), min_bytes=0)
+    model(torch.randn(64, 32)).square().mean().backward()
+    (rows,) = (t for t in pyactcomp.report(model).tensors if t.shape == (64, width) and t.module == "1")
+    assert rows.stored_bytes == 64 * -(-width // 64) * (64 + 4)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+@pytest.mark.parametrize("width", [64, 96, 100, 336])
+def test_norms_in_a_graph_have_the_gradients_of_small_rows(width: int, norm: type[torch.nn.Module]) -> None:
+    """Each row counts as much as any other, since the gradients that come in are equally large."""
+    x = torch.randn(64, 32)
+    found = []
+    for packed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(32, width, bias=False), norm(width), torch.nn.Linear(width, 32)
+        model = torch.nn.Sequential(*layers)
+        if packed:
+            pyactcomp.compress(model, min_bytes=1)
+        model.compile(backend=as_inductor)
+        (model(x * torch.tensor([1.0, 100.0]).repeat(32)[:, None]) - x).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    exact, got = found
+    assert float((got - exact).norm() / exact.norm()) <= BAR

@@ -105,21 +105,23 @@ inline Range range_of(const Node* start) {
   constexpr size_t kWalk = 12;
   struct Step {
     const Node* node;
-    bool is_factor;
+    bool is_factor, is_quotient;
   };
   std::array<Step, kWalk> steps;
-  steps[0] = {start, false};
+  steps[0] = {start, false, false};
   Range found = is_difference(start) ? kDifference : kNarrow;
   for (size_t step = 0, count = 1; step < count; ++step) {
     const Node& node = *steps[step].node;
-    bool is_factor = steps[step].is_factor;
+    bool is_factor = steps[step].is_factor, is_quotient = steps[step].is_quotient;
     const NodeKind& kind = kind_of(node);
     if (kind.wide) {
-      if (is_factor && kind.growing) return kScaled;
+      // A sum of exponentials divides a softmax back to moderate numbers.
+      if (kind.growing && (is_factor || !is_quotient)) return kScaled;
       found = kSpanning;
       continue;
     }
     if (!kind.product && !kind.quotient && !kind.keeps_range) continue;
+    is_quotient = is_quotient || kind.quotient;
     const size_t inputs = node.num_outputs();
     bool has_constant = false;
     for (size_t input = 0; input < inputs; ++input) has_constant = has_constant || !node.next_edge(input).function;
@@ -129,7 +131,8 @@ inline Range range_of(const Node* start) {
       found = kSpanning;
     }
     for (size_t input = 0; input < inputs && count < kWalk; ++input) {
-      if (const Node* const behind = node.next_edge(input).function.get()) steps[count++] = {behind, is_factor};
+      if (const Node* const behind = node.next_edge(input).function.get())
+        steps[count++] = {behind, is_factor, is_quotient};
     }
   }
   return found;

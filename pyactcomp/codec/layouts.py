@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -84,6 +85,21 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return length == 0 or 0 in shape
         expected *= length
     return True
+
+
+def spans_rows(length: float, group_size: int) -> bool:
+    """Return whether groups of consecutive elements span several rows of ``length`` elements; infinity is one row."""
+    return length < group_size or (length < math.inf and length % group_size != 0)
+
+
+def row_of(adjacent: int, reduced: int | None) -> int:
+    """Return the length of a row for :func:`spans_rows`, if ``adjacent`` of ``reduced`` elements go into one number.
+
+    A number of more elements than are adjacent, as of a channel in all samples, averages out the errors of the groups
+    at the ends of each run. Group sizes are powers of two: such a run counts as the power of two below. So does the one
+    row of a tensor that has no other (``reduced`` is None), which no group leaves.
+    """
+    return adjacent if adjacent in (0, reduced) else 1 << (adjacent.bit_length() - 1)
 
 
 class Rows(NamedTuple):

@@ -6,11 +6,13 @@ whose every result sums a whole group of elements or more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, fx
 
+from ..codec.layouts import row_of, spans_rows
 from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
@@ -170,8 +172,15 @@ def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
         if tensor is None or not tensor.dim():
             continue
         reduced = {dim % tensor.dim() for dim in dims} if isinstance(dims, (list, tuple)) and dims else None
-        if reduced is not None and adjacent(tensor, reduced) < group_size:
+        if reduced is not None and spans_rows(row_along(tensor, reduced), group_size):
             yield source.name
+
+
+def row_along(tensor: Tensor, dims: Collection[int]) -> int:
+    """Return the length of the rows along ``dims`` that have one number each, for :func:`spans_rows`."""
+    sizes = [tensor.shape[dim] for dim in dims]
+    static = all(isinstance(size, int) for size in sizes) and len(dims) < tensor.dim()
+    return row_of(adjacent(tensor, dims), math.prod(sizes) if static else None)
 
 
 def adjacent(tensor: Tensor, dims: Collection[int]) -> int:

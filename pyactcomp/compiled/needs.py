@@ -6,6 +6,7 @@ operands exact. Longer than 400 lines: one table of operators, with the conditio
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ..codec.layouts import spans_rows
 from ..config import Config
 from ..readers.forms import (
     AS_CODES,
@@ -31,7 +33,7 @@ from ..readers.forms import (
 )
 from ..readers.observer import FEWER
 from .checkpointed import CHECKPOINT, Block
-from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one
+from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one, row_along
 from .gates import is_sigmoid
 from .joint import MERGING, VIEWS, fewest, name_of, value
 
@@ -74,7 +76,8 @@ class Need(NamedTuple):
     ----------
     reading : Reading
     row : int or None
-        Adjacent elements in memory that are divided by one statistic; no group of codes may span more. None if none is.
+        Adjacent elements in memory that are divided by one statistic; no group of codes may span two of such rows. The
+        greatest common divisor where rows differ, and None if nothing is divided by a statistic.
     """
 
     reading: Reading
@@ -87,7 +90,7 @@ class Need(NamedTuple):
 
     def spans(self, group_size: int) -> bool:
         """Return whether a group of codes would span rows, each divided by a statistic of its own."""
-        return self.reading.need <= CODES and self.row is not None and self.row < group_size
+        return self.reading.need <= CODES and self.row is not None and spans_rows(self.row, group_size)
 
 
 def needs(
@@ -149,7 +152,7 @@ def needs(
                 reading = _exactly(node, "the forward divides by what it computes from it")
             elif node.name in behind.rows and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
-        found[node.name] = Need(reading, min(rows) if rows else None)
+        found[node.name] = Need(reading, math.gcd(*rows) if rows else None)
     return found
 
 
@@ -224,6 +227,8 @@ def _recomputed(
     if behind.reading.need == AS_SHAPE.need or name in COMPARISONS:
         # The forward compares, see masks.py.
         return Need(Reading(name, "operand", AS_SHAPE, "compared in the forward"))
+    if (name in _BOUNDED or user.name in saturating) and _is_subtracted(user, found):
+        return Need(_exactly(user, "backward reads the difference between its result and another value"))
     if user.name in saturating:
         return Need(Reading(name, "self", saturating[user.name], "the gradient is largest where it is small, or small"))
     if name in ("exp", "exp2"):
@@ -263,7 +268,7 @@ def _recomputed(
     row = behind.row
     if statistic and name in ("sub", "mul", "div"):
         own = _row(node, other)
-        row = own if row is None else min(own, row)
+        row = own if row is None else math.gcd(own, row)
     return _arithmetic(user, behind, row)
 
 
@@ -418,8 +423,30 @@ def _is_log(node: object) -> bool:
     return isinstance(node, fx.Node) and name_of(_unviewed(node)) == "log"
 
 
+def _is_subtracted(node: fx.Node, found: Mapping[str, Need]) -> bool:
+    """Return whether backward reads the difference between a value, scaled or shifted, and another, not its mean."""
+    waiting = [node]
+    while waiting:
+        result = waiting.pop()
+        for user in result.users:
+            if user.name not in found or found[user.name].reading.need < CODES:
+                continue
+            if name_of(user) == "sub" and len(user.all_input_nodes) > 1:
+                (other,) = (operand for operand in user.all_input_nodes if operand is not result)
+                other = _unviewed(other)
+                source = other.args[0] if other.target is operator.getitem else other
+                if name_of(source) not in _STATISTICS | _NORMS:
+                    return True
+            elif user.all_input_nodes == [result] and name_of(user) in VIEWS | _COPIES | _LINEAR:
+                waiting.append(user)
+    return False
+
+
 def _is_density(exp: fx.Node) -> bool:
-    """Return whether an exponential is that of GELU's derivative, exp(-x * x / 2)."""
+    """Return whether an exponential is that of GELU's derivative, exp(-x * x / 2) beside the error function of x.
+
+    Any other such bump passes a gradient only where x is small.
+    """
     scaled = exp.args[0]
     if name_of(scaled) != "mul" or not isinstance(scaled, fx.Node):
         return False
@@ -427,7 +454,10 @@ def _is_density(exp: fx.Node) -> bool:
     if not isinstance(factor, (int, float)) or factor >= 0 or not isinstance(square, fx.Node):
         return False
     is_square = name_of(square) == "mul" and square.args[0] is square.args[1]
-    return is_square or (name_of(square) == "pow" and bool(square.args[1] == 2))
+    if not is_square and not (name_of(square) == "pow" and square.args[1] == 2):
+        return False
+    scaled_operands = (user for user in square.all_input_nodes[0].users if name_of(user) == "mul")
+    return any(name_of(user) == "erf" for scaled in scaled_operands for user in scaled.users)
 
 
 def _is_rotation(user: fx.Node) -> bool:
@@ -487,6 +517,6 @@ def _row(node: fx.Node, other: object) -> int:
 
 
 def shared_elements(large: Tensor, small: Tensor) -> int:
-    """Return the adjacent elements of a tensor in memory that share one element of a broadcast one."""
+    """Return the length of the rows of a tensor in memory that share one element of a broadcast one."""
     sizes = [1] * (large.dim() - small.dim()) + list(small.shape)
-    return adjacent(large, {dim for dim, size in enumerate(sizes) if _is_one(size)})
+    return row_along(large, {dim for dim, size in enumerate(sizes) if _is_one(size)})

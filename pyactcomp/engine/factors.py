@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ..codec.layouts import Layout, contiguous_layout
+from ..codec.layouts import Layout, contiguous_layout, row_of, spans_rows
 from ..readers.forms import BFLOAT16, CODES, Reading
 from ..readers.nodes import EXPONENTIAL
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
@@ -23,6 +23,8 @@ from .saved import Gathered, Pending, Region, Same, View
 
 # Nodes visited by one walk: twice the longest norm composed of operators.
 _FARTHEST = 32
+# Of a square: -x * x / 2 / s.
+_MULTIPLES = 4
 # The first factor of a matrix product: each element of the result sums over a row of this factor.
 _ROWS_OF = {
     "MmBackward0": "self",
@@ -69,6 +71,29 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
             continue
         yield from (region for _, region in _coded(node))
         left.extend(behind for behind, _ in node.next_functions)
+
+
+def square_behind(exponential: Node | None) -> Iterator[Coded]:
+    """Yield the operands in codes of a square behind an exponential, as in exp(-x * x / 2).
+
+    Such a bump passes a gradient only where x is small.
+    """
+    square = None if exponential is None else _unscaled(exponential.next_functions[0][0])
+    if square is not None and square.name() in ("PowBackward0", "MulBackward0"):
+        if len({_unscaled(behind) for behind, _ in square.next_functions}) == 1:
+            yield from (region for _, region in _coded(square))
+
+
+def _unscaled(node: Node | None) -> Node | None:
+    """Return the node that a node multiplies by constants."""
+    for _ in range(_MULTIPLES):
+        inputs = [] if node is None else [behind for behind, _ in node.next_functions]
+        if node is None or node.name() not in ("MulBackward0", "DivBackward0", "NegBackward0"):
+            break
+        if inputs[1:] not in ([], [None]) and (inputs[0] is not None or node.name() == "DivBackward0"):
+            break
+        node = inputs[0] or inputs[-1]
+    return node
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,7 +152,7 @@ def _coded_across_rows(node: Any, group_size: int) -> Iterator[Coded]:
     """
     read = node.next_functions[0][0] if node.next_functions else None
     for layout, region in (*_coded(node), *(() if read is None else _coded(read))):
-        if layout is None or _elements_reduced(node, layout) < group_size:
+        if layout is None or spans_rows(_elements_reduced(node, layout), group_size):
             yield region
 
 
@@ -137,7 +162,7 @@ def _elements_reduced(node: Any, layout: Layout) -> float:
         channels: int = node._saved_C // node._saved_group
         return channels * node._saved_HxW if layout == contiguous_layout(layout.shape) else channels
     dims = getattr(node, "_saved_dim", None)
-    return _elements_in_a_row(layout, dims) if isinstance(dims, tuple) else math.inf
+    return _row(layout, dims) if isinstance(dims, tuple) else math.inf
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,14 +183,24 @@ def meets_several(layout: Layout, divisor: torch.Size, group_size: int) -> bool:
             else:
                 dims.append(dim)
         others = () if left else tuple(divisor)
-    return bool(dims) and others == divisor and _elements_in_a_row(layout, tuple(dims)) < group_size
+    return bool(dims) and others == divisor and spans_rows(_row(layout, tuple(dims)), group_size)
+
+
+def _row(layout: Layout, dims: tuple[int, ...]) -> int:
+    """Return the length of the rows along ``dims`` that have one number each, for :func:`spans_rows`."""
+    count = math.prod(layout.shape[dim] for dim in _dims(dims, layout))
+    return row_of(_elements_in_a_row(layout, dims), None if count == math.prod(layout.shape) else count)
+
+
+def _dims(dims: tuple[int, ...], layout: Layout) -> set[int]:
+    """Return dimensions counted from the first; torch gives negative ones back as unsigned numbers of 64 bits."""
+    return {(dim - 2**64 if dim >= 2**63 else dim) % max(len(layout.shape), 1) for dim in dims}
 
 
 def _elements_in_a_row(layout: Layout, dims: tuple[int, ...]) -> int:
     """Return the adjacent elements in memory that a reduction over ``dims`` adds up."""
     rank = len(layout.shape)
-    # Torch gives negative dimensions back as unsigned numbers of 64 bits.
-    reduced = {(dim - 2**64 if dim >= 2**63 else dim) % max(rank, 1) for dim in dims}
+    reduced = _dims(dims, layout)
     elements = 1
     for _, dim in sorted((layout.stride[dim], dim) for dim in range(rank) if layout.shape[dim] != 1):
         if dim not in reduced:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -55,7 +56,7 @@ from ..torch_private import (
     profiler_enabled,
     source_dtype,
 )
-from .factors import coded_behind, is_factor, meets_several
+from .factors import Coded, coded_behind, is_factor, meets_several, square_behind
 from .marks import PACKS
 from .narrow import NarrowKernel, is_exact_cast
 from .packing import HALF_BYTES, Packing
@@ -75,7 +76,7 @@ from .policy import (
     local_tensor,
 )
 from .recipes import FromRecipe, Recipe
-from .recompute import cast_recipe, is_exact, source_of, source_of_cast
+from .recompute import cast_recipe, is_exact, is_fresh_cast, source_of, source_of_cast
 from .record import Recorder
 from .saved import (
     Distributed,
@@ -273,9 +274,10 @@ class Frame:
         if form.need > CODES:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._divisors.append(tensor.size())
-                self._sharpen(producer(saved)[1])
+                self._sharpen(coded_behind(producer(saved)[1], self.packing.config.group_size))
             elif form is BFLOAT16 and reading.operator == "aten::exp":
                 self._hold_factor(tensor)
+                self._sharpen(square_behind(producer(saved)[1]))
         elif is_factor(tensor, reading, self.packing.config.group_size):
             self._hold_factor(tensor)
         elif self._factors and reading.operator not in AMPLIFYING:
@@ -308,7 +310,7 @@ class Frame:
             self._casts_left -= 1
             parameter = cast_parameter(node)
             if parameter is not None:
-                if not _is_fresh_cast(tensor, parameter, node):
+                if not is_fresh_cast(tensor, parameter, node):
                     return self._keep(tensor, OTHER_LAYOUT)
                 if self.recorder is not None:
                     self.recorder.add(tensor, RECAST)
@@ -325,7 +327,7 @@ class Frame:
         if reading is not None and reading.operator in AMPLIFYING:
             if self.packing.form_for(kept, reading).need > CODES:
                 self._divisors.append(kept.size())
-                self._sharpen(producer(kept)[1])
+                self._sharpen(coded_behind(producer(kept)[1], self.packing.config.group_size))
 
     def _hold_factor(self, tensor: Tensor) -> None:
         """Hold the memory of a factor: a following operator may divide by the product, and no one else may hold it."""
@@ -339,13 +341,13 @@ class Frame:
         layout, group_size = layout_of(factor), self.packing.config.group_size
         return any(meets_several(layout, divisor, group_size) for divisor in self._divisors)
 
-    def _sharpen(self, node: Node | None) -> None:
+    def _sharpen(self, factors: Iterable[Coded]) -> None:
         """Store factors anew, those in codes in 16 bits, others as they are: a following operator divides by a product.
 
         Codes have the same absolute error for small factors as for large ones, and small factors get the largest
         gradient.
         """
-        for stored in coded_behind(node, self.packing.config.group_size):
+        for stored in factors:
             source = stored.source()
             if source is None:
                 continue
@@ -570,23 +572,6 @@ class Frame:
             else:
                 self.recorder.add_codes(packs, tensor.nbytes)
         return Kept(tensor)
-
-
-def _is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
-    """Return whether casting ``parameter`` again gives ``copy`` or its base: same layout, never written to."""
-    whole = copy if copy._base is None else copy._base
-    return (
-        whole.grad_fn is cast
-        and whole._version == 0
-        and whole.dtype is copy.dtype
-        and whole.storage_offset() == 0
-        and whole.size() == parameter.size()
-        # A cast keeps the strides of a dense tensor unless a memory format was requested.
-        and whole.stride() == parameter.stride()
-        and parameter.device == copy.device
-        and type(parameter) in PLAIN
-        and layout_of(parameter).dense
-    )
 
 
 def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from ..codec import bind
 from ..codec import format as fmt
 from ..codec.kernels import Kernel
-from ..codec.layouts import layout_of
+from ..codec.layouts import layout_of, spans_rows
 from ..codec.seeds import Seeds
 from ..config import Config
 from ..readers.forms import (
@@ -117,10 +117,10 @@ class Packing:
             form = BFLOAT16
         elif form is ROWS or form is VECTORS:
             images = form is VECTORS and tensor.dim() > _VECTORS
-            # A group lies in memory, and spans rows that are shorter or transposed.
+            # A group lies in memory, and spans rows that are no multiple of it, or transposed.
             if form is ROWS and (few or tensor.shape[-1] < SCATTERED):
                 form = ITSELF
-            elif few or (not images and (tensor.shape[-1] < config.group_size or tensor.stride(-1) != 1)):
+            elif few or (not images and (spans_rows(tensor.shape[-1], config.group_size) or tensor.stride(-1) != 1)):
                 form = BFLOAT16
             else:
                 form = AS_CODES

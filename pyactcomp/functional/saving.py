@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import codec
 from ..codec import Impl, Packed
 from ..codec import format as fmt
-from ..codec.layouts import arranged, layout_of
+from ..codec.layouts import arranged, contiguous_layout, layout_of
 from ..codec.seeds import calls, second_of
 from ..engine.halves import half_kernel, half_nbytes
 from ..engine.policy import PLAIN
@@ -81,17 +81,28 @@ class Saving(Codes):
         )
         return mark_as_packed(packed.buffer, x), _restore(packed, self.impl)
 
-    def keep_rows(self, x: Tensor) -> tuple[Tensor, Restore]:
+    def keep_rows(self, x: Tensor, length: int) -> tuple[Tensor, Restore]:
         """Return the same as :meth:`keep`, with groups within rows of ``x`` (rows shorter than a group share groups).
 
         Groups are consecutive elements in memory. A norm divides each row by the row's own deviation: in a group across
-        rows the largest row sets the step, and the codes of the smallest row are off by as much.
+        rows the largest row sets the step, and the codes of the smallest row are off by as much. Rows of ``length``
+        elements are padded to whole groups with their last element, which widens no group.
         """
-        layout = layout_of(x)
-        if self.bits is None or x.is_contiguous() or not layout.dense:
+        if self.bits is None or length == 0:
             return self.keep(x)
-        kept, restore = self.keep(x.contiguous())
-        return mark_as_packed(kept, x), lambda buffer: arranged(restore(buffer), layout)
+        layout = layout_of(x)
+        missing = -length % self.group_size if self.group_size < length < x.numel() else 0
+        if not missing:
+            if x.is_contiguous() or not layout.dense:
+                return self.keep(x)
+            kept, restore = self.keep(x.contiguous())
+            return mark_as_packed(kept, x), lambda buffer: arranged(restore(buffer), layout)
+        rows = x.reshape(-1, length)
+        kept, restore = self.keep(torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1))
+        return mark_as_packed(kept, x), lambda buffer: arranged(
+            restore(buffer)[:, :length].reshape(layout.shape),
+            layout if layout.dense else contiguous_layout(layout.shape),
+        )
 
     def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return a copy of ``x`` as bytes, and a function from the bytes to ``x``. Hooks keep bytes unpacked."""

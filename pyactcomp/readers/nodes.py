@@ -75,7 +75,7 @@ RANGE_KEPT |= {"SubBackward1", "RsubBackward1", "ClampBackward1", "ClampMinBackw
 RANGE_KEPT |= {"SplitWithSizesBackward0", "SqueezeBackward1", "SqueezeBackward2", "torch::autograd::CopySlices"}
 NARROW, DIFFERENCE, SPANNING, SCALED_RANGE = range(4)
 """The range of a value: moderate; that of a difference, of which only small elements may get a gradient (the nearest
-point's); orders of magnitude; orders of magnitude, by an exponential that is a factor."""
+point's); orders of magnitude; orders of magnitude, by an exponential."""
 # Twelve nodes reach the mask behind normalised, viewed and transposed scores. The walk must end: a residual stream
 # leads back to the first constant of the model, as positions are.
 _RANGE_WALK = 12
@@ -98,13 +98,14 @@ def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[s
         Names of the nodes whose results span orders of magnitude; if not ``WIDE``, constants do not count.
     """
     found = DIFFERENCE if makers is WIDE and _is_difference(name, node) else NARROW
-    waiting = deque([(name, node, False)] if node is not None else ())
+    waiting = deque([(name, node, False, False)] if node is not None else ())
     for _ in range(walk):
         if not waiting:
             break
-        name, node, is_factor = waiting.popleft()
+        name, node, is_factor, is_quotient = waiting.popleft()
         if name in makers:
-            if is_factor and name in GROWING:
+            # A sum of exponentials divides a softmax back to moderate numbers.
+            if name in GROWING and (is_factor or not is_quotient):
                 return SCALED_RANGE
             found = SPANNING
             continue
@@ -112,13 +113,14 @@ def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[s
         if name == "MulBackward0":
             is_factor = is_factor or None not in inputs
         elif name == "DivBackward0":
+            is_quotient = True
             if inputs[0] is None and makers is WIDE:
                 found = SPANNING
         elif name not in RANGE_KEPT:
             continue
         elif None in inputs and makers is WIDE:
             found = SPANNING
-        waiting.extend((behind.name(), behind, is_factor) for behind in inputs if behind is not None)
+        waiting.extend((behind.name(), behind, is_factor, is_quotient) for behind in inputs if behind is not None)
     return found
 
 

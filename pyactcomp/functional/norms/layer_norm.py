@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -74,7 +75,7 @@ class _LayerNorm(torch.autograd.Function):
         out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
         out = out.to(dtype)
         if ctx.keeps:
-            kept, restore = how.keep_rows(x)
+            kept, restore = how.keep_rows(x, math.prod(shape))
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
             compute = functools.partial(

@@ -51,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
             offer(ctx, out, compute, *parameters)
             return out
 
-        kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach())
+        kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach(), x.shape[-1])
         wide = _wide(x)
         rstd = _reciprocal_deviation(wide, eps)
         # With bits=None backward differentiates torch's chain of operators, rstd included.
