@@ -5,8 +5,10 @@ Longer than 400 lines: the forms share versions, readers and memory, and hold ea
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+import warnings
 from abc import abstractmethod
 from collections import deque
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +20,7 @@ from torch import Tensor
 from ..codec.kernels import Kernel
 from ..codec.layouts import Layout, layout_of
 from ..errors import PyactcompError
-from ..readers.forms import AS_SHAPE, EXACT, ITSELF, Form
+from ..readers.forms import AS_SHAPE, CODES, EXACT, ITSELF, RELATIVE, Form
 from ..readers.observer import Version, observer
 from ..torch_private import current_raw_stream, never_traced, running_node
 
@@ -90,11 +92,26 @@ class Versioned:
 def check_reader(form: Form, shape: torch.Size) -> None:
     """Raise PyactcompError if the table of readers says that the running node needs more than ``form``.
 
-    Only if backward itself unpacks: code in a node may look at another node's saved tensors.
+    Only if backward itself unpacks: code in a node may look at another node's saved tensors. Warn, once, if backward
+    records a graph: its result is then no gradient for an optimizer, but a value that the loss reads.
     """
     node = observer().contradiction(form.need)
     if node is not None:
         _refuse(node, form, shape)
+    if torch.is_grad_enabled() and form.need in (CODES, RELATIVE) and running_node() is not None:
+        warn_of_differentiated_gradients()
+
+
+@functools.cache
+def warn_of_differentiated_gradients() -> None:
+    """Warn that a gradient used as a value is off; once a process, or again after ``cache_clear()``."""
+    warnings.warn(
+        "a backward with create_graph=True reads tensors in codes or 16 bits: its gradients are off by up to 1 %. A "
+        "loss that reads them as values (forces, gradient penalties, inner steps of meta-learning) is off too, and its "
+        "gradients are off by more, the more the smaller the loss is. Compress such a model with mode='lossless', or "
+        "skip the modules.",
+        stacklevel=3,
+    )
 
 
 def _refuse(node: str, form: Form, shape: torch.Size) -> None:
