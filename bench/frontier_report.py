@@ -228,19 +228,19 @@ def _compiled_alone(row: Row, compiled: Sequence[Row]) -> Row | None:
     """Return the row of the same compilation without us: of the same run, else of the same commit and device."""
     method = "compile-blocks" if row["method"].startswith("compile-blocks") else "compile"
     candidates = select(compiled, workload=row["workload"], method=method)
-    origin = row["origin"]["device"], row["origin"]["commit"]
-    same_commit = [each for each in candidates if (each["origin"]["device"], each["origin"]["commit"]) == origin]
+    same_gpu = select(candidates, gpu=row["gpu"])
+    same_commit = [each for each in same_gpu if each["origin"]["commit"] == row["origin"]["commit"]]
     return next(reversed(select(candidates, run=row["run"]) or same_commit), None)
 
 
 def compiled_table(rows: Iterable[Row]) -> str:
     """Return the table of compiled training: each method against the same compilation without us, on every GPU."""
     compiled = [row for row in select(on_gpus(rows), status="ok") if row["method"].startswith("compile")]
-    newest = {(r["origin"]["device"], r["workload"], r["method"]): r for r in compiled}
+    newest = latest(compiled, "gpu", "workload", "method")
     order = sorted(newest, key=lambda key: (key[0], rank(WORKLOAD_ORDER, key[1]), rank(METHOD_ORDER, key[2])))
     lines, shown, previous = [], [], ("", "")
-    for device, workload, method in order:
-        row = newest[device, workload, method]
+    for gpu, workload, method in order:
+        row = newest[gpu, workload, method]
         alone = _compiled_alone(row, compiled)
         if alone is None or method == alone["method"]:
             continue
@@ -248,14 +248,14 @@ def compiled_table(rows: Iterable[Row]) -> str:
         ratios = [format(row[name] / alone[name], ".3f") for name in RATIOS.values()]
         begun = [figure(each, "first_step_s", ".0f") for each in (row, alone)]
         lines.append([
-            device if device != previous[0] else "",
-            f"`{workload}`" if (device, workload) != previous else "",
+            gpu if gpu != previous[0] else "",
+            f"`{workload}`" if (gpu, workload) != previous else "",
             method,
             *ratios,
             figure(row, "grad_error", ".2%"),
             " / ".join(begun) if all(begun) else "",
         ])  # fmt: skip
-        previous = device, workload
+        previous = gpu, workload
     if not lines:
         return ""
     header = ("GPU", "workload", "method", "step", "act", "peak - base", "gradient error", "first step s")

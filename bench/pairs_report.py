@@ -22,7 +22,7 @@ def _earlier(row: Row) -> str:
 
 
 def _found(rows: Iterable[Row]) -> list[Row]:
-    named = [{**row, "before_commit": _earlier(row), "gpu": row["origin"]["device"]} for row in on_gpus(rows)]
+    named = [{**row, "before_commit": _earlier(row)} for row in on_gpus(rows)]
     found = latest(named, "before_commit", "gpu", "workload", "method")
     order = {key[:2]: index for index, key in enumerate(found)}
     return sorted(

@@ -16,12 +16,13 @@ def load(folder: Path, suite: str) -> list[Row]:
 def on_gpu(rows: Iterable[Row]) -> list[Row]:
     """Return the full-size rows of the GPU measured last: absolute times count on a GPU only."""
     found = on_gpus(rows)
-    return [row for row in found if row["origin"]["device"] == found[-1]["origin"]["device"]]
+    return [row for row in found if row["gpu"] == found[-1]["gpu"]]
 
 
 def on_gpus(rows: Iterable[Row]) -> list[Row]:
-    """Return the full-size rows of all GPUs, for tables that name the GPU of each row."""
-    return [row for row in select(rows, scale="full") if row["origin"]["device"] != "cpu"]
+    """Return the full-size rows of all GPUs, with the GPU's name under ``gpu``, for tables that show it."""
+    full = ({**row, "gpu": row["origin"]["device"]} for row in select(rows, scale="full"))
+    return [row for row in full if row["gpu"] != "cpu"]
 
 
 def on_cpu(rows: Iterable[Row]) -> list[Row]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
+import pyactcomp
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.compiled.partition import partition
 from pyactcomp.config import Config
@@ -91,3 +92,15 @@ def held_by_graphs(loss: Tensor, model: nn.Module) -> tuple[int, int]:
     parameters = {p.data_ptr() for p in model.parameters()}
     found = [node.saved_tensors for node in _nodes(loss.grad_fn)]
     return sum(t.nbytes for saved in found for t in saved if t.data_ptr() not in parameters), len(found)
+
+
+def trained(build: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], packed: bool) -> nn.Module:
+    """Return a compiled model with the gradients of one step; the seed is the same in each call."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build()
+    if packed:
+        pyactcomp.compress(model, min_bytes=1)
+    model.compile(backend=as_inductor)
+    loss(model).backward()
+    return model

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import ranges
 import torch
-from compiled_backend import as_inductor, gradients, off
+from compiled_backend import gradients, off, trained
 from exactness_checks import BAR, distance, error, leaf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -51,17 +51,11 @@ class Scored(nn.Module):
 
 @pytest.mark.parametrize("name", [name for name in ranges.LOSSES if name.startswith(("bumps", "sigmoid", "tanh"))])
 def test_gradients_of_a_compiled_network_whose_loss_passes_few_elements(name: str) -> None:
-    found = []
-    for packed in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Scored(ranges.LOSSES[name])
-        if packed:
-            pyactcomp.compress(model, min_bytes=1)
-        model.compile(backend=as_inductor)
-        model(torch.randn(256, 64)).backward()
-        found.append(tuple(p.grad for p in model.parameters() if p.grad is not None))
-    exact, got = found
+    plain, model = (
+        trained(lambda: Scored(ranges.LOSSES[name]), lambda model: model(torch.randn(256, 64)), packed)
+        for packed in (False, True)
+    )
+    got, exact = (tuple(p.grad for p in each.parameters() if p.grad is not None) for each in (model, plain))
     assert distance(got, exact) <= BAR
     assert sum(tensor.form == "codes" for tensor in pyactcomp.report(model).graphs[0].saved)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compiled_backend import as_inductor
+from compiled_backend import trained
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -203,16 +203,11 @@ def test_rows_that_end_inside_a_group_are_padded_where_fused(width: int) -> None
 def test_norms_in_a_graph_have_the_gradients_of_small_rows(width: int, norm: type[torch.nn.Module]) -> None:
     """Each row counts as much as any other, since the gradients that come in are equally large."""
     x = torch.randn(64, 32)
-    found = []
-    for packed in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        layers = torch.nn.Linear(32, width, bias=False), norm(width), torch.nn.Linear(width, 32)
-        model = torch.nn.Sequential(*layers)
-        if packed:
-            pyactcomp.compress(model, min_bytes=1)
-        model.compile(backend=as_inductor)
-        (model(x * torch.tensor([1.0, 100.0]).repeat(32)[:, None]) - x).square().mean().backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    exact, got = found
+    rows = x * torch.tensor([1.0, 100.0]).repeat(32)[:, None]
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(32, width, bias=False), norm(width), torch.nn.Linear(width, 32))
+
+    models = (trained(build, lambda model: (model(rows) - x).square().mean(), packed) for packed in (False, True))
+    exact, got = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in models)
     assert float((got - exact).norm() / exact.norm()) <= BAR

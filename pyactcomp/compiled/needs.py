@@ -227,7 +227,7 @@ def _recomputed(
     if behind.reading.need == AS_SHAPE.need or name in COMPARISONS:
         # The forward compares, see masks.py.
         return Need(Reading(name, "operand", AS_SHAPE, "compared in the forward"))
-    if (name in _BOUNDED or user.name in saturating) and _is_subtracted(user, found):
+    if (name in _BOUNDED or user.name in saturating) and _is_read_in_a_difference(user, found):
         return Need(_exactly(user, "backward reads the difference between its result and another value"))
     if user.name in saturating:
         return Need(Reading(name, "self", saturating[user.name], "the gradient is largest where it is small, or small"))
@@ -291,7 +291,7 @@ def _arithmetic(user: fx.Node, behind: Need, row: int | None) -> Need:
 def _produced(node: fx.Node, reading: Reading) -> Reading:
     """Tighten a need by the operator that made the value."""
     source = _unviewed(node)
-    name = name_of(source.args[0] if source.target is operator.getitem else source)
+    name = _maker(source)
     if reading.need < CODES or reading.need == EXACT:
         return reading
     attention = "scaled_dot_product" in name
@@ -398,16 +398,20 @@ def _is_difference(node: fx.Node) -> bool:
     first, other = node.args[:2] if name_of(node) == "sub" else (None, None)
     if not isinstance(first, fx.Node) or not isinstance(other, fx.Node):
         return False
-    other = _unviewed(other)
-    source = other.args[0] if other.target is operator.getitem else other
-    few = other.op == "placeholder" and _is_broadcast(other, node)
-    return not few and name_of(source) not in _STATISTICS | _NORMS and not _is_rotation(node)
+    few = (source := _unviewed(other)).op == "placeholder" and _is_broadcast(source, node)
+    return not few and _maker(other) not in _STATISTICS | _NORMS and not _is_rotation(node)
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
     while name_of(node) in VIEWS - MERGING and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def _maker(node: fx.Node) -> str:
+    """Return the name of the operator that made a value, of one result or several, views aside."""
+    node = _unviewed(node)
+    return name_of(node.args[0] if node.target is operator.getitem else node)
 
 
 def _unscaled(node: fx.Node) -> fx.Node:
@@ -423,7 +427,7 @@ def _is_log(node: object) -> bool:
     return isinstance(node, fx.Node) and name_of(_unviewed(node)) == "log"
 
 
-def _is_subtracted(node: fx.Node, found: Mapping[str, Need]) -> bool:
+def _is_read_in_a_difference(node: fx.Node, found: Mapping[str, Need]) -> bool:
     """Return whether backward reads the difference between a value, scaled or shifted, and another, not its mean."""
     waiting = [node]
     while waiting:
@@ -431,13 +435,10 @@ def _is_subtracted(node: fx.Node, found: Mapping[str, Need]) -> bool:
         for user in result.users:
             if user.name not in found or found[user.name].reading.need < CODES:
                 continue
-            if name_of(user) == "sub" and len(user.all_input_nodes) > 1:
-                (other,) = (operand for operand in user.all_input_nodes if operand is not result)
-                other = _unviewed(other)
-                source = other.args[0] if other.target is operator.getitem else other
-                if name_of(source) not in _STATISTICS | _NORMS:
-                    return True
-            elif user.all_input_nodes == [result] and name_of(user) in VIEWS | _COPIES | _LINEAR:
+            others = [operand for operand in user.all_input_nodes if operand is not result]
+            if name_of(user) == "sub" and any(_maker(other) not in _STATISTICS | _NORMS for other in others):
+                return True
+            if not others and name_of(user) in VIEWS | _COPIES | _LINEAR:
                 waiting.append(user)
     return False
 

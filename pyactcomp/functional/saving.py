@@ -88,7 +88,7 @@ class Saving(Codes):
         rows the largest row sets the step, and the codes of the smallest row are off by as much. Rows of ``length``
         elements are padded to whole groups with their last element, which widens no group.
         """
-        if self.bits is None or length == 0:
+        if self.bits is None:
             return self.keep(x)
         layout = layout_of(x)
         missing = -length % self.group_size if self.group_size < length < x.numel() else 0
