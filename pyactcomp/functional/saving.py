@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,8 @@ Restore = Callable[[Tensor], Tensor]
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 _SCALED = half_kernel(SCALED, by_triton=False)
+_PACKED_AS_IT_IS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
+"""The dtypes that kernels read; a float64 is cast before."""
 
 
 class Recomputed:
@@ -76,10 +79,7 @@ class Saving(Codes):
         """Return the tensor to save for backward, and a function from that tensor to ``x``."""
         if self.bits is None:
             return x, same
-        packed = codec.quantize(
-            x, bits=self.bits, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
-        )
-        return mark_as_packed(packed.buffer, x), _restore(packed, self.impl)
+        return self._pack(x, self.bits)
 
     def keep_rows(self, x: Tensor, length: int) -> tuple[Tensor, Restore]:
         """Return the same as :meth:`keep`, with groups within rows of ``x`` (rows shorter than a group share groups).
@@ -132,16 +132,25 @@ class Saving(Codes):
 
     def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor packed to one bit per element, and a function from the bits to the tensor."""
-        if _traced() or type(mask) is not Tensor or not mask.is_contiguous():
-            packed = codec.quantize(mask, impl=self.impl)
-        else:
-            # Call the kernel directly: half the host time. Only graphs need the operator around it.
-            kernel = codec.bind(self.impl, torch.bool, 1, self.group_size, False, False, mask.device)
-            buffer = torch.empty(fmt.packed_bool_nbytes(mask.numel()), dtype=torch.uint8, device=mask.device)
-            if not saves_are_dropped():
-                kernel.encode(mask, buffer, 0)
-            packed = Packed(buffer, tuple(mask.shape), mask.stride(), torch.bool, 1, self.group_size)
-        return mark_as_packed(packed.buffer, mask), _restore(packed, self.impl)
+        return self._pack(mask, 1)
+
+    def _pack(self, x: Tensor, bits: int) -> tuple[Tensor, Restore]:
+        """Pack ``x`` to ``bits`` bits an element, by the kernel itself where no graph needs the operator around it."""
+        if _traced() or type(x) not in PLAIN or x.dtype not in _PACKED_AS_IT_IS or not layout_of(x).dense:
+            width = bits if bits != 1 else 8  # booleans ignore it
+            packed = codec.quantize(
+                x, bits=width, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
+            )
+            form = packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size, self.impl
+            return mark_as_packed(packed.buffer, x), _new_restorer(*form) if _traced() else _restorer(*form)
+        shape, stride, _ = layout_of(x)
+        dtype, device, group_size = x.dtype, x.device, self.group_size
+        buffer = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8, device=device)
+        if not saves_are_dropped():
+            stochastic = bits != 1 and self.stochastic
+            kernel = codec.bind(self.impl, dtype, bits, group_size, stochastic, False, device)
+            kernel.encode(x, buffer, self.seed)
+        return mark_as_packed(buffer, x), _restorer(shape, stride, dtype, bits, group_size, self.impl)
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether a fused Triton kernel can pack ``x``."""
@@ -205,11 +214,6 @@ def _replaced() -> bool:
     return observer().may_be_transformed() and (inside_functorch() or being_traced())
 
 
-def _restore(packed: Packed, impl: Impl) -> Restore:
-    form = packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size
-    return _new_restorer(*form, impl) if _traced() else _restorer(*form, impl)
-
-
 def _new_restorer(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, bits: int, group_size: int, impl: Impl
 ) -> Restore:
@@ -217,7 +221,23 @@ def _new_restorer(
 
 
 # Shapes and dtypes repeat from step to step: share one closure for each.
-_restorer = functools.lru_cache(maxsize=1024)(_new_restorer)
+@functools.lru_cache(maxsize=1024)
+def _restorer(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, bits: int, group_size: int, impl: Impl
+) -> Restore:
+    nbytes = fmt.packed_nbytes(math.prod(shape), bits, group_size)
+    checked = _new_restorer(shape, stride, dtype, bits, group_size, impl)
+
+    def restore(buffer: Tensor) -> Tensor:
+        # A hook of the user may have put another buffer in the place of the packed one.
+        sound = type(buffer) is Tensor and buffer.dtype is torch.uint8 and buffer.numel() == nbytes
+        if not sound or dtype not in _PACKED_AS_IT_IS or _traced() or not buffer.is_contiguous():
+            return checked(buffer)
+        out = torch.empty_strided(shape, stride, dtype=dtype, device=buffer.device)
+        codec.bind(impl, dtype, bits, group_size, False, False, buffer.device).decode(buffer, out)
+        return out
+
+    return restore
 
 
 def same(x: Tensor) -> Tensor:
