@@ -150,6 +150,37 @@ def reduce_overhead(growth: str) -> None:
     assert any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in torch.cuda.memory_snapshot())
 
 
+def pool_or_capture(growth: str) -> None:
+    """Within a MemPool memory is given back and collected as ever; within a capture the device is not waited for."""
+    enable(growth)
+    cached = filled(512 * MIB, 1)
+    del cached
+    side = torch.cuda.Stream()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() < 512 * MIB
+        for _ in range(8):
+            block = filled(64 * MIB, 2)
+            block.record_stream(side)
+            del block
+            side.synchronize()
+    assert sum(segment["total_size"] for segment in pool.snapshot()) == 64 * MIB
+    given, taken = filled(4 * MIB, 3), filled(4 * MIB, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.cuda.empty_cache()
+        twice = given + given
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            taken.copy_(twice)
+        twice.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        del twice
+    graph.replay()
+    assert torch.equal(taken, given + given)
+
+
 def mem_pool(growth: str) -> None:
     enable(growth)
     outside = filled(MIB, 1)

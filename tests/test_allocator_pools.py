@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from allocator_cases import GROWTHS, MIB, POOL, allocated, make, overlap, physical, reserved, stat
 
-from pyactcomp.allocator import CachingAllocator
+from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
 
 pytestmark = pytest.mark.parametrize("growth", GROWTHS)
 
@@ -64,6 +65,34 @@ def test_the_memory_of_a_pool_serves_nobody_else(growth: str) -> None:
     allocator.begin_allocate_to_pool(POOL)
     assert allocator.allocate(30 * MIB) == inside
     allocator.end_allocate_to_pool(POOL)
+
+
+@pytest.mark.parametrize("stream", [5, 6], ids=["in the pool", "beside it"])
+@pytest.mark.parametrize("captures", [False, True])
+def test_cached_memory_serves_others_while_a_pool_is_in_use(growth: str, captures: bool, stream: int) -> None:
+    device = SimulatedDevice("1GiB")
+    allocator = CachingAllocator(device, AllocatorConfig(growth=growth))
+    allocator.free(allocator.allocate(600 * MIB))
+    allocator.begin_allocate_to_pool(POOL, {5}, captures=captures)
+    if captures:
+        with pytest.raises(torch.OutOfMemoryError, match="A CUDA graph is being captured"):
+            allocator.allocate(700 * MIB, stream=stream)
+    else:
+        allocator.allocate(700 * MIB, stream=stream)
+        assert device.reserved == 700 * MIB
+    allocator.end_allocate_to_pool(POOL)
+    allocator.check_invariants()
+
+
+def test_frees_of_other_streams_are_collected_while_a_pool_is_in_use(growth: str) -> None:
+    allocator, device = make(growth)
+    allocator.begin_allocate_to_pool(POOL, {5}, captures=False)
+    for _ in range(20):
+        address = allocator.allocate(64 * MIB)
+        allocator.record_stream(address, 7)
+        allocator.free(address)
+        device.complete(7)
+    assert device.reserved == 64 * MIB
 
 
 def test_the_memory_of_a_pool_stays_where_it_is(growth: str) -> None:

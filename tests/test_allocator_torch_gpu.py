@@ -21,7 +21,7 @@ both_growths = pytest.mark.parametrize("growth", ["vmm", "malloc"])
 
 
 @both_growths
-@pytest.mark.parametrize("case", ["graph", "mem_pool", "frees_behind_a_spin", "no_split"])
+@pytest.mark.parametrize("case", ["graph", "mem_pool", "pool_or_capture", "frees_behind_a_spin", "no_split"])
 def test_torch_cuda_works_as_with_its_own_allocator(case: str, growth: str) -> None:
     run_case(CASES, case, growth)
 

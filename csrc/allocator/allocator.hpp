@@ -190,8 +190,10 @@ class Allocator {
   virtual void configure(const Config& config) = 0;
 
   // Private pools: between begin and end, allocations on the streams accepted by `filter` come from the pool, and only
-  // from there. A pool lives while the use count is positive; afterwards the memory may be given back.
-  virtual void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0) = 0;
+  // from there. A pool lives while the use count is positive; afterwards the memory may be given back. `captures` says
+  // that the streams are captured into a graph: no event is recorded and the device is not waited for until the end.
+  virtual void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0,
+                                      bool captures = true) = 0;
   virtual void end_allocate_to_pool(PoolId pool) = 0;
   virtual void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr, Tag tag = 0) = 0;
   virtual void release_pool(PoolId pool) = 0;

@@ -263,6 +263,7 @@ bool CachingAllocator::try_free(Address address, Context context) {
 
 void CachingAllocator::free_block(Block& block, const Context& context) {
   if (block.shared) end_sharing(block);
+  if (block.pool().group.paused) paused_.at(block.pool().group.tag).saved.erase(block.address);
   if (block.uses.empty()) {
     if (!captured_.empty()) captured_.erase(&block);
     heap_.request_free(&block, context);

@@ -42,7 +42,8 @@ class CachingAllocator final : public Allocator {
   Config config() const override;
   void configure(const Config& config) override;
 
-  void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0) override;
+  void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0,
+                              bool captures = true) override;
   void end_allocate_to_pool(PoolId pool) override;
   void create_or_incref_pool(PoolId pool, std::shared_ptr<SegmentSource> source = nullptr, Tag tag = 0) override;
   void release_pool(PoolId pool) override;
@@ -93,9 +94,14 @@ class CachingAllocator final : public Allocator {
     std::int64_t allocations = 0;
   };
 
+  /// Where allocations of some streams or of a thread go.
+  struct Route {
+    PoolId pool;
+    std::function<bool(Stream)> filter;
+    bool captures;  ///< the streams are captured into a graph
+  };
   /// A piece of a block's contents.
   struct Saved {
-    Address block;
     Bytes offset;  ///< in the block
     Bytes size;
     std::shared_ptr<const HostStore::Chunk> chunk;
@@ -108,12 +114,12 @@ class CachingAllocator final : public Allocator {
   };
   struct Paused {
     bool resume_on_allocation = false;
-    std::vector<Saved> saved;
+    std::map<Address, std::vector<Saved>> saved;  ///< by block; a free drops the block's
   };
 
   Block& live(Address address);
   PoolGroup& private_group(PoolId pool);
-  bool capturing() const { return !captures_.empty(); }
+  bool capturing() const { return captures_ > 0; }
   PoolGroup& group_for(Stream stream, Tag tag);
   /// The same; PauseError if the group is paused.
   PoolGroup& running_group(Stream stream, Tag tag);
@@ -125,9 +131,12 @@ class CachingAllocator final : public Allocator {
   std::map<Tag, Paused> save(const PauseOptions& options, const std::vector<PoolGroup*>& groups, PauseReport& report);
   /// Unmaps and destroys every handle of the group; returns the bytes.
   Bytes take_memory(PoolGroup& group);
-  /// Creates and maps every handle of the groups. False, without a change, if the device or the limit refuses.
+  /// Creates and maps every handle of the groups. False, without a change, if the device, the driver or the limit
+  /// refuses; refused_ then has the driver's words.
   bool give_memory(const std::vector<PoolGroup*>& groups, ResumeReport& report);
   ResumeReport resume_tags(const std::vector<Tag>& tags, Lock& lock);
+  /// The paused groups of the tags, without the handles whose blocks were all freed.
+  std::vector<PoolGroup*> paused_groups(const std::vector<Tag>& tags);
   Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source && !group.by_malloc ? *vmm_ : *malloc_; }
   void free_block(Block& block, const Context& context);
   void end_sharing(Block& block);
@@ -162,7 +171,8 @@ class CachingAllocator final : public Allocator {
   StreamOrder order_;
   std::unique_ptr<Supply> malloc_;  ///< also for private pools with a SegmentSource
   std::unique_ptr<Supply> vmm_;     ///< growth by virtual memory; nullptr under malloc growth
-  std::vector<std::pair<PoolId, std::function<bool(Stream)>>> captures_;
+  std::vector<Route> routes_;
+  int captures_ = 0;  ///< routes that capture
   CaptureOrder capture_order_;
   std::unordered_map<const Block*, CaptureId>
       captured_;  ///< live blocks that captured work allocated, under the setting

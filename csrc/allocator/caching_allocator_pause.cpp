@@ -7,6 +7,7 @@
 
 #include "allocator/caching_allocator.hpp"
 #include "allocator/tags.hpp"
+#include "common/check.hpp"
 
 namespace pac::alloc {
 
@@ -83,8 +84,13 @@ PoolGroup& CachingAllocator::running_group(Stream stream, Tag tag) {
 }
 
 void CachingAllocator::resume_for(PoolGroup& group, Lock& lock) {
-  if (!is_paused(group) || capturing() || !paused_.at(group.tag).resume_on_allocation) return;
-  resume_tags({group.tag}, lock);
+  const Tag tag = group.tag;
+  if (!is_paused(group) || capturing() || !paused_.at(tag).resume_on_allocation) return;
+  try {
+    resume_tags({tag}, lock);
+  } catch (const PauseError&) {
+    if (paused_.count(tag) > 0) throw;  // else another thread resumed the tag while this one waited for the device
+  }
 }
 
 void CachingAllocator::check_can_pause(const PauseOptions& options) const {
@@ -95,8 +101,7 @@ void CachingAllocator::check_can_pause(const PauseOptions& options) const {
   }
   if (capturing()) {
     throw PauseError("memory of " + device_->name() +
-                     " cannot be paused while a CUDA graph is captured or a memory pool is in use: end the capture or "
-                     "leave torch.cuda.use_mem_pool first");
+                     " cannot be paused while a CUDA graph is captured: end the capture first");
   }
   std::vector<Tag> twice;
   for (const auto& [tag, keep] : options.keep) {
@@ -145,7 +150,11 @@ PauseReport CachingAllocator::pause(const PauseOptions& options) {
     const std::exception_ptr error = std::current_exception();
     std::vector<Tag> tags;
     for (const auto& [tag, keep] : options.keep) tags.push_back(tag);
-    resume_tags(tags, lock);
+    try {
+      resume_tags(tags, lock);
+    } catch (const std::exception&) {
+      // The tags stay paused, as paused() tells; the first error is the one to report.
+    }
     std::rethrow_exception(error);
   }
   return report;
@@ -176,14 +185,14 @@ std::map<Tag, CachingAllocator::Paused> CachingAllocator::save(const PauseOption
   auto chunk = chunks.begin();
   Bytes used = 0;
   for (const Block* block : kept) {
-    std::vector<Saved>& saved = paused[block->pool().group.tag].saved;
+    std::vector<Saved>& saved = paused[block->pool().group.tag].saved[block->address];
     for (Bytes done = 0; done < block->size;) {
       if (used == (*chunk)->size) {
         ++chunk;
         used = 0;
       }
       const Bytes size = std::min(block->size - done, (*chunk)->size - used);
-      saved.push_back({block->address, done, size, *chunk, used});
+      saved.push_back({done, size, *chunk, used});
       copies.add(block->address + done, **chunk, used, size);
       used += size;
       done += size;
@@ -218,24 +227,29 @@ void CachingAllocator::check_paused(const std::vector<Tag>& tags) const {
 ResumeReport CachingAllocator::resume(const std::vector<Tag>& tags) {
   Lock lock(mutex_);
   check_paused(tags);
-  if (capturing())
-    throw PauseError("memory cannot be resumed while a CUDA graph is captured or a memory pool is in use");
+  if (capturing()) throw PauseError("memory cannot be resumed while a CUDA graph is captured: end the capture first");
   return resume_tags(tags, lock);
 }
 
-ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& lock) {
+std::vector<PoolGroup*> CachingAllocator::paused_groups(const std::vector<Tag>& tags) {
   std::vector<PoolGroup*> groups;
   heap_.for_each_group([&](PoolGroup& group) {
     if (!group.paused || std::find(tags.begin(), tags.end(), group.tag) == tags.end()) return;
     groups.push_back(&group);
-    // Handles whose blocks were all freed meanwhile are not made again.
     if (group.is_releasable()) vmm_->release_unused(group);
   });
+  return groups;
+}
+
+ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& lock) {
+  std::vector<PoolGroup*> groups = paused_groups(tags);
   ResumeReport report;
   if (!give_memory(groups, report)) {
     report = {};
     release_cached(lock, {}, {});
-    check_paused(tags);  // the lock was dropped
+    // The lock was dropped: another thread may have resumed the tags, made pools, and paused again.
+    check_paused(tags);
+    groups = paused_groups(tags);
     if (!give_memory(groups, report)) {
       Bytes needed = 0;
       for (const PoolGroup* group : groups) {
@@ -243,19 +257,24 @@ ResumeReport CachingAllocator::resume_tags(const std::vector<Tag>& tags, Lock& l
       }
       const Device::Memory memory = device_->memory();
       const Bytes limit = vmm_->limit();
-      throw OutOfMemory("CUDA out of memory. Tried to resume " + format_bytes(needed) + " of " + listed(tags) + ". " +
-                        device_->name() + " has a total capacity of " + format_bytes(memory.total) + " of which " +
-                        format_bytes(memory.free) + " is free." +
-                        (limit == kUnlimited ? "" : " memory_fraction allows " + format_bytes(limit) + '.') +
-                        " Everything is still paused: free memory in this process or in others, and resume again.");
+      const std::string text =
+          "CUDA out of memory. Tried to resume " + format_bytes(needed) + " of " + listed(tags) + ". " +
+          device_->name() + " has a total capacity of " + format_bytes(memory.total) + " of which " +
+          format_bytes(memory.free) + " is free." +
+          (limit == kUnlimited ? "" : " memory_fraction allows " + format_bytes(limit) + '.') +
+          (refused_.empty() ? "" : " The driver refused: " + refused_ + '.') +
+          " Everything is still paused: free memory in this process or in others, and resume again.";
+      if (refused_.empty()) throw OutOfMemory(text);
+      throw DriverRefusal(text);
     }
   }
   Copies copies;
   for (const Tag tag : tags) {
-    for (const Saved& each : paused_.at(tag).saved) {
-      if (!heap_.find_live(each.block)) continue;  // freed meanwhile
-      copies.add(each.block + each.offset, *each.chunk, each.at, each.size);
-      report.restored += each.size;
+    for (const auto& [block, pieces] : paused_.at(tag).saved) {
+      for (const Saved& piece : pieces) {
+        copies.add(block + piece.offset, *piece.chunk, piece.at, piece.size);
+        report.restored += piece.size;
+      }
     }
   }
   try {
@@ -284,29 +303,41 @@ bool CachingAllocator::give_memory(const std::vector<PoolGroup*>& groups, Resume
       heap_.log(Action::kSegmentUnmap, each.address, each.mapping->size, *each.segment, heap_.releasing);
     }
   };
-  for (const PoolGroup* group : groups) {
-    for (const auto& [begin, segment] : group->segments) {
-      for (auto& [address, mapping] : segment->mappings) {
-        if (mapping.handle != kNoHandle) continue;
-        const auto handle = vmm_->within_limit(mapping.size) ? device_->create(mapping.size) : std::nullopt;
-        if (!handle) {
-          take_back();
-          return false;
+  // The memory at the address; false if the device or the limit refuses.
+  const auto give = [&](Address address, Mapping& mapping) {
+    const auto handle = vmm_->within_limit(mapping.size) ? device_->create(mapping.size) : std::nullopt;
+    if (!handle) return false;
+    try {
+      device_->map(address, mapping.size, *handle);
+    } catch (...) {
+      device_->destroy(*handle, mapping.size);
+      throw;
+    }
+    mapping.handle = *handle;
+    return true;
+  };
+  refused_.clear();
+  try {
+    for (const PoolGroup* group : groups) {
+      for (const auto& [begin, segment] : group->segments) {
+        for (auto& [address, mapping] : segment->mappings) {
+          if (mapping.handle != kNoHandle) continue;
+          if (!give(address, mapping)) {
+            take_back();
+            return false;
+          }
+          heap_.count_reserved(*segment, mapping.size, 1);
+          heap_.log(Action::kSegmentMap, address, mapping.size, *segment, segment->context);
+          given.push_back({segment, address, &mapping});
+          report.mapped += mapping.size;
         }
-        try {
-          device_->map(address, mapping.size, *handle);
-        } catch (...) {
-          device_->destroy(*handle, mapping.size);
-          take_back();
-          throw;
-        }
-        mapping.handle = *handle;
-        heap_.count_reserved(*segment, mapping.size, 1);
-        heap_.log(Action::kSegmentMap, address, mapping.size, *segment, segment->context);
-        given.push_back({segment, address, &mapping});
-        report.mapped += mapping.size;
       }
     }
+  } catch (const DeviceError& error) {
+    // Page tables and addresses run out too, as in attempt().
+    refused_ = error.what();
+    take_back();
+    return false;
   }
   return true;
 }
@@ -317,7 +348,9 @@ std::vector<PausedInfo> CachingAllocator::paused() {
   for (const auto& [tag, each] : paused_) {
     PausedInfo& info = all[tag];
     info.tag = tag;
-    for (const Saved& saved : each.saved) info.saved += saved.size;
+    for (const auto& [block, pieces] : each.saved) {
+      for (const Saved& piece : pieces) info.saved += piece.size;
+    }
   }
   for (const Segment& segment : heap_.segments()) {
     if (segment.pool->group.paused) all[segment.pool->group.tag].released += absent_bytes(segment);
@@ -332,11 +365,13 @@ std::vector<HostRange> CachingAllocator::saved(Address address, Bytes size) {
   std::vector<HostRange> found;
   const Address end = address + size;
   for (const auto& [tag, paused] : paused_) {
-    for (const Saved& each : paused.saved) {
-      const Address begin = each.block + each.offset;
-      if (begin >= end || begin + each.size <= address || !heap_.find_live(each.block)) continue;
-      const Address from = std::max(begin, address);
-      found.push_back({each.chunk->address + each.at + (from - begin), std::min(begin + each.size, end) - from});
+    for (const auto& [block, pieces] : paused.saved) {
+      for (const Saved& piece : pieces) {
+        const Address begin = block + piece.offset;
+        if (begin >= end || begin + piece.size <= address) continue;
+        const Address from = std::max(begin, address);
+        found.push_back({piece.chunk->address + piece.at + (from - begin), std::min(begin + piece.size, end) - from});
+      }
     }
   }
   return found;

@@ -47,29 +47,31 @@ PoolGroup& CachingAllocator::private_group(PoolId pool) {
 }
 
 PoolGroup& CachingAllocator::group_for(Stream stream, Tag tag) {
-  for (auto at = captures_.rbegin(); at != captures_.rend(); ++at) {
-    if (at->second(stream)) return heap_.private_group(at->first);
+  for (auto at = routes_.rbegin(); at != routes_.rend(); ++at) {
+    if (at->filter(stream)) return heap_.private_group(at->pool);
   }
   return tag == 0 ? heap_.default_group() : heap_.tagged_group(tag);
 }
 
-void CachingAllocator::begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag) {
+void CachingAllocator::begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag, bool captures) {
   PAC_CHECK(!pool.is_default(), "(0, 0) is the default pool: a private one has another id");
   const Lock lock(mutex_);
-  for (const auto& [id, each] : captures_) {
-    require(id != pool, pool, "allocations already go to the private pool ");
-  }
+  for (const Route& route : routes_) require(route.pool != pool, pool, "allocations already go to the private pool ");
   collect_freed();
   ++heap_.private_group(pool, tag).use_count;
-  captures_.emplace_back(pool, std::move(filter));
+  routes_.push_back({pool, std::move(filter), captures});
+  captures_ += captures ? 1 : 0;
 }
 
 void CachingAllocator::end_allocate_to_pool(PoolId pool) {
   const Lock lock(mutex_);
   const auto found =
-      std::find_if(captures_.begin(), captures_.end(), [&](const auto& each) { return each.first == pool; });
-  require(found != captures_.end(), pool, "no allocations go to the private pool ");
-  captures_.erase(found);
+      std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.pool == pool; });
+  require(found != routes_.end(), pool, "no allocations go to the private pool ");
+  const bool captured = found->captures;
+  routes_.erase(found);
+  if (!captured) return;
+  --captures_;
   capture_order_.forget();
   if (!capturing()) captured_.clear();
 }

@@ -22,8 +22,11 @@ Block* CachingAllocator::grow_from_source(Request& request, Lock& lock) {
   }
   lock.lock();
   if (error) std::rethrow_exception(error);
-  if (!address) return nullptr;
-  PoolGroup& group = group_for(request.stream, request.tag);
+  PoolGroup& group = group_for(request.stream, request.tag);  // the lock was dropped, and the pool may be gone
+  if (!address) {
+    request.pool = &supply_for(group).pool_of(group, request.size);
+    return nullptr;
+  }
   if (group.source != source) {  // the thread's pool changed meanwhile
     malloc_->returned.push_back({source, *address, size});
     return_segments(lock);

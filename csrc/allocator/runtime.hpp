@@ -12,7 +12,7 @@ namespace pac::alloc {
 
 /// Name of the capsule with _core's Runtime*. Raise the number whenever a layout or a virtual function changes in a
 /// header that crosses libraries.
-constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v3";
+constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v4";
 /// Environment variable with the settings of a process without a call to configure(), in parse_config's syntax.
 constexpr char kConfigVariable[] = "PYACTCOMP_ALLOC_CONF";
 

@@ -116,10 +116,11 @@ void bind_private_pools(py::class_<CachingAllocator, std::shared_ptr<CachingAllo
   using Self = CachingAllocator;
   type.def(
           "begin_allocate_to_pool",
-          [](const Self& self, const py::object& pool, const py::object& streams, const std::string& tag) {
-            self.core().begin_allocate_to_pool(to_pool(pool), stream_filter(streams), alloc::tag_named(tag));
+          [](const Self& self, const py::object& pool, const py::object& streams, const std::string& tag,
+             bool captures) {
+            self.core().begin_allocate_to_pool(to_pool(pool), stream_filter(streams), alloc::tag_named(tag), captures);
           },
-          py::arg("pool"), py::arg("streams") = py::none(), py::arg("tag") = "")
+          py::arg("pool"), py::arg("streams") = py::none(), py::arg("tag") = "", py::arg("captures") = true)
       .def(
           "end_allocate_to_pool",
           [](const Self& self, const py::object& pool) { self.core().end_allocate_to_pool(to_pool(pool)); },

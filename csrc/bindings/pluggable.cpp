@@ -24,6 +24,7 @@
 
 #include "allocator/runtime.hpp"
 #include "allocator/supply.hpp"
+#include "bindings/pool_routes.hpp"
 
 #define PAC_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -150,9 +151,11 @@ PAC_EXPORT void pyactcomp_record_stream(void* address, CudaStream stream) {
 }
 
 PAC_EXPORT void pyactcomp_begin_allocate_to_pool(int device, MempoolId id, std::function<bool(CudaStream)> filter) {
-  runtime().device(device).begin_allocate_to_pool(pool_of(id), [filter = std::move(filter)](Stream stream) {
+  const bool captures = pac::bindings::is_capture(filter);
+  const auto accepts = [filter = std::move(filter)](Stream stream) {
     return filter(static_cast<CudaStream>(pointer(stream)));
-  });
+  };
+  runtime().device(device).begin_allocate_to_pool(pool_of(id), accepts, 0, captures);
 }
 
 PAC_EXPORT void pyactcomp_end_allocate_to_pool(int device, MempoolId id) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "allocator/runtime.hpp"
+#include "bindings/pool_routes.hpp"
 #include "bindings/torch_convert.hpp"
 #include "bindings/torch_devices.hpp"
 #include "bindings/torch_headers.hpp"
@@ -214,9 +215,10 @@ class TorchAllocator final : public native::CUDAAllocator {
 
   void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, std::function<bool(cudaStream_t)> filter) override {
     check_ours(device, pool);
+    const bool captures = is_capture(filter);
     devices_[device].begin_allocate_to_pool(
         to_core(pool), [filter = std::move(filter)](alloc::Stream stream) { return filter(stream_of(stream)); },
-        ThreadTag::get());
+        ThreadTag::get(), captures);
   }
 
   void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override {

@@ -1,5 +1,6 @@
 // A private pool's own source may use the allocator: a source written in Python runs the garbage collector, which frees
 // CUDA tensors on the same thread.
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -21,6 +22,7 @@ class Reentrant final : public SegmentSource {
 
   std::optional<Address> acquire(Bytes size, Stream) override {
     use();
+    if (on_refusal) std::exchange(on_refusal, nullptr)();
     if (refuses) return std::nullopt;
     next_ += 1024_MiB;
     ++acquired;
@@ -39,6 +41,7 @@ class Reentrant final : public SegmentSource {
   }
 
   Address garbage = 0;
+  std::function<void()> on_refusal;
   bool refuses = false;
   int acquired = 0;
   Bytes held = 0;
@@ -69,8 +72,12 @@ void run(Growth growth) {
     refused = true;
   }
   require(refused && source->acquired == 1, "a refusal is not out of memory");
+  // The pool is left while its source answers, and the default pools serve.
+  source->on_refusal = [&] { allocator->end_allocate_to_pool(pool); };
+  const Address elsewhere = allocator->allocate(100_MiB, 0);
+  require(source->acquired == 1, "a pool that was left took a segment");
+  allocator->free(elsewhere);
   source->refuses = false;
-  allocator->end_allocate_to_pool(pool);
   allocator->release_pool(pool);
   allocator->free(first);
   source->garbage = allocator->allocate(1_MiB, 0);
@@ -85,12 +92,31 @@ void run(Growth growth) {
   require(source->acquired == 0, "an allocator that ended kept a segment");
 }
 
+/// A pool ends, and is forgotten, while its source refuses a segment.
+void end_while_refusing() {
+  CachingAllocator allocator(std::make_shared<SimulatedDevice>(8192_MiB), Config{});
+  auto source = std::make_shared<Reentrant>(allocator);
+  const PoolId pool{0, 1};
+  allocator.create_or_incref_pool(pool, source);
+  allocator.begin_allocate_to_pool(pool, [](Stream) { return true; }, 0, false);
+  source->refuses = true;
+  source->on_refusal = [&] {
+    allocator.end_allocate_to_pool(pool);
+    allocator.release_pool(pool);
+    allocator.release_pool(pool);
+    allocator.empty_cache();
+  };
+  require(allocator.allocate(1_MiB, 0) != 0, "nothing was allocated");
+  allocator.check_invariants();
+}
+
 }  // namespace
 
 int main() {
   try {
     run(Growth::kVmm);
     run(Growth::kMalloc);
+    end_while_refusing();
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';
     return 1;
