@@ -125,3 +125,30 @@ def test_a_failure_while_pieces_move_loses_nothing(call: str, skip: int) -> None
     device.complete_all()
     allocator.empty_cache()
     assert device.reserved == 0
+
+
+@pytest.mark.parametrize("capacity", [8 << 30, 1340 * MIB])
+def test_a_handle_larger_than_the_hole_is_not_mapped_there(capacity: int) -> None:
+    """A handle of an earlier, larger large_segment_size serves no request in a gap between live blocks."""
+    allocator, device = make("vmm", capacity=capacity)
+    usual = allocator.config
+    before, hole, behind = (allocator.allocate(size * MIB, stream=1) for size in (20, 200, 60))
+    for address in (behind, behind + 20 * MIB, behind + 40 * MIB):
+        device.write(address, address)
+    allocator.free(hole)
+    allocator.empty_cache()
+    allocator.configure(usual.replace(large_segment_size=1 << 30))
+    large = allocator.allocate(2 * MIB, stream=2)
+    allocator.free(large)
+    allocator.configure(usual)
+    allocator.allocate(MIB + 1, stream=3)  # asks where stream 2 is
+    device.complete_all()
+    address = allocator.allocate(100 * MIB, stream=1)
+    assert before < address
+    assert_no_memory_is_shared(allocator, device)
+    allocator.check_invariants()
+    assert [device.read(at) for at in (behind, behind + 20 * MIB, behind + 40 * MIB)] == [
+        behind,
+        behind + 20 * MIB,
+        behind + 40 * MIB,
+    ]

@@ -72,7 +72,7 @@ class VmmSupply final : public Supply {
   template <class Visit>
   void for_each_piece(Pool& pool, Visit visit);
   void find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found);
-  std::vector<Piece> choose_pieces(const Request& request, const Block* base, Bytes need, Effort effort);
+  std::vector<Piece> choose_pieces(const Request& request, const Block* base, Bytes need, Bytes room, Effort effort);
   bool create_handles(const Request& request, Bytes need, std::vector<Mapping>& made);
   Block* put(Block* room, Mapping mapping, Serial freed);
   Block* move(Block* room, std::vector<Piece>& pieces);
@@ -101,7 +101,9 @@ Block* VmmSupply::grow(const Request& request, Effort effort, bool capturing) {
 
   // A private pool's free memory belongs to a graph, and no event may be recorded while a stream is captured.
   std::vector<Piece> pieces;
-  if (!capturing && !pool.group.is_private()) pieces = choose_pieces(request, base, need, effort);
+  if (!capturing && !pool.group.is_private()) {
+    pieces = choose_pieces(request, base, need, room->size, effort);
+  }
   for (const Piece& piece : pieces) need -= std::min(need, piece.mapping.size);
 
   std::vector<Mapping> made;
@@ -195,7 +197,8 @@ void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* bas
   });
 }
 
-std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block* base, Bytes need, Effort effort) {
+std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block* base, Bytes need, Bytes room,
+                                            Effort effort) {
   std::vector<Piece> found;
   find_pieces(*request.pool, request, base, found);
   if (effort == Effort::kScavenge) {
@@ -215,12 +218,15 @@ std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block*
     if (piece.mapping.size <= need) {
       chosen.push_back(piece);
       need -= piece.mapping.size;
+      room -= piece.mapping.size;
     } else {
       cover = &piece;
     }
   }
-  // An oversize segment is kept whole: nothing may be left over.
-  if (need > 0 && cover && !request.pool->oversize) chosen.push_back(*cover);
+  // An oversize segment is kept whole: nothing may be left over. A handle made under a larger large_segment_size may
+  // reach beyond the room, where other memory is mapped.
+  const bool covers = cover && cover->mapping.size <= room && !request.pool->oversize;
+  if (need > 0 && covers) chosen.push_back(*cover);
   sort_from_end(chosen);
   return chosen;
 }
