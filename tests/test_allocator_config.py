@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,34 @@ def test_sizes_that_overflow_are_refused(text: str) -> None:
         AllocatorConfig.parse(f"initial_pool_size:{text}")
 
 
+@pytest.mark.parametrize("setting", ["large_segment_size", "initial_pool_size"])
+@pytest.mark.parametrize("size", [1 << 56, (1 << 56) + 2 * MIB, 1 << 63, (1 << 64) - 2 * MIB])
+def test_sizes_beyond_any_device_are_refused(setting: str, size: int) -> None:
+    range_ = AllocatorConfig.settings()[setting]["range"]
+    assert "below 2^56 bytes" in range_
+    with pytest.raises(ValueError, match=f"^{setting} must be {re.escape(range_)}, got {size / 2**30:.2f} GiB$"):
+        AllocatorConfig(**{setting: size})
+    with pytest.raises(ValueError, match=f"^{setting} must be "):
+        AllocatorConfig.parse(f"{setting}:{size}")
+    largest = (1 << 56) - 2 * MIB
+    assert getattr(AllocatorConfig(**{setting: largest}), setting) == largest
+
+
+@pytest.mark.parametrize("setting", ["max_split_size", "max_non_split_rounding"])
+@pytest.mark.parametrize("size", [(1 << 64) - 1, (1 << 64) - 2, (1 << 64) - MIB, 1 << 63])
+def test_text_of_the_largest_sizes_parses_to_them(setting: str, size: int) -> None:
+    config = AllocatorConfig(**{setting: size})
+    assert AllocatorConfig.parse(str(config)) == config == AllocatorConfig.parse(f"{setting}:{size}")
+
+
+def test_numbers_too_long_for_python_are_refused_in_our_words() -> None:
+    digits = "9" * 5000
+    with pytest.raises(ValueError, match=r"initial_pool_size: expected a size below 2\^64 bytes"):
+        AllocatorConfig.parse(f"initial_pool_size:{digits}")
+    with pytest.raises(ValueError, match=r"initial_pool_size must be at least 0 and below 2\*\*64, got an int"):
+        AllocatorConfig(initial_pool_size=10**5000)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -128,8 +157,8 @@ def test_sizes_that_overflow_are_refused(text: str) -> None:
         ("max_split_size_mb:17592186044416", "max_split_size_mb takes a whole number of MiB"),
         ("max_split_size_mb:-1", "max_split_size_mb takes a whole number of MiB, got '-1'"),
         ("max_non_split_rounding_mb:1", "max_non_split_rounding must be at least 20 MiB, got 1"),
-        ("large_segment_size_mb:10", "large_segment_size must be a multiple of 2 MiB above 10 MiB"),
-        ("large_segment_size_mb:21", "large_segment_size must be a multiple of 2 MiB above 10 MiB"),
+        ("large_segment_size_mb:10", "large_segment_size must be a multiple of 2 MiB, above 10 MiB"),
+        ("large_segment_size_mb:21", "large_segment_size must be a multiple of 2 MiB, above 10 MiB"),
         ("roundup_power2_divisions:3", "power of two, or 0 for no rounding, got '3'"),
         ("roundup_power2_divisions:many", "power of two, or 0 for no rounding, got 'many'"),
         ("roundup_power2_divisions:[256:3]", "power of two, or 0 for no rounding, got '3'"),

@@ -152,3 +152,22 @@ def test_a_handle_larger_than_the_hole_is_not_mapped_there(capacity: int) -> Non
         behind + 20 * MIB,
         behind + 40 * MIB,
     ]
+
+
+@pytest.mark.parametrize("large", [2 << 30, 1 << 40, (1 << 56) - 2 * MIB])
+def test_a_least_handle_beyond_the_device_falls_back_to_the_request(large: int) -> None:
+    allocator, device = make("vmm", capacity="1GiB", large_segment_size=large)
+    first = allocator.allocate(5 * MIB)
+    assert device.reserved == reserved(allocator) == 6 * MIB
+    assert allocator.allocate(300 * MIB) == first + 5 * MIB  # in one range of addresses
+    assert reserved(allocator) == 6 * MIB + 300 * MIB
+    allocator.check_invariants()
+
+
+@pytest.mark.parametrize("initial", [2 << 30, 1 << 45, (1 << 56) - 1])
+@pytest.mark.parametrize("growth", ["vmm", "malloc"])
+def test_a_first_growth_beyond_the_device_falls_back_to_the_request(growth: str, initial: int) -> None:
+    allocator, device = make(growth, capacity="1GiB", initial_pool_size=initial)
+    assert allocator.allocate(5 * MIB)
+    assert (device.reserved, device.calls()["reserve"]) == (20 * MIB, int(growth == "vmm"))
+    allocator.check_invariants()

@@ -294,7 +294,8 @@ Bytes parse_bytes(std::string_view text) {
   const bool fractional = point != number.size();
   const bool malformed = found == std::end(kUnits) || !read_number(number.substr(0, point), whole) ||
                          (fractional && (found->size == 1 || !read_number(number.substr(point), fraction)));
-  if (malformed || whole > (kUnlimited - found->size) / found->size) {
+  // A fraction may round up to a whole unit.
+  if (malformed || whole > (kUnlimited - (fractional ? found->size : 0)) / found->size) {
     reject("expected a size below 2^64 bytes such as 536870912, 512MiB, 1.5GiB or 20 MB, got '", text, "'");
   }
   return whole * found->size + static_cast<Bytes>(std::llround(fraction * static_cast<double>(found->size)));

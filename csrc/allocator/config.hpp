@@ -26,6 +26,9 @@ enum class Growth : std::uint8_t {
 
 constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
 
+/// Sizes with which the allocator computes stay below: more than any device has, and sums of them do not overflow.
+constexpr Bytes kBeyondDevices = Bytes{1} << 56;
+
 /// Rounding steps in each power-of-two interval, for intervals from 1 MiB to 32 GiB; 0 or 1: no rounding.
 using Divisions = std::array<std::uint32_t, 16>;
 
@@ -73,8 +76,12 @@ inline constexpr Setting kSettings[] = {
     {"max_non_split_rounding", "", &Config::max_non_split_rounding, "native pyactcomp", "at least 20 MiB",
      [](const Config& config) { return config.max_non_split_rounding >= 20_MiB; },
      "how much larger than a request of at least `max_split_size` its memory block may be"},
-    {"large_segment_size", "", &Config::large_segment_size, kEveryFamily, "a multiple of 2 MiB above 10 MiB",
-     [](const Config& config) { return config.large_segment_size > 10_MiB && config.large_segment_size % 2_MiB == 0; },
+    {"large_segment_size", "", &Config::large_segment_size, kEveryFamily,
+     "a multiple of 2 MiB, above 10 MiB and below 2^56 bytes",
+     [](const Config& config) {
+       const Bytes size = config.large_segment_size;
+       return size > 10_MiB && size < kBeyondDevices && size % 2_MiB == 0;
+     },
      "malloc: the size of a segment for requests from 1 to 10 MiB. vmm: the least size of a physical handle for "
      "requests above 1 MiB"},
     {"roundup_power2_divisions", "", &Config::roundup_power2_divisions, kEveryFamily,
@@ -96,7 +103,8 @@ inline constexpr Setting kSettings[] = {
     {"memory_fraction", "per_process_memory_fraction", &Config::memory_fraction, kEveryFamily, "from 0 to 1",
      [](const Config& config) { return config.memory_fraction >= 0 && config.memory_fraction <= 1; },
      "the largest share of the device's memory to reserve"},
-    {"initial_pool_size", "", &Config::initial_pool_size, "pyactcomp", "any size", [](const Config&) { return true; },
+    {"initial_pool_size", "", &Config::initial_pool_size, "pyactcomp", "below 2^56 bytes",
+     [](const Config& config) { return config.initial_pool_size < kBeyondDevices; },
      "reserved for the large pool at a device's first allocation"},
     {"graph_capture_record_stream_reuse", "", &Config::graph_capture_record_stream_reuse, "pyactcomp", "True or False",
      [](const Config&) { return true; },

@@ -92,9 +92,11 @@ Block* VmmSupply::grow(const Request& request, Effort effort, bool capturing) {
   if (request.size > total_) return nullptr;  // more than the device's memory: reserve no addresses
   Pool& pool = *request.pool;
   const Bytes wanted = at_least_initial(request, request.size);
-  // The last handle may be larger than the bytes left to cover; one granule more keeps the next mapping apart.
-  const Bytes most =
-      pool.oversize ? round_up(wanted, granularity()) : wanted + kLargestHandle + heap_.config.large_segment_size;
+  if (wanted > total_) return nullptr;  // the next attempt asks for less
+  // The last handle may be larger than the bytes left to cover; one granule more keeps the next mapping apart. No
+  // handle is larger than the device's memory, whatever large_segment_size says.
+  const Bytes least = std::min(heap_.config.large_segment_size, round_up(total_, granularity()));
+  const Bytes most = pool.oversize ? round_up(wanted, granularity()) : wanted + kLargestHandle + least;
   Block* room = find_room(request, most);
   Block* base = room->previous && room->previous->state == Block::State::kFree ? room->previous : nullptr;
   Bytes need = round_up(wanted - (base ? std::min(base->size, wanted) : 0), granularity());

@@ -16,7 +16,12 @@ namespace pac::bindings {
 namespace {
 
 std::string got(py::handle value) {
-  return ", got " + std::string(py::str(py::repr(value))) + " (" + Py_TYPE(value.ptr())->tp_name + ")";
+  const std::string type = Py_TYPE(value.ptr())->tp_name;
+  try {
+    return ", got " + std::string(py::str(py::repr(value))) + " (" + type + ")";
+  } catch (const py::error_already_set&) {
+    return ", got an " + type + " without a text";  // Python writes no integer of more than 4300 digits
+  }
 }
 
 /// References released by the core, on any thread and under the lock, where waiting for the GIL could deadlock and a

@@ -96,10 +96,11 @@ def split(text: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
 
 
 def _whole(token: str) -> int | None:
-    number = re.match(r"[+-]?[0-9]+", token)
-    if number is None or abs(int(number[0])) >= 1 << 64:
+    number = re.match(r"([+-]?)0*([0-9]+)", token)
+    # int() raises for thousands of digits, and 2^64 has 20.
+    if number is None or len(number[2]) > 20 or int(number[2]) >= 1 << 64:
         return None
-    return int(number[0]) % (1 << 64)  # a negative number wraps around
+    return int(number[1] + number[2]) % (1 << 64)  # a negative number wraps around
 
 
 def _mebibytes(value: list[str]) -> str:
@@ -108,8 +109,9 @@ def _mebibytes(value: list[str]) -> str:
 
 
 def _even_mebibytes(value: list[str]) -> str:
+    """Return an even number of MiB: PyTorch's, up to the most that this allocator takes."""
     number = _whole("".join(value))
-    return "".join(value) if number is None else str(min(number + number % 2, (1 << 44) - 2))
+    return "".join(value) if number is None else str(min(number + number % 2, (1 << 36) - 2))
 
 
 def _power_of_two(token: str, largest: int) -> str:
@@ -122,7 +124,10 @@ def _share(value: list[str]) -> str:
     number = re.match(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", token)
     binary = re.match(r"[+-]?0[xX]([0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)([pP][+-]?[0-9]+)?", token)
     if binary is not None:
-        return repr(float.fromhex(binary[0]))
+        try:
+            return repr(float.fromhex(binary[0]))
+        except (OverflowError, ValueError):  # beyond a float, in either direction
+            return token
     return token if number is None else repr(float(number[0]))
 
 
