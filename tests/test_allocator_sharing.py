@@ -353,6 +353,31 @@ def test_texts_that_contradict_themselves_are_refused(data: st.DataObject) -> No
     assert (calls["unmap"], calls["unreserve"]) == (calls["map"], calls["reserve"])
 
 
+@pytest.mark.parametrize("change", [-2 * MIB, 2 * MIB, 64 * MIB, 1 << 40])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_known_handle_of_another_size_is_refused(change: int, which: int) -> None:
+    """A handle has one size: a larger one would give an address beyond the mapping."""
+    allocator, device = make("vmm")
+    address = allocator.allocate(100 * MIB)
+    receiver = Receiver()
+    block, there = receiver.open(allocator, address)
+    header, pieces, magic = read_text(text_of(allocator, address))
+    pieces[which]["size"] += change
+    header["size"] += change
+    mapped = receiver.importer.mapped
+    calls = receiver.device.calls()
+    with pytest.raises(ValueError, match="the description of a shared CUDA tensor is damaged"):
+        receiver.importer.open(write_text(header, pieces, magic))
+    assert receiver.importer.mapped == mapped
+    assert receiver.device.calls() == calls
+    assert_same_memory(device, address, receiver.device, there, 100 * MIB)
+    again, address_again = receiver.open(allocator, address)
+    assert address_again == there
+    again.close()
+    block.close()
+    assert receiver.importer.mapped == 0
+
+
 needs_the_allocator = pytest.mark.skipif(
     not _core.has_cuda_allocator, reason="pyactcomp._core was built without cuda.h"
 )

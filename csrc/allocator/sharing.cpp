@@ -183,7 +183,8 @@ Bytes Importer::mapped() const {
   return bytes;
 }
 
-/// Where the block's handles are mapped already, or may be.
+/// Where the block's handles are mapped already, or may be. The driver checks the size of a handle when the handle is
+/// mapped; a description that names a mapped handle with another size is refused here, before anything has changed.
 Importer::Mirror& Importer::mirror_for(const SharedBlock& block) {
   const auto found = mirrors_.find({block.owner.nonce, block.segment, block.segment_size});
   if (found == mirrors_.end()) return add_mirror(block);
@@ -195,8 +196,10 @@ Importer::Mirror& Importer::mirror_for(const SharedBlock& block) {
       fits = fits && end <= mirror.begin + mirror.size;
       // Another handle here: the owner's moved, and blocks opened earlier may still use the old one.
       auto next = mirror.pieces.lower_bound(at);
-      if (next != mirror.pieces.end() && next->first < end)
-        fits = fits && next->first == at && next->second.id == piece.id;
+      const bool known = next != mirror.pieces.end() && next->first == at && next->second.id == piece.id;
+      CHECK_TEXT(!known || next->second.size == piece.size, "the handle ", piece.id, " of ", next->second.size,
+                 " bytes is said to have ", piece.size);
+      if (next != mirror.pieces.end() && next->first < end) fits = fits && known;
       if (next != mirror.pieces.begin()) {
         --next;
         fits = fits && next->first + next->second.size <= at;
