@@ -5,11 +5,14 @@ Descriptors, and what becomes of them in other processes, are the kernel's; addr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import child_script
@@ -106,6 +109,52 @@ def receiver_of_another_user() -> None:
     _core.runtime_device(0)
     os.setuid(65534)
     receiver()
+
+
+def idle_clients() -> None:
+    """Processes that connect and ask for nothing delay no receiver, and a refused user holds no descriptor here."""
+    allocator = _core.runtime_device(0)
+    shared = allocator.share(allocator.allocate(4 * MIB))
+    assert shared
+    before = descriptors()
+    header, _, _ = read_text(shared[0])
+    name = f"\0pyactcomp-{header['pid']}-{header['nonce']:x}"
+    with contextlib.ExitStack() as stack:
+        for sent in (b"", b"", b"", b"ab", b"ab"):  # the last are no requests
+            client = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            client.connect(name)
+            if sent:
+                client.send(sent)
+        assert opened_by_another(shared[0], "receiver_in_time") == "1"
+        if os.getuid() == 0:
+            subprocess.run([sys.executable, __file__, "idle_client_of_another_user"], input=name.encode(), check=True)
+    # One request after another ends the clients that hung up.
+    assert opened_by_another(shared[0]) == "1"
+    assert descriptors() == before
+
+
+def receiver_in_time() -> None:
+    """A fetch that waits for others' clients takes their patience, seconds."""
+    text = sys.stdin.buffer.read()
+    _core.runtime_device(0)
+    begin = time.monotonic()
+    block = _core.runtime_open_shared(text, 0)
+    taken = time.monotonic() - begin
+    assert block is not None
+    assert taken < 2, f"{taken} s for a descriptor"
+    sys.stdout.write(str(fake("imported")))
+    block.close()
+
+
+def idle_client_of_another_user() -> None:
+    """The refusal comes at once, and the connection ends."""
+    name = sys.stdin.buffer.read()
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(2)
+        client.connect(name)
+        assert client.recv(16) == b"\2"
+        assert client.recv(16) == b""
 
 
 def receiver_without_room() -> None:

@@ -391,6 +391,7 @@ needs_the_allocator = pytest.mark.skipif(
         "ended_sender",
         "another_process",
         "another_user",
+        "idle_clients",
         "exports_alone_are_handed_over",
         "more_than_the_limit_of_files",
         "descriptors_are_closed_in_programs",

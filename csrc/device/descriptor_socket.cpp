@@ -1,5 +1,6 @@
 #include "device/descriptor_socket.hpp"
 
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -7,7 +8,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +21,8 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "common/check.hpp"
 
@@ -25,7 +30,15 @@ namespace pac::alloc {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+/// Of a receiver with the sender's process.
 constexpr time_t kPatienceSeconds = 10;
+
+/// Of the sender with a client that asks for nothing: a receiver asks right after it has connected, and a receiver that
+/// waits because the places are taken still gets its turn in time.
+constexpr std::chrono::milliseconds kClientPatience{4000};
+constexpr std::size_t kMostClients = 64;
 
 /// An abstract address: no file, and gone with its last socket.
 socklen_t address_of(const Process& owner, sockaddr_un& address) {
@@ -45,7 +58,9 @@ std::string message(int error) { return std::generic_category().message(error); 
                     message(error));
 }
 
-Descriptor open_socket() { return Descriptor(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)); }
+Descriptor open_socket(int options = 0) {
+  return Descriptor(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | options, 0));
+}
 
 void be_patient(int socket) {
   const timeval patience{kPatienceSeconds, 0};
@@ -79,9 +94,12 @@ struct Envelope {
   Envelope& operator=(const Envelope&) = delete;
 };
 
+/// Serves all clients at once, so that a client that asks for nothing delays no other.
 class Server {
  public:
-  explicit Server(const Process& process) : process_(process), listener_(open_socket()) {
+  explicit Server(const Process& process) : process_(process), listener_(open_socket(SOCK_NONBLOCK)) {
+    clients_.reserve(kMostClients);  // the thread allocates nothing, so nothing there can fail
+    polled_.reserve(kMostClients + 1);
     sockaddr_un address;
     const socklen_t size = address_of(process, address);
     if (listener_.number() < 0 || ::bind(listener_.number(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
@@ -119,26 +137,83 @@ class Server {
   }
 
  private:
+  struct Client {
+    Descriptor socket;
+    Clock::time_point until;
+  };
+
   void serve() {
     while (true) {
-      const Descriptor client(::accept4(listener_.number(), nullptr, nullptr, SOCK_CLOEXEC));
-      if (client.number() < 0) {
-        ::sleep(1);  // no descriptor is left for the client
-        continue;
+      wait();
+      const auto now = Clock::now();
+      const bool asked = polled_.front().revents != 0;
+      // From the last: a client that is removed gives its place to one that was seen already.
+      for (std::size_t i = clients_.size(); i-- > 0;) {
+        if (polled_[i + 1].revents != 0 ? serve(clients_[i].socket.number()) : clients_[i].until <= now) {
+          std::swap(clients_[i], clients_.back());
+          clients_.pop_back();
+        }
       }
-      be_patient(client.number());
-      std::int32_t wanted = -1;
-      if (::recv(client.number(), &wanted, sizeof wanted, 0) == sizeof wanted) answer(client.number(), wanted);
+      if (asked) accept(now);
     }
+  }
+
+  /// Until a client connects, asks or has had its time.
+  void wait() {
+    const auto now = Clock::now();
+    const bool accepts = clients_.size() < kMostClients && now >= accepts_from_;
+    auto until = clients_.size() < kMostClients && !accepts ? accepts_from_ : Clock::time_point::max();
+    polled_.assign(1, {accepts ? listener_.number() : -1, POLLIN, 0});
+    for (const Client& client : clients_) {
+      polled_.push_back({client.socket.number(), POLLIN, 0});
+      until = std::min(until, client.until);
+    }
+    int timeout = -1;
+    if (until != Clock::time_point::max()) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - now).count();
+      timeout = static_cast<int>(std::max<std::chrono::milliseconds::rep>(left, 0));
+    }
+    if (::poll(polled_.data(), polled_.size(), timeout) < 0) {
+      for (pollfd& each : polled_) each.revents = 0;  // out of memory, or a debugger's signal: look again
+    }
+  }
+
+  void accept(Clock::time_point now) {
+    Descriptor socket(::accept4(listener_.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (socket.number() < 0) {
+      // No descriptor may be left for the client; others give theirs back meanwhile.
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+        accepts_from_ = now + std::chrono::seconds(1);
+      return;
+    }
+    if (is_trusted(socket.number())) {
+      clients_.push_back({std::move(socket), now + kClientPatience});
+    } else {
+      Envelope envelope;
+      envelope.answer = Answer::kOtherUser;
+      send(socket.number(), envelope);
+    }
+  }
+
+  /// Whether the client is done with: it has its answer, or ended, or sent no request.
+  bool serve(int client) {
+    std::int32_t wanted = -1;
+    const auto received = ::recv(client, &wanted, sizeof wanted, 0);
+    if (received < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (received == sizeof wanted) answer(client, wanted);
+    return true;
+  }
+
+  static void send(int client, Envelope& envelope) {
+    if (envelope.answer != Answer::kDescriptor) envelope.message.msg_controllen = 0;
+    ::sendmsg(client, &envelope.message, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
   void answer(int client, int wanted) {
     Envelope envelope;
     // Under the lock, so that the descriptor is not closed, and another opened with its number, before it is sent.
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!is_trusted(client)) {
-      envelope.answer = Answer::kOtherUser;
-    } else if (offered_.count(wanted) > 0) {
+    if (offered_.count(wanted) > 0) {
       envelope.answer = Answer::kDescriptor;
       cmsghdr* const header = CMSG_FIRSTHDR(&envelope.message);
       header->cmsg_level = SOL_SOCKET;
@@ -146,12 +221,14 @@ class Server {
       header->cmsg_len = CMSG_LEN(sizeof(int));
       std::memcpy(CMSG_DATA(header), &wanted, sizeof wanted);
     }
-    if (envelope.answer != Answer::kDescriptor) envelope.message.msg_controllen = 0;
-    ::sendmsg(client, &envelope.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    send(client, envelope);
   }
 
   const Process process_;
   const Descriptor listener_;
+  std::vector<Client> clients_;       ///< of the thread alone, as the next two
+  std::vector<pollfd> polled_;        ///< the listener, then the clients
+  Clock::time_point accepts_from_{};  ///< no client is accepted before
   std::mutex mutex_;
   std::set<int> offered_;
 };
@@ -204,9 +281,16 @@ Descriptor fetch_descriptor(const Process& owner, int number) {
       "process that sends";
   if (!is_trusted(socket.number())) refuse(owner, "it belongs to another user", user);
   const std::int32_t wanted = number;
-  if (::send(socket.number(), &wanted, sizeof wanted, MSG_NOSIGNAL) != sizeof wanted) refuse(owner, errno);
+  // The owner answers another user at once and closes: the request may find no reader, and the answer is there.
+  if (::send(socket.number(), &wanted, sizeof wanted, MSG_NOSIGNAL) != sizeof wanted && errno != EPIPE &&
+      errno != ECONNRESET) {
+    refuse(owner, errno);
+  }
   Envelope envelope;
-  const auto received = ::recvmsg(socket.number(), &envelope.message, MSG_CMSG_CLOEXEC);
+  auto received = ::recvmsg(socket.number(), &envelope.message, MSG_CMSG_CLOEXEC);
+  if (received < 0 && errno == ECONNRESET) {  // reported once, before the answer
+    received = ::recvmsg(socket.number(), &envelope.message, MSG_CMSG_CLOEXEC);
+  }
   if (received <= 0) refuse(owner, received < 0 ? errno : ECONNREFUSED);  // 0: its owner has ended
   if (envelope.answer == Answer::kOtherUser) refuse(owner, "it serves processes of its own user", user);
   if (envelope.answer == Answer::kClosed) {
