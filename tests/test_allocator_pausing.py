@@ -22,6 +22,7 @@ class Machine:
     def __init__(self) -> None:
         self.devices = [SimulatedDevice("2GiB"), SimulatedDevice("2GiB")]
         self.allocators = [CachingAllocator(device, AllocatorConfig(growth="vmm")) for device in self.devices]
+        self.used = {0, 1}
         self.tag = 0
         self.names: dict[int, str] = {0: ""}
 
@@ -37,17 +38,22 @@ class Machine:
     def allocate(self, size: int, device: int = 0) -> int:
         return self.allocators[device].allocate(size, tag=self.names[self.tag])
 
+    def existing(self, index: int) -> CachingAllocator | None:
+        return self.allocators[index] if index in self.used else None
+
     @property
     def reserved(self) -> list[int]:
         return [device.reserved for device in self.devices]
+
+    @property
+    def paused(self) -> list[set[str]]:
+        return [set(each.paused()) for each in self.allocators]
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Machine:
     made = Machine()
-    real = SimpleNamespace(
-        runtime_existing=lambda index: made.allocators[index], tag_named=made.tag_named, __file__=_core.__file__
-    )
+    real = SimpleNamespace(runtime_existing=made.existing, tag_named=made.tag_named, __file__=_core.__file__)
     monkeypatch.setattr(pausing, "_core", real)
     monkeypatch.setattr(pausing, "_kept", {})
     monkeypatch.setattr(pausing, "is_enabled", lambda: True)
@@ -143,6 +149,70 @@ def test_a_device_without_room_leaves_all_paused(machine: Machine) -> None:
         allocator.resume()
     assert machine.reserved[0] == 0
     assert list(allocator.paused()) == [""]
+
+
+def test_a_device_first_used_while_a_tag_is_paused_joins_later(machine: Machine) -> None:
+    machine.used = {0}
+    with allocator.tag("weights"):
+        machine.allocate(100 * MIB)
+    first = machine.reserved[0]
+    allocator.pause("weights")
+    machine.used = {0, 1}
+    with allocator.tag("weights"):
+        machine.allocate(40 * MIB, 1)
+    second = machine.reserved[1]
+    assert allocator.resume("weights").restored == 100 * MIB
+    assert machine.reserved == [first, second]
+    with pytest.raises(PyactcompError, match=r"^not paused: the tag 'weights'$"):
+        allocator.resume("weights")
+    machine.used = {0}
+    allocator.pause("weights")
+    machine.used = {0, 1}
+    assert allocator.pause("weights").saved == 40 * MIB
+    assert machine.reserved == [0, 0]
+    with pytest.raises(PyactcompError, match=r"^paused already: the tag 'weights'; call resume"):
+        allocator.pause("weights")
+    assert allocator.resume("weights").restored == 140 * MIB
+    assert machine.reserved == [first, second]
+
+
+def test_an_allocation_that_resumes_one_device_leaves_the_other_to_resume(machine: Machine) -> None:
+    for device, size in enumerate((30, 70)):
+        with allocator.tag("kv"):
+            machine.allocate(size * MIB, device)
+    for call, saved in ((allocator.resume, 70), (allocator.pause, 30)):
+        allocator.pause("kv", on_allocation="resume")
+        with allocator.tag("kv"):
+            machine.allocators[0].free(machine.allocate(1 * MIB))
+        assert machine.paused == [set(), {"kv"}]
+        report = call("kv")
+        copied = report.restored if isinstance(report, pausing.Resumed) else report.saved
+        assert copied == saved * MIB
+    assert machine.paused == [{"kv"}, {"kv"}]
+
+
+def test_a_tag_paused_nowhere_or_everywhere_is_named_and_the_others_stay(machine: Machine) -> None:
+    for name in ("weights", "kv"):
+        with allocator.tag(name):
+            machine.allocate(10 * MIB)
+    allocator.pause("kv")
+    before = machine.paused
+    with pytest.raises(PyactcompError, match=r"^paused already: the tag 'kv'; call resume"):
+        allocator.pause(["weights", "kv"])
+    with pytest.raises(PyactcompError, match=r"^not paused: the tag 'weights'$"):
+        allocator.resume(["weights", "kv"])
+    assert machine.paused == before
+
+
+def test_a_pause_of_all_takes_what_runs_of_each_device(machine: Machine) -> None:
+    with allocator.tag("kv"):
+        machine.allocate(20 * MIB)
+    machine.allocate(30 * MIB)
+    allocator.pause("")
+    assert allocator.pause().saved == 20 * MIB
+    with pytest.raises(PyactcompError, match=r"^paused already: memory without a tag, the tag 'kv'; call resume"):
+        allocator.pause()
+    assert allocator.resume().restored == 50 * MIB
 
 
 @pytest.mark.parametrize(
@@ -245,6 +315,28 @@ def test_regions_are_paused_and_the_rest_is_not(machine: Machine) -> None:
     assert saver.enabled
     with pytest.raises(ValueError, match="no region has the tag 'other'"):
         saver.pause("other")
+
+
+@pytest.mark.parametrize("tag", ["weights", None])
+def test_regions_of_a_device_first_used_while_paused_join_later(machine: Machine, tag: str | None) -> None:
+    saver = memory_saver.TorchMemorySaver()
+    machine.used = {0}
+    with saver.region("weights", enable_cpu_backup=True):
+        machine.allocate(100 * MIB)
+    saver.pause(tag)
+    machine.used = {0, 1}
+    with saver.region("weights", enable_cpu_backup=True):
+        machine.allocate(40 * MIB, 1)
+    saver.pause(tag)
+    assert machine.reserved == [0, 0]
+    saver.resume(tag)
+    # Contents that are kept and contents that are dropped are two tags of one region.
+    saver.pause(tag)
+    with saver.region("weights"):
+        machine.allocate(60 * MIB)
+    saver.resume(tag)
+    assert machine.paused == [set(), set()]
+    assert machine.reserved[0] >= 160 * MIB
 
 
 def test_pinned_memory_stays_where_it_is_retained(machine: Machine) -> None:

@@ -86,17 +86,17 @@ class TorchMemorySaver:
         """Release the physical memory of one tag, or of all regions."""
         self._enable()
         tags = self._named(tag)
-        running = tags if tag is not None else [each for each in tags if each not in pausing.paused()]
-        if running:
-            pausing.pause(running)
+        running = [each for each in tags if pausing.running(each)]
+        if running or tag is not None:
+            pausing.pause(running or tags)
 
     def resume(self, tag: str | None = None) -> None:
         """Take physical memory again for one tag, or for all paused regions."""
         self._enable()
         tags = self._named(tag)
-        waiting = tags if tag is not None else [each for each in tags if each in pausing.paused()]
-        if waiting:
-            pausing.resume(waiting)
+        waiting = [each for each in tags if each in pausing.paused()]
+        if waiting or tag is not None:
+            pausing.resume(waiting or tags)
         if not self._retains:
             pausing.release_host_memory()
 

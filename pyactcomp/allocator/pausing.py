@@ -87,7 +87,8 @@ def pause(
     Parameters
     ----------
     tags : str or iterable of str, optional
-        The tags to pause; ``""`` stands for memory without a tag. By default all memory that is not paused yet.
+        The tags to pause; ``""`` stands for memory without a tag. By default all memory that is not paused yet. A tag
+        is paused on each device where it runs.
     keep : {"cpu", "drop"}, optional
         Keep the contents in pinned host memory, or drop them. By default the ``keep`` of each tag, and ``"cpu"`` for
         memory without a tag.
@@ -103,8 +104,8 @@ def pause(
     ValueError
         If a tag was never opened, or an option is none of the above.
     PyactcompError
-        If the allocator is not enabled, a tag is paused already, a CUDA graph is being captured, the host has too
-        little memory for the contents, or ``growth`` is ``"malloc"``. Everything is as before then.
+        If the allocator is not enabled, a tag is paused already on every device, a CUDA graph is being captured, the
+        host has too little memory for the contents, or ``growth`` is ``"malloc"``. Everything is as before then.
 
     Notes
     -----
@@ -128,11 +129,16 @@ def pause(
     begin = time.perf_counter()
     with _lock:
         named = _named(tags)
+        wanted = ["", *_kept] if named is None else named
         of_device = []
         for device in devices:
             already = device.paused()
-            wanted = named if named is not None else ["", *(tag for tag in _kept if tag not in already)]
-            of_device.append((device, {tag: (keep or _kept.get(tag, "cpu")) == "cpu" for tag in wanted}))
+            kept = {tag: (keep or _kept.get(tag, "cpu")) == "cpu" for tag in wanted if tag not in already}
+            if kept:
+                of_device.append((device, kept))
+        nowhere = _missing(wanted, of_device)
+        if devices and nowhere and (named is not None or not of_device):
+            raise PyactcompError(f"paused already: {_described(nowhere)}; call resume() first")
         for device, kept in of_device:
             device.check_pause(kept)
         # Contents are dropped last: a device or a host without room for contents has then lost none.
@@ -162,7 +168,8 @@ def resume(tags: str | Iterable[str] | None = None) -> Resumed:
     Parameters
     ----------
     tags : str or iterable of str, optional
-        The tags to resume; ``""`` stands for memory without a tag. By default everything that is paused.
+        The tags to resume; ``""`` stands for memory without a tag. By default everything that is paused. A tag is
+        resumed on each device where it is paused.
 
     Returns
     -------
@@ -173,7 +180,7 @@ def resume(tags: str | Iterable[str] | None = None) -> Resumed:
     ValueError
         If a tag was never opened.
     PyactcompError
-        If the allocator is not enabled, or a tag, or without ``tags`` everything, is not paused.
+        If the allocator is not enabled, a tag is paused on no device, or, without ``tags``, nothing is paused.
     torch.OutOfMemoryError
         If a device has too little memory. Everything is still paused then.
 
@@ -192,9 +199,13 @@ def resume(tags: str | Iterable[str] | None = None) -> Resumed:
         named = _named(tags)
         of_device = []
         for device in devices:
-            wanted = list(device.paused()) if named is None else named
+            already = device.paused()
+            wanted = list(already) if named is None else [tag for tag in named if tag in already]
             if wanted:
                 of_device.append((device, wanted))
+        nowhere = _missing(named or (), of_device)
+        if nowhere:
+            raise PyactcompError(f"not paused: {_described(nowhere)}")
         if not of_device:
             raise PyactcompError("nothing is paused: call pause() first")
         reports: list[dict[str, int]] = []
@@ -223,6 +234,11 @@ def paused() -> dict[str, int]:
         for tag, (released, _saved) in device.paused().items():
             found[tag] = found.get(tag, 0) + released
     return found
+
+
+def running(tag: str) -> bool:
+    """Return whether a device exists on which the tag is not paused."""
+    return any(tag not in device.paused() for device in _allocators())
 
 
 class tag(ContextDecorator):
@@ -429,6 +445,16 @@ def _named(tags: str | Iterable[str] | None) -> list[str] | None:
         known = ", ".join(map(repr, _kept)) or "none"
         raise ValueError(f"no tag is named {', '.join(map(repr, unknown))}; opened so far: {known}")
     return names
+
+
+def _missing(tags: Iterable[str], of_device: Iterable[tuple[CachingAllocator, Iterable[str]]]) -> list[str]:
+    """Return the tags that no device has."""
+    found = {tag for _, of_one in of_device for tag in of_one}
+    return [tag for tag in tags if tag not in found]
+
+
+def _described(tags: Iterable[str]) -> str:
+    return ", ".join(f"the tag {tag!r}" if tag else "memory without a tag" for tag in tags)
 
 
 def _reason(pool: tuple[tuple[int, int], int, str]) -> str:
