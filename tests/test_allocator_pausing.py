@@ -16,6 +16,16 @@ from pyactcomp import PyactcompError, _core, allocator
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, memory_saver, pausing
 
 
+class Meddled:
+    """An allocator whose calls a test replaces."""
+
+    def __init__(self, real: CachingAllocator, **calls: Callable[..., Any]) -> None:
+        self.real, self.calls = real, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return self.calls.get(name) or getattr(self.real, name)
+
+
 class Machine:
     """Two simulated devices, and a thread whose tag is a number."""
 
@@ -56,6 +66,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Mac
     real = SimpleNamespace(runtime_existing=made.existing, tag_named=made.tag_named, __file__=_core.__file__)
     monkeypatch.setattr(pausing, "_core", real)
     monkeypatch.setattr(pausing, "_kept", {})
+    monkeypatch.setattr(pausing, "_options", {})
     monkeypatch.setattr(pausing, "is_enabled", lambda: True)
     monkeypatch.setattr(pausing.extensions, "load", lambda name: (SimpleNamespace(set_tag=made.set_tag), None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -149,6 +160,116 @@ def test_a_device_without_room_leaves_all_paused(machine: Machine) -> None:
         allocator.resume()
     assert machine.reserved[0] == 0
     assert list(allocator.paused()) == [""]
+
+
+def test_an_undone_resume_pauses_each_tag_as_it_was(machine: Machine) -> None:
+    addresses = {}
+    for name, keep in (("kv", "drop"), ("weights", "cpu")):
+        with allocator.tag(name, keep=keep):  # type: ignore[arg-type]
+            addresses[name] = machine.allocate(300 * MIB)
+            machine.allocate(300 * MIB, 1)
+    machine.devices[0].write(addresses["weights"], 7)
+    allocator.pause("kv", on_allocation="resume")
+    allocator.pause("weights")
+    before = [each.paused() for each in machine.allocators]
+    taken = machine.allocators[1].allocate(1600 * MIB, tag="other")
+    pinned = machine.devices[0].pinned
+    with pytest.raises(torch.OutOfMemoryError, match="still paused"):
+        allocator.resume()
+    # The contents of "kv" were dropped, and an undo keeps none of them.
+    assert [each.paused() for each in machine.allocators] == before
+    assert machine.devices[0].pinned == pinned == 300 * MIB
+    with pytest.raises(PyactcompError, match="'weights' is paused"):
+        machine.allocators[0].allocate(1 * MIB, tag="weights")
+    machine.allocators[0].allocate(1 * MIB, tag="kv")
+    assert machine.paused == [{"weights"}, {"kv", "weights"}]
+    machine.allocators[1].free(taken)
+    machine.allocators[1].empty_cache()
+    assert allocator.resume().restored == 600 * MIB
+    assert machine.devices[0].read(addresses["weights"]) == 7
+
+
+@pytest.mark.parametrize("keeps", [("cpu", "drop"), ("drop", "cpu")])
+def test_an_undone_resume_keeps_an_override_of_each_device(
+    machine: Machine, keeps: tuple[pausing.Keep, pausing.Keep]
+) -> None:
+    with allocator.tag("kv", keep="drop"):
+        machine.allocate(300 * MIB)
+        machine.allocate(300 * MIB, 1)
+    machine.used = {0}
+    allocator.pause("kv", keep=keeps[0])
+    machine.used = {0, 1}
+    allocator.pause("kv", keep=keeps[1])
+    before = [each.paused() for each in machine.allocators]
+    assert [saved // MIB for each in before for _, saved in each.values()] == [300 * (keep == "cpu") for keep in keeps]
+    machine.allocators[1].allocate(1900 * MIB, tag="other")
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.resume("kv")
+    assert [each.paused() for each in machine.allocators] == before
+
+
+def test_a_refused_step_of_an_undone_resume_is_a_note_of_the_error(machine: Machine) -> None:
+    for name in ("first", "second", "third"):
+        with allocator.tag(name):
+            machine.allocate(300 * MIB)
+            machine.allocate(300 * MIB, 1)
+    allocator.pause(["first", "second", "third"])
+    real = machine.allocators[0]
+
+    def pause(keep: dict[str, bool], resume_on_allocation: bool = False) -> dict[str, Any]:
+        if "second" in keep:
+            raise PyactcompError("too little host memory")
+        return real.pause(keep, resume_on_allocation)
+
+    machine.allocators[0] = Meddled(real, pause=pause)  # type: ignore[call-overload]
+    machine.allocators[1].allocate(1900 * MIB, tag="other")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        allocator.resume()
+    assert raised.value.__notes__ == ["the tag 'second' stays resumed on a device: too little host memory"]
+    assert machine.paused == [{"first", "third"}, {"first", "second", "third"}]
+
+
+def test_a_refused_step_of_an_undone_pause_is_a_note_of_the_error(machine: Machine) -> None:
+    for name in ("first", "second"):
+        with allocator.tag(name):
+            machine.allocate(300 * MIB)
+            machine.allocate(300 * MIB, 1)
+    real = machine.allocators[0]
+
+    def resume(tags: list[str]) -> dict[str, int]:
+        if "second" in tags:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real.resume(tags)
+
+    machine.allocators[0] = Meddled(real, resume=resume)  # type: ignore[call-overload]
+    machine.devices[1].limit_host("100MiB")
+    with pytest.raises(PyactcompError, match="too little host memory") as raised:
+        allocator.pause(["first", "second"])
+    assert raised.value.__notes__ == ["the tag 'second' stays paused on a device: CUDA out of memory"]
+    assert machine.paused == [{"second"}, set()]
+
+
+def test_a_capture_that_begins_during_a_pause_is_the_error(machine: Machine) -> None:
+    with allocator.tag("kv", keep="drop"):
+        machine.allocate(300 * MIB)
+        machine.allocate(300 * MIB, 1)
+    before = machine.reserved
+    real = machine.allocators[1]
+    calls: list[dict[str, bool]] = []
+
+    def pause(keep: dict[str, bool], resume_on_allocation: bool = False) -> dict[str, Any]:
+        # Another thread's capture.
+        calls.append(keep)
+        real.begin_allocate_to_pool((0, 1))
+        return real.pause(keep, resume_on_allocation)
+
+    machine.allocators[1] = Meddled(real, pause=pause)  # type: ignore[call-overload]
+    with pytest.raises(PyactcompError, match="cannot be paused while a CUDA graph is captured") as raised:
+        allocator.pause("kv")
+    assert not hasattr(raised.value, "__notes__")
+    assert calls == [{"kv": False}]
+    assert machine.reserved == before
+    assert machine.paused == [set(), set()]
 
 
 def test_a_device_first_used_while_a_tag_is_paused_joins_later(machine: Machine) -> None:

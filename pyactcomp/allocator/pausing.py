@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import ContextDecorator
+from collections.abc import Iterable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -28,6 +28,8 @@ KEEPS = ("cpu", "drop")
 _lock = threading.Lock()
 _kept: dict[str, Keep] = {}
 """What each opened tag does with its contents by default."""
+_options: dict[tuple[CachingAllocator, str], tuple[bool, bool]] = {}
+"""Of each device's paused tags: whether contents are saved, and whether an allocation resumes. An undo needs both."""
 
 
 @dataclass(frozen=True)
@@ -141,20 +143,27 @@ def pause(
             raise PyactcompError(f"paused already: {_described(nowhere)}; call resume() first")
         for device, kept in of_device:
             device.check_pause(kept)
+        resumes = on_allocation == "resume"
         # Contents are dropped last: a device or a host without room for contents has then lost none.
         parts = [
-            (device, {tag: saves for tag, saves in kept.items() if saves is saved})
+            (device, part)
             for saved in (True, False)
             for device, kept in of_device
+            if (part := {tag: saves for tag, saves in kept.items() if saves is saved})
         ]
         reports: list[dict[str, Any]] = []
         try:
             for device, part in parts:
-                reports.append(device.pause(part, on_allocation == "resume"))
-        except BaseException:
-            for device, part in parts[: len(reports)]:
-                device.resume(list(part))
+                reports.append(device.pause(part, resumes))
+        except BaseException as error:
+            for device, part in reversed(parts[: len(reports)]):
+                # One by one: a tag that cannot be resumed keeps no other tag paused. Allocations may have resumed some.
+                for tag in [tag for tag in device.paused() if tag in part]:
+                    with _noted(error, f"{_described([tag])} stays paused on a device"):
+                        device.resume([tag])
             raise
+        for device, part in parts:
+            _options.update({(device, tag): (saves, resumes) for tag, saves in part.items()})
     skipped = [_reason(pool) for report in reports for pool in report["skipped"]]
     if named is None:
         skipped += _outside(devices)
@@ -212,10 +221,17 @@ def resume(tags: str | Iterable[str] | None = None) -> Resumed:
         try:
             for device, wanted in of_device:
                 reports.append(device.resume(wanted))
-        except BaseException:
-            for device, wanted in of_device[: len(reports)]:
-                device.pause({tag: True for tag in wanted})
+        except BaseException as error:
+            for device, wanted in reversed(of_device[: len(reports)]):
+                for tag in wanted:
+                    # A tag paused by the core itself has no options here.
+                    saves, resumes = _options.get((device, tag), (True, False))
+                    with _noted(error, f"{_described([tag])} stays resumed on a device"):
+                        device.pause({tag: saves}, resumes)
             raise
+        for device, wanted in of_device:
+            for tag in wanted:
+                _options.pop((device, tag), None)
     seconds = time.perf_counter() - begin
     return Resumed(sum(r["mapped"] for r in reports), sum(r["restored"] for r in reports), seconds)
 
@@ -445,6 +461,16 @@ def _named(tags: str | Iterable[str] | None) -> list[str] | None:
         known = ", ".join(map(repr, _kept)) or "none"
         raise ValueError(f"no tag is named {', '.join(map(repr, unknown))}; opened so far: {known}")
     return names
+
+
+@contextmanager
+def _noted(error: BaseException, consequence: str) -> Iterator[None]:
+    """Let a failing step of an undo become a note of the error that is undone, and the undo go on."""
+    try:
+        yield
+    except Exception as failure:
+        # What add_note does; Python 3.10 has no such method.
+        vars(error).setdefault("__notes__", []).append(f"{consequence}: {failure}")
 
 
 def _missing(tags: Iterable[str], of_device: Iterable[tuple[CachingAllocator, Iterable[str]]]) -> list[str]:
