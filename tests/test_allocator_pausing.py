@@ -434,8 +434,37 @@ def test_regions_are_paused_and_the_rest_is_not(machine: Machine) -> None:
     saver.resume()
     assert machine.devices[0].pinned == 0
     assert saver.enabled
-    with pytest.raises(ValueError, match="no region has the tag 'other'"):
-        saver.pause("other")
+
+
+def test_a_tag_without_a_region_is_nothing_to_pause(machine: Machine) -> None:
+    saver = memory_saver.TorchMemorySaver()
+    saver.pause("cuda_graph")
+    saver.resume("cuda_graph")
+    with saver.region("weights", enable_cpu_backup=True):
+        machine.allocate(100 * MIB)
+    before = machine.reserved
+    saver.pause("cuda_graph")
+    assert machine.reserved == before
+    saver.pause()
+    saver.resume("cuda_graph")
+    # Memory kept for the paused region stays, and so does a second pause's error.
+    assert machine.reserved[0] == 0
+    assert machine.devices[0].pinned == 100 * MIB
+    with pytest.raises(PyactcompError, match="paused already"):
+        saver.pause("weights")
+
+
+def test_the_empty_tag_means_all_regions(machine: Machine) -> None:
+    saver = memory_saver.TorchMemorySaver()
+    for name in ("weights", "kv"):
+        with saver.region(name):
+            machine.allocate(100 * MIB)
+    before = machine.reserved
+    saver.pause("")
+    assert machine.reserved == [0, 0]
+    saver.pause("")
+    saver.resume("")
+    assert machine.reserved == before
 
 
 @pytest.mark.parametrize("tag", ["weights", None])

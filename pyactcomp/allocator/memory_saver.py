@@ -83,11 +83,11 @@ class TorchMemorySaver:
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Release the physical memory of one tag, or of all regions."""
+        """Release the physical memory of one tag, or of all regions; a tag without a region has none."""
         self._enable()
         tags = self._named(tag)
         running = [each for each in tags if pausing.running(each)]
-        if running or tag is not None:
+        if running or (tag and tags):
             pausing.pause(running or tags)
 
     def resume(self, tag: str | None = None) -> None:
@@ -95,7 +95,7 @@ class TorchMemorySaver:
         self._enable()
         tags = self._named(tag)
         waiting = [each for each in tags if each in pausing.paused()]
-        if waiting or tag is not None:
+        if waiting or (tag and tags):
             pausing.resume(waiting or tags)
         if not self._retains:
             pausing.release_host_memory()
@@ -172,11 +172,8 @@ class TorchMemorySaver:
         return pausing.tag(name, "cpu" if kept else "drop")
 
     def _named(self, tag: str | None) -> list[str]:
-        if tag is None:
-            return sorted(set().union(*self._tags.values()))
-        if tag not in self._tags:
-            raise ValueError(f"no region has the tag {tag!r}; regions so far: {sorted(self._tags)}")
-        return sorted(self._tags[tag])
+        # torch_memory_saver walks the allocations with a tag, of which there may be none; an empty tag means all.
+        return sorted(self._tags.get(tag, ()) if tag else set().union(*self._tags.values()))
 
 
 torch_memory_saver = TorchMemorySaver()
