@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +130,61 @@ def test_a_decorated_function_allocates_in_the_tag(machine: Machine) -> None:
     grow(2)
     assert machine.tag == 0
     assert allocator.pause("kv").saved == 60 * MIB
+
+
+@pytest.mark.parametrize("make", [lambda: allocator.tag("kv"), allocator.untagged], ids=["tag", "untagged"])
+def test_threads_that_share_a_tag_leave_with_their_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]
+) -> None:
+    of_thread = threading.local()
+
+    def set_tag(tag: int) -> int:
+        before = getattr(of_thread, "tag", 0)
+        of_thread.tag = tag
+        return before
+
+    monkeypatch.setattr(pausing.extensions, "load", lambda name: (SimpleNamespace(set_tag=set_tag), None))
+    shared = make()
+    steps = threading.Barrier(2, timeout=60)
+    seen: dict[str, list[str]] = {}
+
+    def enter(name: str, first_to_leave: bool) -> None:
+        names = seen.setdefault(name, [])
+        with allocator.tag(name):
+            if not first_to_leave:
+                steps.wait()
+            with shared:
+                if first_to_leave:
+                    steps.wait()
+                steps.wait()
+                names.append(machine.names[of_thread.tag])
+                if not first_to_leave:
+                    steps.wait()
+            names.append(machine.names[of_thread.tag])
+            if first_to_leave:
+                steps.wait()
+        names.append(machine.names[of_thread.tag])
+
+    threads = [threading.Thread(target=enter, args=each) for each in (("weights", True), ("states", False))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    inside = getattr(shared, "name", "")
+    assert seen == {"weights": [inside, "weights", ""], "states": [inside, "states", ""]}
+
+
+def test_a_tag_is_entered_again_inside_itself(machine: Machine) -> None:
+    kv, none = allocator.tag("kv"), allocator.untagged()
+    seen = []
+    with kv:
+        with none:
+            with kv, copy.deepcopy(none), none:
+                seen.append(machine.names[machine.tag])
+            seen.append(machine.names[machine.tag])
+        seen.append(machine.names[machine.tag])
+    assert seen == ["", "", "kv"]
+    assert machine.tag == 0
 
 
 def test_an_error_inside_a_tag_leaves_it(machine: Machine) -> None:

@@ -257,12 +257,34 @@ def running(tag: str) -> bool:
     return any(tag not in device.paused() for device in _allocators())
 
 
-class tag(ContextDecorator):
+class _Entered(ContextDecorator):
+    """A tag of the thread, from each entry to its exit."""
+
+    def __init__(self) -> None:
+        # Of each thread, as several may have entered one object: the tags that the thread had before, the latest last.
+        self._before: dict[int, list[int]] = {}
+
+    def _enter(self, number: int) -> None:
+        before = _subclass().set_tag(number)
+        self._before.setdefault(threading.get_ident(), []).append(before)
+
+    def __exit__(self, *exception: object) -> None:
+        thread = threading.get_ident()
+        before = self._before.get(thread)
+        if not before:
+            return
+        _subclass().set_tag(before.pop())
+        if not before:
+            del self._before[thread]
+
+
+class tag(_Entered):
     """Give the CUDA memory allocated inside a tag, so that the memory can be paused by itself.
 
     A tag has addresses and physical memory of its own. A thread's allocations take the innermost tag that the thread
     opened; autograd's worker threads take the tag of the thread that called backward; other threads take none. A CUDA
-    graph's pool and a ``torch.cuda.MemPool`` belong to the tag in which they were made.
+    graph's pool and a ``torch.cuda.MemPool`` belong to the tag in which they were made. Any number of threads may enter
+    one object, each any number of times.
 
     Parameters
     ----------
@@ -298,17 +320,13 @@ class tag(ContextDecorator):
         if not name:
             raise ValueError("a tag needs a name: the empty name stands for memory without a tag")
         check_choice("keep", keep, KEEPS)
+        super().__init__()
         self.name, self.keep = name, keep
-        self._before: list[int] = []
-
-    def _recreate_cm(self) -> tag:
-        # A decorated function may run in several threads: each call has its own stack.
-        return tag(self.name, self.keep)
 
     def __enter__(self) -> tag:
         if disabled():
             return self
-        extension = _subclass()
+        _subclass()  # Without it, the name is not taken.
         with _lock:
             known = _kept.setdefault(self.name, self.keep)
         if known != self.keep:
@@ -316,15 +334,11 @@ class tag(ContextDecorator):
                 f"the tag {self.name!r} was opened with keep={known!r} before, got keep={self.keep!r}: use one keep "
                 "for a tag, or pass keep to pause()"
             )
-        self._before.append(extension.set_tag(_core.tag_named(self.name)))
+        self._enter(_core.tag_named(self.name))
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._before:
-            _subclass().set_tag(self._before.pop())
 
-
-class untagged(ContextDecorator):
+class untagged(_Entered):
     """Give the memory allocated inside no tag, also within a :class:`tag`.
 
     Examples
@@ -335,20 +349,10 @@ class untagged(ContextDecorator):
     ...         pass
     """
 
-    def __init__(self) -> None:
-        self._before: list[int] = []
-
-    def _recreate_cm(self) -> untagged:
-        return untagged()
-
     def __enter__(self) -> untagged:
         if not disabled():
-            self._before.append(_subclass().set_tag(0))
+            self._enter(0)
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._before:
-            _subclass().set_tag(self._before.pop())
 
 
 def hold(pool: Any, held: bool = True) -> None:
