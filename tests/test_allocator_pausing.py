@@ -1,9 +1,8 @@
-"""allocator.pause, resume, tag and memory_saver: over simulated devices in place of GPUs, and over a fake driver."""
+"""allocator.pause, resume and tag: over simulated devices in place of GPUs, and over a fake driver."""
 
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,70 +12,15 @@ import pytest
 import torch
 from allocator_cases import MIB
 from child_script import run_case
+from pausing_machine import Machine, Meddled, installed
 
 from pyactcomp import PyactcompError, _core, allocator
-from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, memory_saver, pausing
-
-
-class Meddled:
-    """An allocator whose calls a test replaces."""
-
-    def __init__(self, real: CachingAllocator, **calls: Callable[..., Any]) -> None:
-        self.real, self.calls = real, calls
-
-    def __getattr__(self, name: str) -> Any:
-        return self.calls.get(name) or getattr(self.real, name)
-
-
-class Machine:
-    """Two simulated devices, and a thread whose tag is a number."""
-
-    def __init__(self) -> None:
-        self.devices = [SimulatedDevice("2GiB"), SimulatedDevice("2GiB")]
-        self.allocators = [CachingAllocator(device, AllocatorConfig(growth="vmm")) for device in self.devices]
-        self.used = {0, 1}
-        self.tag = 0
-        self.names: dict[int, str] = {0: ""}
-
-    def set_tag(self, tag: int) -> int:
-        before, self.tag = self.tag, tag
-        return before
-
-    def tag_named(self, name: str) -> int:
-        tag = _core.tag_named(name)
-        self.names[tag] = name
-        return tag
-
-    def allocate(self, size: int, device: int = 0) -> int:
-        return self.allocators[device].allocate(size, tag=self.names[self.tag])
-
-    def existing(self, index: int) -> CachingAllocator | None:
-        return self.allocators[index] if index in self.used else None
-
-    @property
-    def reserved(self) -> list[int]:
-        return [device.reserved for device in self.devices]
-
-    @property
-    def paused(self) -> list[set[str]]:
-        return [set(each.paused()) for each in self.allocators]
+from pyactcomp.allocator import pausing
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, allocator_not_enabled: None) -> Machine:
-    made = Machine()
-    real = SimpleNamespace(runtime_existing=made.existing, tag_named=made.tag_named, __file__=_core.__file__)
-    monkeypatch.setattr(pausing, "_core", real)
-    monkeypatch.setattr(pausing, "_kept", {})
-    monkeypatch.setattr(pausing, "_options", {})
-    monkeypatch.setattr(pausing, "is_enabled", lambda: True)
-    monkeypatch.setattr(pausing.extensions, "load", lambda name: (SimpleNamespace(set_tag=made.set_tag), None))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(
-        torch.cuda, "memory_reserved", lambda index: made.allocators[index].counters()["reserved_bytes.all.current"]
-    )
-    monkeypatch.setattr(memory_saver.attach, "is_enabled", lambda: True)
-    return made
+    return installed(monkeypatch)
 
 
 def test_all_devices_are_paused_and_resumed(machine: Machine) -> None:
@@ -463,133 +407,6 @@ def test_a_registered_pool_is_held(machine: Machine) -> None:
     with pytest.raises(RuntimeError, match="NCCL refuses"):
         allocator.register_mem_pool(SimpleNamespace(register_mem_pool=refuses), pool)
     assert allocator.pause().skipped == ()
-
-
-# torch_memory_saver's names.
-
-
-def test_regions_are_paused_and_the_rest_is_not(machine: Machine) -> None:
-    saver = memory_saver.TorchMemorySaver()
-    machine.allocate(50 * MIB)
-    alone = machine.reserved[0]
-    with saver.region(tag="weights", enable_cpu_backup=True):
-        machine.allocate(100 * MIB)
-        with saver.region(tag="kv"):
-            machine.allocate(200 * MIB)
-        with saver.disable():
-            machine.allocate(2 * MIB)
-    with saver.region(tag="weights"):
-        machine.allocate(30 * MIB)
-    before = machine.reserved[0]
-    saver.pause("kv")
-    assert before - machine.reserved[0] >= 200 * MIB
-    saver.pause()
-    assert alone <= machine.reserved[0] <= alone + 22 * MIB
-    assert machine.devices[0].pinned == 100 * MIB
-    machine.allocate(20 * MIB)
-    saver.resume("weights")
-    saver.resume()
-    assert machine.devices[0].pinned == 0
-    assert saver.enabled
-
-
-def test_a_tag_without_a_region_is_nothing_to_pause(machine: Machine) -> None:
-    saver = memory_saver.TorchMemorySaver()
-    saver.pause("cuda_graph")
-    saver.resume("cuda_graph")
-    with saver.region("weights", enable_cpu_backup=True):
-        machine.allocate(100 * MIB)
-    before = machine.reserved
-    saver.pause("cuda_graph")
-    assert machine.reserved == before
-    saver.pause()
-    saver.resume("cuda_graph")
-    # Memory kept for the paused region stays, and so does a second pause's error.
-    assert machine.reserved[0] == 0
-    assert machine.devices[0].pinned == 100 * MIB
-    with pytest.raises(PyactcompError, match="paused already"):
-        saver.pause("weights")
-
-
-def test_the_empty_tag_means_all_regions(machine: Machine) -> None:
-    saver = memory_saver.TorchMemorySaver()
-    for name in ("weights", "kv"):
-        with saver.region(name):
-            machine.allocate(100 * MIB)
-    before = machine.reserved
-    saver.pause("")
-    assert machine.reserved == [0, 0]
-    saver.pause("")
-    saver.resume("")
-    assert machine.reserved == before
-
-
-@pytest.mark.parametrize("tag", ["weights", None])
-def test_regions_of_a_device_first_used_while_paused_join_later(machine: Machine, tag: str | None) -> None:
-    saver = memory_saver.TorchMemorySaver()
-    machine.used = {0}
-    with saver.region("weights", enable_cpu_backup=True):
-        machine.allocate(100 * MIB)
-    saver.pause(tag)
-    machine.used = {0, 1}
-    with saver.region("weights", enable_cpu_backup=True):
-        machine.allocate(40 * MIB, 1)
-    saver.pause(tag)
-    assert machine.reserved == [0, 0]
-    saver.resume(tag)
-    # Contents that are kept and contents that are dropped are two tags of one region.
-    saver.pause(tag)
-    with saver.region("weights"):
-        machine.allocate(60 * MIB)
-    saver.resume(tag)
-    assert machine.paused == [set(), set()]
-    assert machine.reserved[0] >= 160 * MIB
-
-
-def test_pinned_memory_stays_where_it_is_retained(machine: Machine) -> None:
-    saver = memory_saver.TorchMemorySaver()
-    saver.retain_cpu_backup = True
-    with saver.region(enable_cpu_backup=True):
-        machine.allocate(100 * MIB)
-    saver.pause()
-    saver.resume()
-    assert machine.devices[0].pinned == 100 * MIB
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"enable_disk_backup": True}, NotImplementedError),
-        ({"enable_cpu_backup": True, "cpu_backup_backend": "mmap"}, NotImplementedError),
-        ({"cpu_backup_backend": "pinned"}, ValueError),
-    ],
-)
-def test_options_without_a_counterpart_raise(machine: Machine, options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error), memory_saver.TorchMemorySaver().region(**options):
-        pass
-
-
-def test_contents_of_a_paused_tensor_can_be_read(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.arange(6, dtype=torch.float32)
-    halves = [(values.data_ptr(), 8), (values.data_ptr() + 8, 16)]
-    monkeypatch.setattr(pausing, "saved", lambda tensor: halves)
-    paused = SimpleNamespace(
-        is_cuda=True, is_contiguous=lambda: True, nbytes=24, dtype=torch.float32, shape=torch.Size([2, 3])
-    )
-    found = memory_saver.TorchMemorySaver().get_cpu_backup(paused)  # type: ignore[arg-type]
-    assert found is not None
-    assert torch.equal(found, values.view(2, 3))
-    with pytest.raises(NotImplementedError, match="2 pieces"):
-        memory_saver.TorchMemorySaver().get_cpu_backup(paused, zero_copy=True)  # type: ignore[arg-type]
-    monkeypatch.setattr(pausing, "saved", lambda tensor: [])
-    assert memory_saver.TorchMemorySaver().get_cpu_backup(paused) is None  # type: ignore[arg-type]
-
-
-def test_subprocesses_get_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYACTCOMP_ALLOCATOR", raising=False)
-    with memory_saver.configure_subprocess():
-        assert os.environ["PYACTCOMP_ALLOCATOR"] == "1"
-    assert "PYACTCOMP_ALLOCATOR" not in os.environ
 
 
 # The driver.
