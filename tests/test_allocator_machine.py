@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         self.live: dict[int, Live] = {}
         self.freed: list[Freed] = []
         self.open_pools: list[tuple[tuple[int, int], int]] = []
-        self.scopes: list[tuple[int, int]] = []
+        self.scopes: list[tuple[int, int, int]] = []
         self.count = 0
         self.total = 0
 
@@ -184,14 +184,13 @@ class Machine(RuleBasedStateMachine):
             self.allocator.begin_allocate_to_pool(pool, {stream})
             self.open_pools.append((pool, stream))
 
-    @rule(push=st.booleans())
-    def push_or_pop_scope(self, push: bool) -> None:
+    @rule(push=st.booleans(), index=st.integers(0, 3))
+    def push_or_pop_scope(self, push: bool, index: int) -> None:
         if push:
-            self.allocator.push_scope()
-            self.scopes.append((self.count, self.total))
+            self.scopes.append((self.allocator.push_scope(), self.count, self.total))
         elif self.scopes:
-            count, total = self.scopes.pop()
-            scope = self.allocator.pop_scope()
+            number, count, total = self.scopes.pop(index % len(self.scopes))
+            scope = self.allocator.pop_scope(number)
             assert (scope["allocations"], scope["total_bytes"]) == (self.count - count, self.total - total)
 
     @invariant()

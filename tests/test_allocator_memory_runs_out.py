@@ -303,7 +303,7 @@ def test_observers_get_the_limit_that_is_set() -> None:
         ("record_history", ("all", 10, "cpp"), ValueError, r"stacks must be 'python' or None, got 'cpp'"),
         ("record_history", ("all", -1), ValueError, r"max_entries must be at least 0"),
         ("record_history", ("all", 10, None, False, ["allok"]), ValueError, r"skip_actions takes alloc, .*'allok'"),
-        ("pop_scope", (), RuntimeError, r"scope"),
+        ("pop_scope", (7,), RuntimeError, r"no scope 7 is open"),
     ],
 )
 def test_arguments_that_cannot_be_right_are_named(

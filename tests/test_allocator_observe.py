@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Callable
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +68,105 @@ def test_scopes_count_what_happens_in_them_and_nest(simulated: CachingAllocator)
     assert (outer.total_bytes, outer.allocations) == (512 + 2048 + 1024, 3)
 
 
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_scopes_that_end_in_any_order_count_the_same(simulated: CachingAllocator, order: tuple[int, ...]) -> None:
+    level = 0
+    numbers, begins, peaks, counts = [], [], [0] * 3, [0] * 3
+    still_open: set[int] = set()
+
+    def take_for_a_while(size: int) -> None:
+        simulated.free(simulated.allocate(size * MIB))
+        for scope in still_open:
+            peaks[scope] = max(peaks[scope], level + size - begins[scope])
+            counts[scope] += 1
+
+    for scope, size in enumerate((5, 9, 7)):
+        numbers.append(simulated.push_scope())
+        begins.append(level)
+        still_open.add(scope)
+        take_for_a_while(size)
+    for scope, size in zip(order, (6, 14, 8), strict=True):
+        still_open.remove(scope)
+        found = simulated.pop_scope(numbers[scope])
+        assert (found["peak_bytes"], found["allocations"]) == (peaks[scope] * MIB, counts[scope])
+        with pytest.raises(RuntimeError, match=f"no scope {numbers[scope]} is open"):
+            simulated.pop_scope(numbers[scope])
+        simulated.allocate(MIB)
+        level += 1
+        for each in still_open:
+            peaks[each] = max(peaks[each], level - begins[each])
+            counts[each] += 1
+        take_for_a_while(size)
+
+
+def test_overlapping_scopes_of_threads_count_their_own(simulated: CachingAllocator) -> None:
+    steps = threading.Barrier(2, timeout=60)
+    scopes = [allocator.scope(name) for name in ("first", "second")]
+
+    def first() -> None:
+        with scopes[0]:
+            simulated.allocate(10 * MIB)
+            steps.wait()
+            steps.wait()
+        steps.wait()
+
+    other = threading.Thread(target=first)
+    other.start()
+    steps.wait()
+    with scopes[1]:
+        simulated.free(simulated.allocate(1 * MIB))
+        steps.wait()
+        steps.wait()
+        simulated.allocate(20 * MIB)
+    other.join()
+    counts = [(each.allocated_bytes, each.peak_bytes, each.total_bytes, each.allocations) for each in scopes]
+    assert counts == [(10 * MIB, 11 * MIB, 11 * MIB, 2), (20 * MIB, 20 * MIB, 21 * MIB, 2)]
+
+
+def test_a_scope_of_several_threads_ends_for_each_where_it_began(simulated: CachingAllocator) -> None:
+    shared = allocator.scope("shared")
+    steps = threading.Barrier(2, timeout=60)
+    counted: list[tuple[int, int]] = []
+
+    def enter() -> None:
+        with shared:
+            steps.wait()
+            steps.wait()
+        counted.append((shared.total_bytes, shared.allocations))
+        steps.wait()
+
+    other = threading.Thread(target=enter)
+    other.start()
+    steps.wait()
+    simulated.allocate(10 * MIB)
+    with shared:
+        steps.wait()
+        steps.wait()
+        other.join()
+        simulated.allocate(20 * MIB)
+    counted.append((shared.total_bytes, shared.allocations))
+    assert counted == [(10 * MIB, 1), (20 * MIB, 1)]
+
+
+def test_a_scope_is_entered_again_inside_itself_and_left_by_another_thread(simulated: CachingAllocator) -> None:
+    step = allocator.scope("step")
+    with step:
+        simulated.allocate(1 * MIB)
+        with step:
+            simulated.allocate(2 * MIB)
+        assert step.total_bytes == 2 * MIB
+        simulated.allocate(4 * MIB)
+    assert step.total_bytes == 7 * MIB
+    step.__enter__()
+    simulated.allocate(8 * MIB)
+    other = threading.Thread(target=step.__exit__)
+    other.start()
+    other.join()
+    assert step.total_bytes == 8 * MIB
+    step.__exit__()
+    assert step.total_bytes == 8 * MIB
+
+
 def test_a_scope_is_closed_when_its_block_raises(simulated: CachingAllocator) -> None:
     step = allocator.scope("step")
 
@@ -77,8 +178,8 @@ def test_a_scope_is_closed_when_its_block_raises(simulated: CachingAllocator) ->
     with pytest.raises(KeyError):
         fail_inside()
     assert step.allocations == 1
-    with pytest.raises(RuntimeError, match="scope"):
-        simulated.pop_scope()
+    with pytest.raises(RuntimeError, match="no scope 0 is open"):
+        simulated.pop_scope(0)
 
 
 def test_a_function_called_under_pressure_makes_room_until_it_is_removed(simulated: CachingAllocator) -> None:

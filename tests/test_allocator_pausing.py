@@ -1,4 +1,7 @@
-"""allocator.pause, resume and tag: over simulated devices in place of GPUs, and over a fake driver."""
+"""allocator.pause, resume and tag: over simulated devices in place of GPUs, and over a fake driver.
+
+Longer than 400 lines: each way in which one of several devices may refuse has a test.
+"""
 
 from __future__ import annotations
 

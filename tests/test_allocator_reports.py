@@ -113,15 +113,15 @@ def test_inactive_split_counts_the_free_parts_of_segments_in_use() -> None:
 def test_scopes_count_what_happens_inside_them(growth: str) -> None:
     allocator, _ = make(growth)
     allocator.allocate(512)
-    allocator.push_scope()
+    around = allocator.push_scope()
     kept = allocator.allocate(1000)
-    allocator.push_scope()
+    inside = allocator.push_scope()
     gone = [allocator.allocate(512), allocator.allocate(5 * MIB)]
     for address in gone:
         allocator.free(address)
-    inner = allocator.pop_scope()
+    inner = allocator.pop_scope(inside)
     allocator.allocate(512)
-    outer = allocator.pop_scope()
+    outer = allocator.pop_scope(around)
     reserved = 20 * MIB
     assert inner == {
         "allocated_bytes": 0,
@@ -139,18 +139,18 @@ def test_scopes_count_what_happens_inside_them(growth: str) -> None:
     }
     allocator.free(kept)
     # A scope in which memory only becomes less.
-    allocator.push_scope()
+    less = allocator.push_scope()
     allocator.free(next(iter(blocks(allocator, "active_allocated"))))
-    assert allocator.pop_scope()["allocated_bytes"] == -512
+    assert allocator.pop_scope(less)["allocated_bytes"] == -512
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_a_scope_leaves_the_peaks_of_the_statistics_alone(growth: str) -> None:
     allocator, _ = make(growth)
     allocator.free(allocator.allocate(5 * MIB))
-    allocator.push_scope()
+    scope = allocator.push_scope()
     allocator.free(allocator.allocate(2 * MIB))
-    assert allocator.pop_scope()["peak_bytes"] == 2 * MIB
+    assert allocator.pop_scope(scope)["peak_bytes"] == 2 * MIB
     assert figures(allocator, "allocated_bytes")[1] == 5 * MIB
 
 

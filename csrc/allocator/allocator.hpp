@@ -226,9 +226,11 @@ class Allocator {
   virtual void reset_peak_stats() = 0;
   virtual void reset_accumulated_stats() = 0;
   virtual Fragmentation fragmentation() = 0;
-  virtual void push_scope() = 0;
-  /// Throws std::logic_error if no scope is open.
-  virtual ScopeStats pop_scope() = 0;
+  /// Opens a scope, and returns a number that no other scope of this allocator ever has.
+  virtual std::int64_t push_scope() = 0;
+  /// Closes a scope, the latest or an earlier one; later scopes stay open. Throws std::logic_error if this scope is not
+  /// open.
+  virtual ScopeStats pop_scope(std::int64_t id) = 0;
 
   virtual void record_history(const HistoryOptions& options) = 0;
   virtual Trace trace() = 0;

@@ -66,8 +66,8 @@ class CachingAllocator final : public Allocator {
   void reset_peak_stats() override;
   void reset_accumulated_stats() override;
   Fragmentation fragmentation() override;
-  void push_scope() override;
-  ScopeStats pop_scope() override;
+  std::int64_t push_scope() override;
+  ScopeStats pop_scope(std::int64_t id) override;
 
   void record_history(const HistoryOptions& options) override;
   Trace trace() override;
@@ -86,7 +86,9 @@ class CachingAllocator final : public Allocator {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  /// An allocation is counted in the latest scope alone; pop_scope adds later scopes' counts to the earlier ones'.
   struct Scope {
+    std::int64_t id;
     std::int64_t allocated;  ///< at the beginning
     std::int64_t reserved;   ///< at the beginning
     std::int64_t peak;
@@ -178,7 +180,7 @@ class CachingAllocator final : public Allocator {
       captured_;  ///< live blocks that captured work allocated, under the setting
   std::list<Deferred> deferred_;
   std::vector<Block*> unordered_;  ///< deferred, on destroyed streams: released after the next device synchronisation
-  std::vector<Scope> scopes_;
+  std::vector<Scope> scopes_;      ///< the latest last
   HostStore store_;
   std::map<Tag, Paused> paused_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
@@ -186,6 +188,7 @@ class CachingAllocator final : public Allocator {
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;
   std::string refused_;  ///< the driver's words, if it refused virtual memory during the last growth
   int next_callback_ = 0;
+  std::int64_t next_scope_ = 0;
 };
 
 }  // namespace pac::alloc

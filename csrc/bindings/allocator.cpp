@@ -239,8 +239,10 @@ void bind_reports(py::class_<CachingAllocator, std::shared_ptr<CachingAllocator>
       .def("stats", &Self::stats)
       .def("reset_peak_stats", [](const Self& self) { self.core().reset_peak_stats(); })
       .def("reset_accumulated_stats", [](const Self& self) { self.core().reset_accumulated_stats(); })
-      .def("push_scope", [](const Self& self) { self.core().push_scope(); })
-      .def("pop_scope", [](const Self& self) { return scope(self.core().pop_scope()); })
+      .def("push_scope", [](const Self& self) { return self.core().push_scope(); })
+      .def(
+          "pop_scope", [](const Self& self, std::int64_t id) { return scope(self.core().pop_scope(id)); },
+          py::arg("id"))
       // 100,000 events with stacks of 20 Python frames took 66 MB, and span many training steps.
       .def("record_history", &Self::record_history, py::arg("enabled") = "all", py::arg("max_entries") = 100'000,
            py::arg("stacks") = "python", py::arg("clear") = false, py::arg("skip_actions") = py::tuple())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,8 +87,9 @@ def stats(device: Device = None) -> dict[str, Any]:
 class Scope:
     """Counts a device's allocations, of every thread, inside a ``with`` statement.
 
-    Scopes nest: an outer scope counts the allocations of inner ones too. With ``PYACTCOMP_DISABLE=1`` nothing is
-    counted.
+    Scopes nest: an outer scope counts the allocations of inner ones too. Scopes of several threads may overlap, and one
+    object may be entered by several threads: the attributes are those of the exit last made. With
+    ``PYACTCOMP_DISABLE=1`` nothing is counted.
 
     Attributes
     ----------
@@ -124,19 +126,26 @@ class Scope:
     total_bytes: int = field(default=0, init=False)
     allocations: int = field(default=0, init=False)
     reserved_bytes: int = field(default=0, init=False)
-    _allocator: CachingAllocator | None = field(default=None, init=False, repr=False, compare=False)
+    _open: list[tuple[int, CachingAllocator, int]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Of each entry: the thread, the allocator and the allocator's number of the scope."""
 
     def __enter__(self) -> Scope:
         if not disabled():
-            self._allocator = _allocator(self.device)
-            self._allocator.push_scope()
+            allocator = _allocator(self.device)
+            self._open.append((threading.get_ident(), allocator, allocator.push_scope()))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._allocator is not None:
-            for name, value in self._allocator.pop_scope().items():
-                setattr(self, name, value)
-            self._allocator = None
+        entries = list(self._open)
+        if not entries:
+            return
+        # A scope may also be left by another thread than the one that entered.
+        own = [entry for entry in entries if entry[0] == threading.get_ident()]
+        entry = (own or entries)[-1]
+        self._open.remove(entry)
+        _, allocator, number = entry
+        for name, value in allocator.pop_scope(number).items():
+            setattr(self, name, value)
 
 
 scope = Scope

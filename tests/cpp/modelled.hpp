@@ -61,6 +61,11 @@ struct Expected {
   std::int64_t out_of_memory = 0;
 };
 
+struct OpenScope {
+  std::int64_t id;
+  ScopeStats counts;  ///< `allocated_bytes` and `reserved_bytes`: at the beginning
+};
+
 class Modelled {
  public:
   explicit Modelled(const Options& options);
@@ -109,7 +114,7 @@ class Modelled {
   std::vector<PrivatePool*> open_;  ///< the latest first, as it is asked first
   PoolLife lives_ = 0;
   Expected expected_;
-  std::vector<ScopeStats> scopes_;  ///< with what was there when each began in its `allocated` and `reserved`
+  std::vector<OpenScope> scopes_;
   bool failing_ = false;
   std::int64_t observed_ = 0;
 };

@@ -184,22 +184,25 @@ void Modelled::reset_stats() {
 
 void Modelled::change_scopes() {
   if (scopes_.size() < 3 && random_.below(2) == 0) {
-    core_->push_scope();
-    scopes_.push_back({expected_.allocated.current, 0, 0, 0, static_cast<std::int64_t>(device_.reserved())});
+    const std::int64_t id = core_->push_scope();
+    for (const OpenScope& open : scopes_) require(id != open.id, "two scopes have the number ", id);
+    scopes_.push_back({id, {expected_.allocated.current, 0, 0, 0, static_cast<std::int64_t>(device_.reserved())}});
     return;
   }
   if (scopes_.empty()) {
     bool refused = false;
     try {
-      core_->pop_scope();
+      core_->pop_scope(0);
     } catch (const std::logic_error&) {
       refused = true;
     }
     require(refused, "a scope that was not open was closed");
     return;
   }
-  const ScopeStats scope = core_->pop_scope();
-  const ScopeStats& known = scopes_.back();
+  // The scopes of several threads end in any order.
+  const auto open = scopes_.begin() + static_cast<std::ptrdiff_t>(random_.below(scopes_.size()));
+  const ScopeStats scope = core_->pop_scope(open->id);
+  const ScopeStats& known = open->counts;
   require(scope.allocated_bytes == expected_.allocated.current - known.allocated_bytes &&
               scope.peak_bytes == known.peak_bytes && scope.total_bytes == known.total_bytes &&
               scope.allocations == known.allocations &&
@@ -208,7 +211,7 @@ void Modelled::change_scopes() {
           " in all, ", scope.allocations, " allocations and ", scope.reserved_bytes, " reserved, not ",
           expected_.allocated.current - known.allocated_bytes, ", ", known.peak_bytes, ", ", known.total_bytes, ", ",
           known.allocations, " and ", static_cast<std::int64_t>(device_.reserved()) - known.reserved_bytes);
-  scopes_.pop_back();
+  scopes_.erase(open);
 }
 
 void Modelled::check_counters() {

@@ -87,7 +87,8 @@ void Modelled::allocate(Bytes size, Stream stream, Tag tag) {
   expected_.allocation.add(1);
   expected_.allocated.add(block.size);
   expected_.requested.add(size);
-  for (ScopeStats& scope : scopes_) {
+  for (OpenScope& open : scopes_) {
+    ScopeStats& scope = open.counts;
     ++scope.allocations;
     scope.total_bytes += static_cast<std::int64_t>(block.size);
     scope.peak_bytes = std::max(scope.peak_bytes, expected_.allocated.current - scope.allocated_bytes);
