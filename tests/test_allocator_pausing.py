@@ -253,6 +253,32 @@ def test_a_refused_step_of_an_undone_pause_is_a_note_of_the_error(machine: Machi
     assert machine.paused == [{"second"}, set()]
 
 
+def test_a_tag_that_stays_paused_is_paused_again_as_it_was(machine: Machine) -> None:
+    with allocator.tag("kv", keep="drop"):
+        machine.allocate(300 * MIB)
+        machine.allocate(300 * MIB, 1)
+
+    def refuse(*_: Any) -> None:
+        raise PyactcompError("refused")
+
+    meddled = [
+        Meddled(each, **{call: refuse}) for each, call in zip(machine.allocators, ("resume", "pause"), strict=True)
+    ]
+    machine.allocators[:] = meddled  # type: ignore[assignment]
+    with pytest.raises(PyactcompError, match="refused"):
+        allocator.pause("kv")
+    assert machine.paused == [{"kv"}, set()]
+    for each in meddled:
+        each.calls.clear()
+    allocator.pause("kv", keep="cpu")
+    before = [each.paused() for each in machine.allocators]
+    machine.allocators[1].allocate(1900 * MIB, tag="other")
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.resume("kv")
+    assert [each.paused() for each in machine.allocators] == before
+    assert machine.devices[0].pinned == 0
+
+
 def test_a_capture_that_begins_during_a_pause_is_the_error(machine: Machine) -> None:
     with allocator.tag("kv", keep="drop"):
         machine.allocate(300 * MIB)

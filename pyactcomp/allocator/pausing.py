@@ -155,6 +155,7 @@ def pause(
         try:
             for device, part in parts:
                 reports.append(device.pause(part, resumes))
+                _options.update({(device, tag): (saves, resumes) for tag, saves in part.items()})
         except BaseException as error:
             for device, part in reversed(parts[: len(reports)]):
                 # One by one: a tag that cannot be resumed keeps no other tag paused. Allocations may have resumed some.
@@ -162,8 +163,6 @@ def pause(
                     with _noted(error, f"{_described([tag])} stays paused on a device"):
                         device.resume([tag])
             raise
-        for device, part in parts:
-            _options.update({(device, tag): (saves, resumes) for tag, saves in part.items()})
     skipped = [_reason(pool) for report in reports for pool in report["skipped"]]
     if named is None:
         skipped += _outside(devices)
@@ -258,7 +257,7 @@ def running(tag: str) -> bool:
 
 
 class _Entered(ContextDecorator):
-    """A tag of the thread, from each entry to its exit."""
+    """Gives the thread a tag, from each entry to the exit."""
 
     def __init__(self) -> None:
         # Of each thread, as several may have entered one object: the tags that the thread had before, the latest last.
@@ -326,7 +325,7 @@ class tag(_Entered):
     def __enter__(self) -> tag:
         if disabled():
             return self
-        _subclass()  # Without it, the name is not taken.
+        _subclass()  # Raises before the name is recorded.
         with _lock:
             known = _kept.setdefault(self.name, self.keep)
         if known != self.keep:
