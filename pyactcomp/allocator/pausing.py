@@ -107,7 +107,8 @@ def pause(
         If a tag was never opened, or an option is none of the above.
     PyactcompError
         If the allocator is not enabled, a tag is paused already on every device, a CUDA graph is being captured, the
-        host has too little memory for the contents, or ``growth`` is ``"malloc"``. Everything is as before then.
+        host has too little memory for the contents, or ``growth`` is ``"malloc"``. Everything is as before then, but
+        for contents that one of several devices dropped before another refused, since a capture began meanwhile.
 
     Notes
     -----
