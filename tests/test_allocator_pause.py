@@ -362,13 +362,85 @@ def test_reports_while_paused() -> None:
     assert stats["reserved_bytes.all.current"] == device.reserved == 0
     assert stats["allocated_bytes.all.current"] == 40 * MIB
     assert stats["free_bytes.largest"] == 0
-    live = [block for segment in allocator.snapshot()["segments"] for block in segment["blocks"]]
-    assert sum(block["size"] for block in live if block["state"] == "active_allocated") == 40 * MIB
+    assert stats["paused_bytes"] == 40 * MIB
+    assert stats["utilization"] <= 1
+    assert allocator.snapshot()["segments"] == []
     allocator.empty_cache()
     assert allocator.largest_available() == device.capacity
     allocator.resume([""])
     actions = [entry["action"] for entry in allocator.snapshot()["device_traces"][0]]
     assert {"segment_unmap", "segment_map"} <= set(actions)
+
+
+def segments_add_up(allocator: CachingAllocator, device: SimulatedDevice) -> bool:
+    """Whether the segments of a snapshot are the reserved memory, and their blocks tile them."""
+    segments = allocator.snapshot()["segments"]
+    for segment in segments:
+        at = segment["address"]
+        for block in segment["blocks"]:
+            assert block["address"] == at
+            assert block["requested_size"] <= block["size"]
+            at += block["size"]
+        assert at == segment["address"] + segment["total_size"]
+        device.physical(segment["address"])  # memory lies there
+        device.physical(at - 1)
+    return sum(segment["total_size"] for segment in segments) == reserved(allocator) == device.reserved
+
+
+def test_snapshots_list_the_memory_beside_paused_memory() -> None:
+    allocator, device = make("vmm")
+    filled(allocator, device, 300 * MIB, 1, tag="kv")
+    allocator.allocate(100 * MIB)
+    freed = filled(allocator, device, 150 * MIB, 2, tag="kv")
+    filled(allocator, device, 30 * MIB, 3, tag="kv")
+    shared = filled(allocator, device, 5 * MIB, 4, tag="kv")
+    filled(allocator, device, 200 * MIB, 5, tag="kv")
+    allocator.free(freed)
+    assert allocator.share(shared)
+    allocator.pause({"kv": True})
+    assert segments_add_up(allocator, device)
+    # Parts of the neighbours lie in the handle of the shared block.
+    parts = {
+        block["address"]: block["size"]
+        for segment in allocator.snapshot()["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
+    assert parts[shared] == 5 * MIB
+    [default] = [size for address, size in parts.items() if size == 100 * MIB]
+    assert 5 * MIB < sum(parts.values()) - default < 5 * MIB + 64 * MIB
+    assert allocator.stats()["paused_bytes"] == 535 * MIB + default - sum(parts.values())
+    allocator.resume(["kv"])
+    assert segments_add_up(allocator, device)
+    assert allocator.stats()["paused_bytes"] == 0
+
+
+def test_a_checkpoint_taken_while_paused_restores_all_blocks() -> None:
+    allocator, device = make("vmm")
+    allocator.begin_allocate_to_pool(POOL, tag="graph")
+    kept = filled(allocator, device, 30 * MIB, 1)
+    allocator.end_allocate_to_pool(POOL)
+    allocator.pause({"graph": True})
+    state = allocator.checkpoint(POOL)
+    assert allocator.snapshot(POOL)["segments"] == []
+    allocator.resume(["graph"])
+    assert allocator.restore(state) == {"freed": [kept], "allocated": [kept]}
+    assert segments_add_up(allocator, device)
+
+
+def test_out_of_memory_while_paused_names_the_paused_bytes() -> None:
+    allocator, _ = make("vmm", "1GiB")
+    allocator.allocate(700 * MIB, tag="training")
+    allocator.allocate(100 * MIB)
+    allocator.pause({"training": True})
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        allocator.allocate(1000 * MIB)
+    assert "has reserved 100.00 MiB: 100.00 MiB are allocated" in str(raised.value)
+    assert "700.00 MiB more are allocated and paused" in str(raised.value)
+    allocator.resume(["training"])
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        allocator.allocate(1000 * MIB)
+    assert "paused" not in str(raised.value)
 
 
 def test_saved_contents_can_be_found() -> None:
@@ -421,6 +493,8 @@ def test_random_operations_between_pauses(seed: int) -> None:
             allocator.resume([tag])
             del paused[tag]
         allocator.check_invariants()
+        assert segments_add_up(allocator, device)
+        assert allocator.stats()["paused_bytes"] == sum(size for size, _, of in live.values() if of in paused)
         for address, (size, value, of) in live.items():
             if of not in paused and address not in dropped:
                 assert holds(device, address, size, value)

@@ -30,7 +30,12 @@ struct BlockInfo {
   Context context;  ///< of the allocation
 };
 
-/// A contiguous range of mapped memory, tiled by `blocks` in address order.
+struct AddressRange {
+  Address address = 0;
+  Bytes size = 0;
+};
+
+/// A contiguous range of mapped or paused memory, tiled by `blocks` in address order.
 struct SegmentInfo {
   Address address = 0;
   Bytes size = 0;
@@ -40,7 +45,8 @@ struct SegmentInfo {
   bool expandable = false;  ///< made of mapped handles
   Context context;          ///< of the allocation behind the last growth
   std::vector<BlockInfo> blocks;
-  std::size_t order = 0;  ///< in the report: older segments first, then by address
+  std::size_t order = 0;               ///< in the report: older segments first, then by address
+  std::vector<AddressRange> absent{};  ///< paused parts, which have no memory, by address
 };
 
 /// In torch's order. The core never records kSnapshot: callers make snapshots from segments() and trace().
@@ -92,6 +98,7 @@ struct Fragmentation {
   Bytes free = 0;
   Bytes largest_free = 0;
   Bytes requested = 0;
+  Bytes paused = 0;  ///< of allocated bytes: in memory that is paused, and not among the reserved
   std::map<Stream, Bytes> free_by_stream;
   std::map<Bytes, std::uint64_t> histogram;  ///< lower bound (a power of two) -> number of free blocks
   std::map<Bytes, Bytes> free_below;         ///< size (a power of two) -> free bytes in blocks below this size
@@ -234,7 +241,7 @@ class Allocator {
 
   virtual void record_history(const HistoryOptions& options) = 0;
   virtual Trace trace() = 0;
-  /// All segments, or one private pool's.
+  /// All segments, or one private pool's, with the paused ones; with_memory() leaves these out.
   virtual std::vector<SegmentInfo> segments(PoolId pool = {}) = 0;
   /// `tracker` gets every event, recorded or not, under the lock: it must not call the allocator or wait for a lock.
   virtual void set_tracker(std::function<void(const TraceEntry&)> tracker) = 0;

@@ -22,6 +22,31 @@ Bytes stuck_bytes(const Block* block) {
   return stuck;
 }
 
+/// The addresses of [begin, end) that have a mapping and no handle: their memory is paused.
+std::vector<AddressRange> absent_ranges(const Segment& segment, Address begin, Address end) {
+  std::vector<AddressRange> absent;
+  if (!segment.pool->group.paused) return absent;
+  auto at = segment.mappings.upper_bound(begin);
+  if (at != segment.mappings.begin()) --at;
+  for (; at != segment.mappings.end() && at->first < end; ++at) {
+    const Address from = std::max(begin, at->first);
+    const Address to = std::min(end, at->first + at->second.size);
+    if (at->second.handle != kNoHandle || from >= to) continue;
+    if (!absent.empty() && absent.back().address + absent.back().size == from) {
+      absent.back().size += to - from;
+    } else {
+      absent.push_back({from, to - from});
+    }
+  }
+  return absent;
+}
+
+Bytes sum_of(const std::vector<AddressRange>& ranges) {
+  Bytes bytes = 0;
+  for (const AddressRange& range : ranges) bytes += range.size;
+  return bytes;
+}
+
 std::string percent(double share) {
   std::ostringstream text;
   text << std::fixed << std::setprecision(1) << 100.0 * share << " %";
@@ -58,6 +83,8 @@ std::vector<SegmentInfo> describe_segments(Heap& heap, PoolId pool) {
         all.back().order = all.size() - 1;
       }
       open = true;
+      const std::vector<AddressRange> absent = absent_ranges(segment, block->address, block->end());
+      all.back().absent.insert(all.back().absent.end(), absent.begin(), absent.end());
       all.back().size += block->size;
       all.back().blocks.push_back(describe(*block));
     }
@@ -75,7 +102,13 @@ Fragmentation measure_fragmentation(Heap& heap) {
 
   std::vector<Pin> pins;
   for (const Segment& segment : heap.segments()) {
-    if (segment.pool->group.paused) continue;
+    if (segment.pool->group.paused) {
+      for (const Block* block = segment.first; block; block = block->next) {
+        if (block->state != Block::State::kAllocated) continue;
+        found.paused += sum_of(absent_ranges(segment, block->address, block->end()));
+      }
+      continue;
+    }
     for (const Block* block = segment.first; block; block = block->next) {
       if (block->state == Block::State::kFree) {
         Bytes lower = kMinBlockSize;
@@ -156,14 +189,17 @@ std::string explain(const Failure& failure, Heap& heap) {
        << " has a total capacity of " << format_bytes(failure.memory.total) << " of which "
        << format_bytes(failure.memory.free) << " is free.";
   if (failure.limit != kUnlimited) text << " memory_fraction allows " << format_bytes(failure.limit) << '.';
-  text << " This allocator has reserved " << format_bytes(found.reserved) << ": " << format_bytes(found.allocated)
-       << " are allocated, " << format_bytes(found.pending) << " are freed but still used by other streams, and "
-       << format_bytes(found.free) << " are free. The largest free block is " << format_bytes(found.largest_free)
-       << "; external fragmentation is " << percent(found.free == 0 ? 0.0 : 1.0 - share(found.largest_free, found.free))
-       << ", internal "
+  text << " This allocator has reserved " << format_bytes(found.reserved) << ": "
+       << format_bytes(found.allocated - found.paused) << " are allocated, " << format_bytes(found.pending)
+       << " are freed but still used by other streams, and " << format_bytes(found.free)
+       << " are free. The largest free block is " << format_bytes(found.largest_free) << "; external fragmentation is "
+       << percent(found.free == 0 ? 0.0 : 1.0 - share(found.largest_free, found.free)) << ", internal "
        << percent(found.allocated == 0 ? 0.0
                                        : 1.0 - std::min(1.0, share(found.requested, found.allocated + found.pending)))
        << '.';
+  if (found.paused > 0) {
+    text << ' ' << format_bytes(found.paused) << " more are allocated and paused, without memory of the device.";
+  }
   if (!found.pins.empty()) {
     const Pin& pin = found.pins.front();
     text << " The memory block of " << format_bytes(pin.block.size) << " at 0x" << std::hex << pin.block.address

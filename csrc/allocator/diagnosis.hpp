@@ -9,7 +9,7 @@
 
 namespace pac::alloc {
 
-/// The mapped memory of every pool, or of one private pool.
+/// The mapped and the paused memory of every pool, or of one private pool.
 std::vector<SegmentInfo> describe_segments(Heap& heap, PoolId pool);
 
 BlockInfo describe(const Block& block);

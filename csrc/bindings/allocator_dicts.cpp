@@ -1,7 +1,9 @@
 #include "bindings/allocator_dicts.hpp"
 
+#include <algorithm>
 #include <string>
 
+#include "allocator/present_segments.hpp"
 #include "bindings/python_values.hpp"
 
 namespace py = pybind11;
@@ -162,7 +164,8 @@ py::dict counters(const alloc::Stats& stats, const alloc::Config& config) {
 }
 
 void add_fragmentation(py::dict& into, const alloc::Stats& stats, const alloc::Fragmentation& fragmentation) {
-  into["utilization"] = share(stats.active_bytes.all().peak, stats.reserved_bytes.all().peak, 1.0);
+  // Paused blocks are active and not reserved.
+  into["utilization"] = std::min(1.0, share(stats.active_bytes.all().peak, stats.reserved_bytes.all().peak, 1.0));
   into["fragmentation.external"] = 1.0 - share(fragmentation.largest_free, fragmentation.free, 1.0);
   into["fragmentation.internal"] = 1.0 - share(fragmentation.requested, fragmentation.allocated, 1.0);
   for (const auto& [size, bytes] : fragmentation.free_below) {
@@ -175,6 +178,7 @@ void add_fragmentation(py::dict& into, const alloc::Stats& stats, const alloc::F
     into[py::str("free_bytes.stream." + std::to_string(stream))] = bytes;
   }
   into["free_bytes.largest"] = fragmentation.largest_free;
+  into["paused_bytes"] = fragmentation.paused;
   py::list pins;
   for (const alloc::Pin& pin : fragmentation.pins) {
     py::dict entry;
@@ -234,7 +238,7 @@ py::dict block(const alloc::BlockInfo& block) {
 py::dict snapshot(int device, const std::vector<alloc::SegmentInfo>& segments, const alloc::Trace& trace,
                   const alloc::Config& config) {
   py::list all;
-  for (const alloc::SegmentInfo& info : segments) all.append(segment(device, info));
+  for (const alloc::SegmentInfo& info : alloc::with_memory(segments)) all.append(segment(device, info));
   py::list events;
   for (const alloc::TraceEntry& entry : trace.entries) events.append(event(entry));
   // One list per device index, up to this device's.

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocator/present_segments.hpp"
 #include "allocator/runtime.hpp"
 #include "bindings/pool_routes.hpp"
 #include "bindings/torch_convert.hpp"
@@ -301,7 +302,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   std::vector<native::StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex device) override {
     std::map<std::pair<alloc::Stream, bool>, size_t> sizes;
     if (alloc::Allocator* existing = devices_.find(device)) {
-      for (const alloc::SegmentInfo& segment : existing->segments()) {
+      for (const alloc::SegmentInfo& segment : alloc::with_memory(existing->segments())) {
         if (segment.expandable) sizes[{segment.stream, segment.kind == alloc::PoolKind::kSmall}] += segment.size;
       }
     }
@@ -322,7 +323,7 @@ class TorchAllocator final : public native::CUDAAllocator {
         std::inplace_merge(trace.begin(), trace.begin() + before, trace.end(),
                            [](const auto& a, const auto& b) { return a.time_.t_ < b.time_.t_; });
       }
-      for (const alloc::SegmentInfo& segment : core.segments(to_core(pool))) {
+      for (const alloc::SegmentInfo& segment : alloc::with_memory(core.segments(to_core(pool)))) {
         result.segments.push_back(to_torch(segment, device));
       }
     });
