@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from allocator_cases import KIB, MIB
+import torch
+from allocator_cases import KIB, MIB, make
 from explain_cases import BACKWARD, CPP, LAYER, LOSS, MAIN, TORCH, alloc, explained, free, large, out_of_memory
+from replay_cases import as_snapshot
 from snapshot_cases import BASE, block, content, event, read, segment
 
 from pyactcomp.snapshots.candidates import FAMILIES
@@ -205,3 +207,37 @@ def test_each_device_is_explained_on_its_own(tmp_path: Path) -> None:
         assert "2 devices: 0, 1" in one.notes
     with pytest.raises(ValueError, match="device"):
         explain(recording)
+
+
+def test_paused_memory_is_live_and_not_reserved(tmp_path: Path) -> None:
+    """Generation runs out of memory while the training is paused."""
+    allocator, device = make("vmm", "1GiB")
+    allocator.record_history("all", stacks=None)
+    allocator.allocate(700 * MIB, tag="training")
+    allocator.pause({"training": True})
+    allocator.allocate(800 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.allocate(400 * MIB)
+    recording = as_snapshot(allocator, tmp_path)
+    found = explain(recording)
+    assert (found.live_bytes, found.paused_bytes) == (1500 * MIB, 700 * MIB)
+    assert (found.reserved_bytes, found.free_bytes) == (device.reserved, 0) == (800 * MIB, 0)
+    assert found.capacity == device.capacity
+    # Every allocator serves what the program got, and none what it did not.
+    assert {(fit.oom_at, fit.peak_reserved) for fit in found.fits} == {(found.event, 800 * MIB)}
+    allocated = next(index for index, size in enumerate(recording.devices[0].events.size) if size == 700 * MIB)
+    before = explain(recording, allocated)
+    assert (before.live_bytes, before.paused_bytes, before.reserved_bytes) == (700 * MIB, 0, 700 * MIB)
+
+
+def test_a_file_that_lists_paused_segments_as_mapped_is_explained(tmp_path: Path) -> None:
+    """As snapshots did before they left paused memory out."""
+    pages = [event("segment_map", BASE + at * MIB, 20 * MIB) for at in range(0, 100, 20)]
+    unmapped = [{**entry, "action": "segment_unmap"} for entry in pages]
+    end = [segment(BASE, block(BASE, 100 * MIB), is_expandable=True)]
+    whole = [*pages, alloc(0, 100 * MIB), *unmapped]
+    for rows in (unmapped, whole, [*whole, *pages]):
+        found = explained(tmp_path, rows, segments=end, at=len(rows) - 1)
+        is_back = rows[-1]["action"] == "segment_map"
+        assert (found.live_bytes, found.paused_bytes) == (100 * MIB, 0 if is_back else 100 * MIB)
+        assert found.reserved_bytes == (100 * MIB if is_back else 0)

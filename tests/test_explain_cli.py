@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from allocator_cases import MIB
 from explain_cases import LAYER, alloc, failure, free, out_of_memory
-from snapshot_cases import BASE, block, content, segment, write
+from snapshot_cases import BASE, block, content, event, segment, write
 
 for _name in ("typer", "rich", "humanize"):
     pytest.importorskip(_name)
@@ -202,3 +202,13 @@ def test_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.
         ran = CliRunner().invoke(app, line.split())
         assert ran.exit_code == 0, ran.output
         assert [row.rstrip() for row in ran.stdout.rstrip().splitlines()] == expected.rstrip().splitlines()
+
+
+def test_command_names_the_paused_bytes(tmp_path: Path) -> None:
+    pages = [event("segment_map", BASE + at * MIB, 20 * MIB) for at in range(0, 100, 20)]
+    unmapped = [{**entry, "action": "segment_unmap"} for entry in pages]
+    path = write(tmp_path, content([*pages, alloc(0, 100 * MIB), *unmapped, failure(30 * MIB, 10 * MIB)]))
+    ran = run(path)
+    assert ran.exit_code == 0, ran.output
+    assert "100.00 MiB in 1 block, 100.00 MiB of it paused, without memory" in ran.stdout
+    assert "memory was paused, at most 104,857,600 bytes at a time" in ran.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from array import array
 from dataclasses import replace
@@ -305,6 +306,76 @@ def test_replay_takes_memory_for_live_blocks_and_not_for_events() -> None:
     # From the first 100 000 events on, which are two rounds: a byte an event would be 2 MB.
     assert len(used) > 20
     assert max(used) - used[0] < 1 << 20
+
+
+# ---- paused memory ----
+
+
+@pytest.mark.parametrize("config", ["native", "expandable", "pyactcomp"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_paused_blocks_are_freed_and_come_back(config: str, first: int, tmp_path: Path) -> None:
+    device = SimulatedDevice("1GiB")
+    allocator = CachingAllocator(device)
+    allocator.record_history("all", stacks=None)
+    kept, freed = (allocator.allocate(size * MIB, tag="training") for size in (500, 200))
+    allocator.pause({"training": True})
+    begun = first * len(allocator.snapshot()["device_traces"][0])
+    allocator.reset_peak_stats()
+    large = allocator.allocate(800 * MIB)
+    allocator.free(freed)
+    allocator.free(large)
+    allocator.empty_cache()
+    allocator.resume(["training"])
+    allocator.allocate(300 * MIB)
+    allocator.free(kept)
+    recording = as_snapshot(allocator, tmp_path, begun)
+    result = replay(recording, config, "1GiB")
+    assert (result.oom_at, result.unknown_frees, result.lost_frees) == (None, 0, 0)
+    assert result.peak_allocated == 800 * MIB
+    assert 800 * MIB <= result.peak_reserved <= device.capacity
+    assert result.utilization <= 1
+    # As the program, the replay has no room for more.
+    tight = replay(recording, config, 799 * MIB)
+    assert recording.devices[0].events.size[tight.oom_at or 0] == 800 * MIB
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_program_that_pauses_is_replayed_in_the_memory_it_had(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    device = SimulatedDevice("2GiB")
+    allocator = CachingAllocator(device)
+    allocator.record_history("all", max_entries=1 << 20, stacks=None)
+    tags = ["", "kv", "weights"]
+    live: dict[int, str] = {}
+    paused: set[str] = set()
+    begun = 0
+    for number in range(300):
+        tag = draw.choice(tags)
+        action = draw.random()
+        if action < 0.45 and tag not in paused and allocator.stats()["active_bytes.all.current"] < 1500 * MIB:
+            live[allocator.allocate(draw.choice([600, 3 * MIB, 40 * MIB, 90 * MIB]), tag=tag)] = tag
+        elif action < 0.75 and live:
+            address = draw.choice(sorted(live))
+            allocator.free(address)
+            del live[address]
+        elif action < 0.85 and tag not in paused:
+            allocator.pause({tag: True})
+            paused.add(tag)
+        elif tag in paused:
+            allocator.resume([tag])
+            paused.discard(tag)
+        if number == 100:
+            begun = len(allocator.snapshot()["device_traces"][0])
+    whole = as_snapshot(allocator, tmp_path)
+    assert whole.devices[0].paused.most > 0
+    assert set(whole.devices[0].paused.at_end) == {address for address, tag in live.items() if tag in paused}
+    for recording in (whole, as_snapshot(allocator, tmp_path, begun)):
+        for config in ("native", "expandable", "pyactcomp"):
+            result = replay(recording, config)
+            assert (result.oom_at, result.unknown_frees, result.lost_frees) == (None, 0, 0)
+            assert result.utilization <= 1
+    # Under the recorded allocator, without its tags, no more is reserved at a time than before.
+    assert replay(whole, "pyactcomp").peak_reserved <= allocator.counters()["reserved_bytes.all.peak"]
 
 
 # ---- what cannot be ----

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from allocator_cases import MIB, make
+from allocator_cases import MIB, make, reserved
+from hypothesis import given
+from hypothesis import strategies as st
+from replay_cases import as_snapshot
 from snapshot_cases import BASE, RECORDED, block, content, event, read, rerun, segment
 
-from pyactcomp.snapshots.model import Beginning
+from pyactcomp.allocator import CachingAllocator, SimulatedDevice
+from pyactcomp.snapshots.mapped_segments import MappedSegments
+from pyactcomp.snapshots.model import Beginning, Paused, Segment
 
 CUTS = (0.3, 0.6)
 
@@ -152,3 +158,86 @@ def test_what_was_recorded_from_the_start_begins_empty(tmp_path: Path) -> None:
     snapshot = read(tmp_path, end)
     assert snapshot.devices[0].beginning == Beginning((), (), True)
     assert snapshot.notes == ()
+
+
+def test_pages_mapped_over_a_segment_at_the_end_are_one_range_with_it(tmp_path: Path) -> None:
+    """A file may list a segment whose pages its own events unmapped: of memory that is paused, say."""
+    end = segment(BASE, block(BASE, 120 * MIB), is_expandable=True)
+    undone = [event("segment_unmap", BASE + at * MIB, size * MIB) for at, size in ((0, 40), (20, 40), (110, 20))]
+    found = read(tmp_path, content(undone, [end])).devices[0].beginning.segments
+    assert [(part.address - BASE, part.size) for part in found] == [(0, 130 * MIB)]
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from(["join", "cut"]), st.integers(0, 20), st.integers(1, 8), st.integers(0, 1)),
+        max_size=30,
+    )
+)
+def test_ranges_stay_apart_whatever_is_mapped_and_unmapped(rows: list[tuple[str, int, int, int]]) -> None:
+    ranges = MappedSegments([])
+    owners: dict[int, int] = {}  # of each page
+    for action, begin, size, stream in rows:
+        pages = range(begin, begin + size)
+        if action == "join":
+            ranges.join(Segment(begin, size, stream, 0, None, True))
+            owners |= dict.fromkeys(pages, stream)
+        else:
+            ranges.cut(begin, begin + size)
+            owners = {page: owner for page, owner in owners.items() if page not in pages}
+    found = sorted(ranges, key=lambda part: part.address)
+    assert {page: part.stream for part in found for page in range(part.address, part.address + part.size)} == owners
+    for left, right in pairwise(found):
+        end = left.address + left.size
+        assert end < right.address or (end == right.address and left.stream != right.stream)
+
+
+def pausing() -> tuple[CachingAllocator, SimulatedDevice, int, int, int]:
+    """Record blocks of a tag that is paused while another block takes the memory, and resumed; one is freed paused."""
+    allocator, device = make("vmm", "1GiB")
+    allocator.record_history("all", stacks=None)
+    kept = allocator.allocate(500 * MIB, tag="training")
+    freed = allocator.allocate(200 * MIB, tag="training")
+    allocator.pause({"training": True})
+    allocator.free(allocator.allocate(800 * MIB))
+    allocator.free(freed)
+    allocator.empty_cache()
+    events_while_paused = len(allocator.snapshot()["device_traces"][0])
+    return allocator, device, kept, freed, events_while_paused
+
+
+def test_paused_memory_is_known_at_every_cut(tmp_path: Path) -> None:
+    allocator, device, kept, freed, count = pausing()
+    paused = as_snapshot(allocator, tmp_path).devices[0].paused
+    assert (paused.most, paused.before, paused.at_end) == (700 * MIB, {}, {kept: 500 * MIB})
+    allocator.resume(["training"])
+    snapshot = as_snapshot(allocator, tmp_path)
+    trace = snapshot.devices[0]
+    assert (trace.paused.most, trace.paused.before, trace.paused.at_end) == (700 * MIB, {}, {})
+    assert sum(part.size for part in trace.segments) == reserved(allocator) == device.reserved
+    assert trace.beginning.segments == ()
+    assert any("memory was paused, at most 734,003,200 bytes" in note for note in snapshot.notes)
+    assert not any("contradict" in note or "outside" in note for note in snapshot.notes)
+    # Recorded from within the pause, the block is known by its resumed pages.
+    late = as_snapshot(allocator, tmp_path, count).devices[0]
+    assert (late.paused.most, late.paused.before) == (500 * MIB, {kept: 500 * MIB})
+    assert [found.address for found in late.beginning.blocks] == [kept]
+    assert late.beginning.segments == ()
+    assert freed != kept
+
+
+def test_blocks_paused_at_the_end_are_noted_and_no_block_is_lost(tmp_path: Path) -> None:
+    allocator, *_ = pausing()
+    notes = as_snapshot(allocator, tmp_path).notes
+    assert any("paused after the last event: 1, of 524,288,000 bytes" in note for note in notes)
+    assert not any("unless the recording frees them" in note for note in notes)
+
+
+def test_expandable_segments_that_unmap_free_pages_pause_nothing(tmp_path: Path) -> None:
+    rows = [
+        event("segment_map", BASE, 40 * MIB),
+        event("alloc", BASE, 20 * MIB),
+        event("segment_unmap", BASE + 20 * MIB, 20 * MIB),
+        event("segment_map", BASE + 20 * MIB, 20 * MIB),
+    ]
+    assert read(tmp_path, content(rows)).devices[0].paused == Paused()

@@ -12,6 +12,7 @@
 
 #include "bindings/columns.hpp"
 #include "snapshots/lifetimes.hpp"
+#include "snapshots/pauses.hpp"
 #include "snapshots/recording.hpp"
 
 namespace py = pybind11;
@@ -178,6 +179,25 @@ std::vector<alloc::Address> check_overlaps(const py::object& events,
   return alloc::check_overlaps(arrays.columns(), blocks, device);
 }
 
+/// `existing`: (address, size, bytes without memory). Returns the addresses of the blocks paused before the first
+/// event, {address: bytes without memory} of the blocks paused after the last one of `count`, the events that paused
+/// blocks, and the peak of the paused bytes.
+py::tuple find_pauses(const py::object& events,
+                      const std::vector<std::tuple<alloc::Address, alloc::Bytes, alloc::Bytes>>& existing,
+                      std::size_t count) {
+  const EventArrays arrays = event_arrays(events);
+  const alloc::Pauses found = [&] {
+    const py::gil_scoped_release no_gil;
+    std::vector<alloc::BlockBefore> before;
+    before.reserve(existing.size());
+    for (const auto& [address, size, absent] : existing) before.push_back({address, size, absent});
+    return alloc::find_pauses(arrays.columns(), std::move(before), count);
+  }();
+  py::dict after;
+  for (const alloc::BlockBefore& block : found.after) after[py::int_(block.address)] = block.absent;
+  return py::make_tuple(found.before, after, found.rows, found.most);
+}
+
 }  // namespace
 
 void bind_recording(py::module_& module) {
@@ -200,6 +220,7 @@ void bind_recording(py::module_& module) {
           py::arg("key"))
       .def("recording", &recording, py::arg("actions"));
   module.def("open_lifetimes", &open_lifetimes, py::arg("events"), py::arg("device"));
+  module.def("find_pauses", &find_pauses, py::arg("events"), py::arg("existing"), py::arg("count"));
   module.def("check_overlaps", &check_overlaps, py::arg("events"), py::arg("existing"), py::arg("device"));
 }
 

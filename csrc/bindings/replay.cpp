@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -24,12 +26,15 @@ using alloc::Bytes;
 using SegmentRow = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::size_t, bool, bool>;
 using BlockRow = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t, bool>;
 
+/// Of each block that is paused before the first event: the address, and the bytes without memory.
+using PausedBytes = std::map<std::uint64_t, Bytes>;
+
 /// (address, size, stream, pool, small, expandable) of each segment, and (address, size, requested, stream, pool,
 /// pending) of each block, both by address. A block outside every segment gets a segment of its own, at an unknown
-/// place.
+/// place. Paused blocks are left out: they have no memory.
 std::vector<alloc::SegmentInfo> to_segments(const std::vector<SegmentRow>& segments,
                                             const std::vector<BlockRow>& blocks,
-                                            const std::vector<alloc::PoolId>& pools) {
+                                            const std::vector<alloc::PoolId>& pools, const PausedBytes& paused) {
   std::vector<alloc::SegmentInfo> result;
   auto at = segments.begin();
   const auto pass = [&](Bytes before) {
@@ -41,6 +46,7 @@ std::vector<alloc::SegmentInfo> to_segments(const std::vector<SegmentRow>& segme
   };
   for (const auto& [address, size, requested, stream, pool, pending] : blocks) {
     pass(address);
+    if (paused.count(address) > 0) continue;
     if (result.empty() || address - result.back().address >= result.back().size) {
       result.push_back({address, size, stream, alloc::PoolKind::kLarge, pools.at(pool), true, {}, {}});
     }
@@ -57,11 +63,11 @@ class Replay {
   Replay(const py::object& action, const py::object& address, const py::object& size, const py::object& stream,
          const py::object& pool, const py::iterable& pools, const py::object& emptied,
          const std::vector<SegmentRow>& segments, const std::vector<BlockRow>& blocks, const alloc::Config& config,
-         bool expandable, const py::object& capacity, std::size_t points)
+         bool expandable, const py::object& capacity, std::size_t points, const std::optional<PausedBytes>& paused)
       : events_(action, address, size, stream, pool) {
     std::vector<alloc::PoolId> ids;
     for (const py::handle id : pools) ids.push_back(to_pool(id));
-    const std::vector<alloc::SegmentInfo> existing = to_segments(segments, blocks, ids);
+    const std::vector<alloc::SegmentInfo> existing = to_segments(segments, blocks, ids, paused.value_or(PausedBytes()));
     alloc::Config settings = config;
     if (expandable) settings.growth = alloc::Growth::kExpandable;
     const Bytes bytes = to_bytes("capacity", capacity);
@@ -70,6 +76,17 @@ class Replay {
     const py::gil_scoped_release no_gil;
     core_ = std::make_unique<alloc::Replay>(events_.columns(), std::move(ids), std::move(ends), settings, bytes,
                                             existing, points);
+    if (!paused) return;
+    std::vector<alloc::ReplayedBefore> before;
+    for (const auto& [at, bytes_of, requested, on, of_pool, pending] : blocks) {
+      if (pending) continue;  // freed, so it is not resumed
+      const auto absent = paused->find(at);
+      before.push_back({{at, bytes_of, absent == paused->end() ? 0 : absent->second},
+                        requested,
+                        on,
+                        static_cast<std::uint32_t>(of_pool)});
+    }
+    core_->follow_pauses(std::move(before));
   }
 
   bool advance(std::size_t count) {
@@ -122,12 +139,13 @@ class Replay {
 
 void bind_replay(py::module_& module) {
   py::class_<Replay>(module, "Replay", "The events of a recording, given to an allocator on a simulated device.")
-      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&, const py::object&,
-                    const py::iterable&, const py::object&, const std::vector<SegmentRow>&,
-                    const std::vector<BlockRow>&, const alloc::Config&, bool, const py::object&, std::size_t>(),
-           py::arg("action"), py::arg("address"), py::arg("size"), py::arg("stream"), py::arg("pool"), py::arg("pools"),
-           py::arg("emptied"), py::arg("segments"), py::arg("blocks"), py::arg("config"), py::arg("expandable"),
-           py::arg("capacity"), py::arg("points"))
+      .def(
+          py::init<const py::object&, const py::object&, const py::object&, const py::object&, const py::object&,
+                   const py::iterable&, const py::object&, const std::vector<SegmentRow>&, const std::vector<BlockRow>&,
+                   const alloc::Config&, bool, const py::object&, std::size_t, const std::optional<PausedBytes>&>(),
+          py::arg("action"), py::arg("address"), py::arg("size"), py::arg("stream"), py::arg("pool"), py::arg("pools"),
+          py::arg("emptied"), py::arg("segments"), py::arg("blocks"), py::arg("config"), py::arg("expandable"),
+          py::arg("capacity"), py::arg("points"), py::arg("paused") = py::none())
       .def("advance", &Replay::advance, py::arg("count"))
       .def("result", &Replay::result)
       .def("timeline", &Replay::timeline)

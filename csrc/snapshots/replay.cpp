@@ -153,7 +153,42 @@ bool Replay::advance(std::size_t count) {
   return position_ < events_.count && !out_of_memory_at_;
 }
 
+void Replay::follow_pauses(std::vector<ReplayedBefore> before) {
+  before_ = std::move(before);
+  std::vector<BlockBefore> blocks;
+  for (const ReplayedBefore& each : before_) {
+    blocks.push_back(each.block);
+    if (each.block.absent > 0) paused_.insert(each.block.address);
+  }
+  pauses_.emplace(events_, blocks);
+}
+
+void Replay::pause(PauseTracker::Change block) {
+  Live* const live = live_.find(block.address);
+  if (!live) return;
+  forget(block.address, *live);
+  paused_.insert(block.address);
+}
+
+void Replay::resume(std::size_t row, PauseTracker::Change block) {
+  if (paused_.erase(block.address) == 0) return;
+  if (block.source >= 0) {
+    const auto from = static_cast<std::size_t>(block.source);
+    serve(row, block.address, events_.size[from], events_.stream[from], events_.pool[from]);
+  } else {
+    const ReplayedBefore& each = before_[static_cast<std::size_t>(~block.source)];
+    serve(row, block.address, each.requested, each.stream, each.pool);
+  }
+}
+
 void Replay::replay(std::size_t row) {
+  if (pauses_) {
+    pauses_->advance();
+    for (const PauseTracker::Change& block : pauses_->paused()) pause(block);
+    for (const PauseTracker::Change& block : pauses_->resumed()) {
+      if (!out_of_memory_at_) resume(row, block);
+    }
+  }
   switch (action_of(events_.action[row])) {
     case Action::kAlloc:
       allocate(row);
@@ -175,30 +210,39 @@ void Replay::replay(std::size_t row) {
 
 void Replay::allocate(std::size_t row) {
   const Address recorded = events_.address[row];
-  const Stream stream = events_.stream[row];
   if (Live* lost = live_.find(recorded)) {
     ++counts_.lost_frees;
     forget(recorded, *lost);
   }
+  counts_.lost_frees += paused_.erase(recorded);
+  if (serve(row, recorded, events_.size[row], events_.stream[row], events_.pool[row])) ++counts_.allocations;
+}
+
+bool Replay::serve(std::size_t row, Address recorded, Bytes size, Stream stream, std::uint32_t pool) {
   if (stream != last_stream_) {
     streams_.insert(stream);
     last_stream_ = stream;
   }
-  PAC_CHECK(events_.pool[row] < pools_.size(), "event ", row, " is of pool ", events_.pool[row], " of ", pools_.size());
-  use_pool(events_.pool[row]);
+  PAC_CHECK(pool < pools_.size(), "event ", row, " is of pool ", pool, " of ", pools_.size());
+  use_pool(pool);
   // A segment needed by the recorded allocator too lies at the recorded address: ties among free blocks fall as
   // recorded.
   if (places_segments_) device_->suggest(recorded % kSegmentAlignment == 0 ? recorded : 0);
   try {
-    if (const Address ours = request(events_.size[row], stream)) add_live(recorded, ours);
-    ++counts_.allocations;
+    if (const Address ours = request(size, stream)) add_live(recorded, ours);
+    return true;
   } catch (const OutOfMemory&) {
     out_of_memory_at_ = row;
     end_stretch();
+    return false;
   }
 }
 
 void Replay::request_free(std::size_t row) {
+  if (paused_.count(events_.address[row]) > 0) {
+    if (!has_completions_) paused_.erase(events_.address[row]);
+    return;
+  }
   Live* live = live_.find(events_.address[row]);
   if (!has_completions_) {
     live ? forget(events_.address[row], *live) : void(++counts_.unknown_frees);
@@ -212,6 +256,7 @@ void Replay::request_free(std::size_t row) {
 }
 
 void Replay::complete_free(std::size_t row) {
+  if (paused_.erase(events_.address[row]) > 0) return;
   Live* live = live_.find(events_.address[row]);
   live ? forget(events_.address[row], *live) : void(++counts_.unknown_frees);
 }

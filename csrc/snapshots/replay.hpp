@@ -13,6 +13,7 @@
 #include "allocator/caching_allocator.hpp"
 #include "device/simulated_device.hpp"
 #include "snapshots/event_columns.hpp"
+#include "snapshots/pauses.hpp"
 
 namespace pac::alloc {
 
@@ -31,6 +32,14 @@ struct ReplayCounts {
   std::uint64_t cache_emptied = 0;  ///< times the cache was emptied, as in the recording
 };
 
+/// A block paused or live before the first event, for a recording that pauses memory.
+struct ReplayedBefore {
+  BlockBefore block;
+  Bytes requested = 0;
+  Stream stream = 0;
+  std::uint32_t pool = 0;
+};
+
 class Replay {
  public:
   /// `pools`: the first is the default one. `existing`: the segments and blocks of these pools when the recording
@@ -40,6 +49,10 @@ class Replay {
   /// impossible segments and blocks.
   Replay(const EventColumns& events, std::vector<PoolId> pools, std::vector<std::uint64_t> emptied,
          const Config& config, Bytes capacity, const std::vector<SegmentInfo>& existing, std::size_t points);
+
+  /// Follows the recording's pauses: a paused block is freed, and allocated again when it is resumed. `before`: all
+  /// blocks before the first event; the paused ones are not among the existing. Call before advance().
+  void follow_pauses(std::vector<ReplayedBefore> before);
 
   /// Replays up to `count` more events. False after the last one, or when memory has run out.
   bool advance(std::size_t count);
@@ -78,6 +91,9 @@ class Replay {
   PoolId only_pool(std::size_t row) const;
   void replay(std::size_t row);
   void allocate(std::size_t row);
+  bool serve(std::size_t row, Address recorded, Bytes size, Stream stream, std::uint32_t pool);
+  void pause(PauseTracker::Change block);
+  void resume(std::size_t row, PauseTracker::Change block);
   void request_free(std::size_t row);
   void complete_free(std::size_t row);
   void give_back(std::size_t row);
@@ -109,6 +125,9 @@ class Replay {
   Stream next_stream_;
   std::set<Stream> streams_;
   std::optional<Stream> last_stream_;
+  std::optional<PauseTracker> pauses_;
+  std::vector<ReplayedBefore> before_;
+  std::set<Address> paused_;  ///< recorded blocks
 
   Peaks peaks_;
   ReplayCounts counts_;

@@ -139,8 +139,9 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
     grid = Table.grid(padding=(0, 2))
     if e.request_bytes is not None:
         grid.add_row("asked for", size_text(e.request_bytes))
-    waiting = f", {size_text(e.awaiting_bytes)} of it freed and still used" if e.awaiting_bytes else ""
-    grid.add_row("live", f"{size_text(e.live_bytes)} in {e.live_blocks:,} block{'s' * (e.live_blocks != 1)}{waiting}")
+    parts = ((e.awaiting_bytes, "freed and still used"), (e.paused_bytes, "paused, without memory"))
+    of_it = "".join(f", {size_text(part)} of it {what}" for part, what in parts if part)
+    grid.add_row("live", f"{size_text(e.live_bytes)} in {e.live_blocks:,} block{'s' * (e.live_blocks != 1)}{of_it}")
     if e.reserved_bytes is not None:
         grid.add_row("reserved", size_text(e.reserved_bytes))
         grid.add_row(

@@ -23,13 +23,15 @@ from .model import (
     Beginning,
     Events,
     LiveBlock,
+    Paused,
     Segment,
     rounded,
 )
+from .pauses import find_paused, notes_on
 
 
-def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple[Beginning, list[str]]:
-    """Return the blocks and segments from before the first event, and notes on anything unusual.
+def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple[Beginning, Paused, list[str]]:
+    """Return the blocks and segments from before the first event, paused memory, and notes on anything unusual.
 
     Parameters
     ----------
@@ -55,8 +57,11 @@ def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple
     contradicted = set(check_overlaps(events, existing, device))
     outside, lost = _missing(left, end)
     blocks = {**freed, **{at: block for at, block in survivors.items() if at not in contradicted}}
+    before = tuple(blocks[address] for address in sorted(blocks))
     segments = _segments_before(events, end)
-    notes = []
+    paused = find_paused(events, before, segments)
+    outside = [address for address in outside if address not in paused.at_end]
+    notes = list(notes_on(paused))
     if blocks:
         notes.append(
             f"memory blocks from before the recording: {len(blocks):,}, of "
@@ -74,8 +79,7 @@ def find_beginning(events: Events, end: Sequence[Segment], device: int) -> tuple
             f"the segments contradict the events, first at {first:#x} ({different:,} memory blocks in all): "
             "the segments are from a little after the last event, so the events count"
         )
-    beginning = Beginning(tuple(blocks[address] for address in sorted(blocks)), segments, not outside)
-    return beginning, [f"device {device}: {note}" for note in notes]
+    return Beginning(before, segments, not outside), paused, [f"device {device}: {note}" for note in notes]
 
 
 def _freed(events: Events, firsts: dict[int, int]) -> dict[int, LiveBlock]:

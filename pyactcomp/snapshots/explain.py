@@ -14,6 +14,7 @@ from .explanation import Crossing, Explanation, Fit, Group, Pin
 from .failed_request import with_failed_request
 from .lifetimes import Lifetimes, find_lifetimes
 from .model import ACTIONS, OOM, DeviceTrace, Events, Frame, Segment, Snapshot
+from .pauses import paused_after
 from .reader import read_snapshot
 from .replay import replay
 from .segments import blocks_inside, free_blocks, segments_after
@@ -113,6 +114,7 @@ def explain(
         live_bytes=held,
         live_blocks=len(live),
         awaiting_bytes=sum(lifetimes.size[number] for number in live if lifetimes.asked_free[number] <= event),
+        paused_bytes=paused_after(trace, event),
         internal=(held - asked) / held if held else 0.0,
         reserved_bytes=reserved,
         free_bytes=None if segments is None else sum(gaps),

@@ -98,6 +98,8 @@ class Explanation:
         Alive at the moment: allocated, or freed but still used by other streams.
     awaiting_bytes
         The freed part of ``live_bytes``, still used by other streams.
+    paused_bytes
+        The part of ``live_bytes`` without memory: the program had paused it.
     internal
         The share of ``live_bytes`` beyond the requested bytes. Known are the rounding to 512 bytes and, of blocks still
         there at the end, the real size.
@@ -135,6 +137,7 @@ class Explanation:
     live_bytes: int
     live_blocks: int
     awaiting_bytes: int
+    paused_bytes: int
     internal: float
     reserved_bytes: int | None
     free_bytes: int | None

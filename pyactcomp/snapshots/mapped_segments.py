@@ -40,7 +40,8 @@ class MappedSegments:
                 return
 
     def join(self, segment: Segment) -> None:
-        """Add a range, joined with adjacent segments of the same stream and pool."""
+        """Add a range, joined with adjacent segments of the same stream and pool; it replaces parts that overlap."""
+        self.cut(segment.address, segment.address + segment.size)
         at = bisect_left(self._starts, segment.address)
         for other in [self._segments[start] for start in self._starts[max(0, at - 1) : at + 1]]:
             touches = other.address + other.size == segment.address or segment.address + segment.size == other.address
@@ -48,8 +49,7 @@ class MappedSegments:
                 self._remove(other)
                 low = min(other.address, segment.address)
                 segment = replace(other, address=low, size=other.size + segment.size)
-        if segment.address not in self._segments:
-            self._insert(segment)
+        self._insert(segment)
 
     def _insert(self, segment: Segment) -> None:
         if len(self._starts) >= _MOST:

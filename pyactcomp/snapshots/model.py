@@ -135,6 +135,26 @@ class Releases:
 
 
 @dataclass(frozen=True)
+class Paused:
+    """Blocks that were alive while their pages had no memory: the recorded program had paused them.
+
+    Attributes
+    ----------
+    most
+        The peak of the paused bytes; 0 if the program paused nothing.
+    before, at_end
+        Address and bytes without memory of each block paused before the first and after the last event.
+    rows
+        The events that took the memory of blocks, in order.
+    """
+
+    most: int = 0
+    before: Mapping[int, int] = field(default_factory=dict)
+    at_end: Mapping[int, int] = field(default_factory=dict)
+    rows: array[int] = field(default_factory=lambda: array("Q"))
+
+
+@dataclass(frozen=True)
 class Frame:
     """A stack frame: a line of a call stack."""
 
@@ -174,6 +194,7 @@ class DeviceTrace:
     segments: tuple[Segment, ...]  #: at the end, by address
     beginning: Beginning  #: blocks and segments from before the first event
     releases: Releases = field(default_factory=Releases)  #: when and why memory was given back
+    paused: Paused = field(default_factory=Paused)  #: live blocks without memory
 
 
 @dataclass(frozen=True)

@@ -136,10 +136,10 @@ def _snapshot(data: PlainData) -> Snapshot:
             continue
         if not events.has_pools and any(segment.pool for segment in end):
             events = events.with_pools(end)
-        beginning, unclear = find_beginning(events, end, index)
+        beginning, paused, unclear = find_beginning(events, end, index)
         notes += unusual + unclear
-        releases = find_releases(events, beginning, frames, found["stacks"], settings)
-        devices.append(DeviceTrace(index, events, end, beginning, releases))
+        releases = find_releases(events, beginning, frames, found["stacks"], settings, paused)
+        devices.append(DeviceTrace(index, events, end, beginning, releases, paused))
     if len(devices) > 1:
         notes.append(f"{len(devices)} devices: {', '.join(str(device.index) for device in devices)}")
     if settings.overflowed:

@@ -1,15 +1,16 @@
-"""Why a recorded allocator gave memory back: the program emptied the cache, or a request needed the memory.
+"""Why a recorded allocator gave memory back: the program emptied the cache or paused memory, or a request needed it.
 
-A replay repeats the first and decides the second for itself. If ``empty_cache`` is followed by a request that fits
-nowhere, the events look the same. Call stacks tell the two apart, and so does the memory the device is known to have
-had, at another time or where memory ran out. An unclear release is repeated: the recorded allocator did give the memory
-back.
+A replay empties its cache for the first two, and decides the third for itself. Only a pause takes pages from live
+blocks. If ``empty_cache`` is followed by a request that fits nowhere, the events look the same as for a request. Call
+stacks tell the two apart, and so does the memory the device is known to have had, at another time or where memory ran
+out. An unclear release is repeated: the recorded allocator did give the memory back.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from .model import (
@@ -26,9 +27,12 @@ from .model import (
     Beginning,
     Events,
     Frame,
+    Paused,
     Releases,
     Settings,
 )
+
+_NOTHING_PAUSED = Paused()
 
 
 def find_releases(
@@ -37,6 +41,7 @@ def find_releases(
     frames: Sequence[Frame],
     stacks: Sequence[Sequence[int]],
     settings: Settings,
+    paused: Paused = _NOTHING_PAUSED,
 ) -> Releases:
     """Return when and why memory was given back.
 
@@ -46,6 +51,8 @@ def find_releases(
         One device's.
     frames, stacks, settings
         The recording's.
+    paused
+        The device's; to pause memory gives it back as emptying the cache does.
     """
     emptying_frames = {number for number, frame in enumerate(frames) if _empties(frame.name)}
     emptying = {number for number, stack in enumerate(stacks) if not emptying_frames.isdisjoint(stack)}
@@ -70,7 +77,8 @@ def find_releases(
         grows = follows in (SEGMENT_ALLOC, SEGMENT_MAP, SEGMENT_FREE, SEGMENT_UNMAP)
         # A destroyed MemPool gives back no other pool's memory, from any call stack.
         of_pool = events.pool[first] != 0 and len({*events.pool[first:end]}) == 1
-        is_told = of_pool or not emptying.isdisjoint(events.stack[first:end])
+        pauses = bisect_left(paused.rows, end) > bisect_left(paused.rows, first)
+        is_told = pauses or of_pool or not emptying.isdisjoint(events.stack[first:end])
         wanted = reserved[first]
         while after < len(events) and events.action[after] in (SEGMENT_ALLOC, SEGMENT_MAP):
             wanted += events.size[after]

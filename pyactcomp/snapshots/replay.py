@@ -150,7 +150,8 @@ def replay(
     """Replay a recording under an allocator with these settings.
 
     A memory block becomes free at its recorded ``free_completed`` event: memory used by other streams is held as long
-    as in the recorded program. The replay ends when memory runs out.
+    as in the recorded program. A block that the program paused is freed, and allocated again where the program resumed
+    it. The replay ends when memory runs out.
 
     Parameters
     ----------
@@ -219,6 +220,7 @@ def replay(
             expandable=expandable,
             capacity=BOUNDLESS if capacity is None else capacity,
             points=points,
+            paused=dict(trace.paused.before) if trace.paused.most else None,
         )
         while native.advance(_EVENTS_AT_ONCE):
             if progress is not None:
