@@ -27,6 +27,9 @@ def origins() -> list[Tensor]:
         *(y.reciprocal() + z + z + z + z + z, F.linear(y, y), x[1:], torch.where(y > 1, y, x).view(-1).view(4, 8)),
         *(y + torch.ones(8), torch.ones(8) - y, y / x.cumprod(0), 1 / y, y.sigmoid() * y.tanh(), torch.cat([y, z, z])),
         *(y - z, -(y - z) / 2, (y - z) * z, -y),
+        *((1 - y).relu(), 2 * (1 + y).relu(), (z + y).relu(), (1 - y).clamp(0, 1), y.relu().relu(), F.relu6(1 + y)),
+        *((1 - y).clamp(max=0), F.hardtanh(1 - y), F.softplus(y - z), (-y * 2 + 1).relu(), (-(1 - y) / 2).relu()),
+        *((1 - y).clamp_min(0), ((y - z) * 2).relu() * 2),
         *(torch.stack([x, x.detach()]), y.scatter(0, index, -1e9), (x * y.exp()).cumsum(0)[1:], z - z.logsumexp(0)),
     ]
     return [t for each in made for t in (each, each.detach(), each.unsqueeze(0))]
@@ -48,6 +51,14 @@ def test_library_finds_the_origins_that_the_walks_in_python_find() -> None:
     assert found == [fallback.origin(t) for t in origins()]
     assert {name for name, _ in found} > {"", "MulBackward0", "LogSoftmaxBackward0", "PlainBackward"}
     assert {reach for _, reach in found} == {NARROW, DIFFERENCE, SPANNING, SCALED_RANGE}
+
+
+def test_a_hinge_is_a_difference_where_a_gate_is_none() -> None:
+    y = leaf(4, 8) * 2
+    hinges = (1 - y).relu(), (1 + y).relu(), (1 + y).clamp(min=0), (1 + y).clamp_min(0), (1 - y).clamp(0, 1)
+    gates = 1 - y, 1 + y, y.relu(), F.relu6(y + 3), (y + 3).clamp(0, 6), (y + y).relu(), (2 * y).relu()
+    assert [library().origin(t)[1] for t in hinges] == [DIFFERENCE] * len(hinges)
+    assert [library().origin(t)[1] for t in gates] == [NARROW] * len(gates)
 
 
 def test_equal_layouts_have_equal_keys_and_others_have_not() -> None:

@@ -26,6 +26,8 @@ struct NodeNames {
   std::unordered_set<std::string> wide;        ///< results may span orders of magnitude
   std::unordered_set<std::string> growing;     ///< of these, the results that grow as an exponential
   std::unordered_set<std::string> range_kept;  ///< results have the range of the operands
+  std::unordered_set<std::string> hinges;      ///< results are zero beyond a margin
+  std::unordered_set<std::string> margins;     ///< differences that count below a hinge alone
 };
 
 /// The ranges of readers/nodes.py.
@@ -37,6 +39,7 @@ struct NodeKind {
   bool python = false;
   bool view = false, wide = false, growing = false, keeps_range = false;
   bool sum = false, difference = false, product = false, quotient = false, negative = false;
+  bool hinge = false, margin = false, two_bounds = false, clamp = false;
 };
 
 inline NodeNames& node_names() {
@@ -64,6 +67,10 @@ inline const NodeKind& kind_of(const Node& node) {
     kind.wide = names.wide.count(name) != 0;
     kind.growing = names.growing.count(name) != 0;
     kind.keeps_range = names.range_kept.count(name) != 0;
+    kind.hinge = names.hinges.count(name) != 0;
+    kind.margin = names.margins.count(name) != 0;
+    kind.two_bounds = name == "HardtanhBackward0";
+    kind.clamp = typeid(node) == typeid(torch::autograd::generated::ClampBackward1);
     kind.sum = typeid(node) == typeid(torch::autograd::generated::AddBackward0);
     kind.difference = typeid(node) == typeid(torch::autograd::generated::SubBackward0);
     kind.product = name == "MulBackward0";
@@ -87,14 +94,29 @@ inline bool adds_number(const Node& node, const NodeKind& kind) {
   return kind.difference && is_number(static_cast<const SubBackward0&>(node).other_scalar_type);
 }
 
-/// Return whether the result of a node is a difference, or the multiple of one by a constant.
+/// Return whether a hinge has no upper bound.
+inline bool is_one_sided(const Node& node, const NodeKind& kind) {
+  if (kind.clamp) return !static_cast<const torch::autograd::generated::ClampBackward1&>(node).max.has_value();
+  return !kind.two_bounds;
+}
+
+/// Return whether the result of a node is a difference, the multiple of one by a constant, or a hinge of either, as
+/// `_is_difference` in readers/nodes.py.
 inline bool is_difference(const Node* node) {
   constexpr int kMultiples = 3;
+  bool hinged = false, one_sided = false;
   for (int step = 0; node && step < kMultiples; ++step) {
     const NodeKind& kind = kind_of(*node);
     if (kind.difference) return true;
-    const bool multiple = kind.product || kind.quotient;
-    if (!kind.negative && (!multiple || node->next_edge(node->num_outputs() - 1).function)) return false;
+    const auto is_constant = [node](size_t input) { return !node->next_edge(input).function; };
+    if (kind.hinge) {
+      hinged = true;
+      one_sided = is_one_sided(*node, kind);
+    } else if (hinged && (kind.margin || (one_sided && kind.sum && (is_constant(0) || is_constant(1))))) {
+      return true;
+    } else if (!kind.negative && !((kind.product || kind.quotient) && is_constant(1))) {
+      return false;
+    }
     node = first_input(*node);
   }
   return node && kind_of(*node).difference;

@@ -426,20 +426,22 @@ bool read_names(PyObject* given, std::unordered_set<std::string>& names) {
 }
 
 /// configure(resolve_operator, resolve_function, weakest_need, deciding, choosing, dividing, views, wide, growing,
-/// range_kept): set the look-ups in the table of readers, and the names of operators and nodes.
+/// range_kept, hinges, margins): set the look-ups in the table of readers, and the names of operators and nodes.
 PyObject* configure(PyObject*, PyObject* arguments) {
   PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
   PyObject *choosing = nullptr, *dividing = nullptr;
   PyObject *views = nullptr, *wide = nullptr, *growing = nullptr, *range_kept = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOO!O!OOOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
-                        &choosing, &PyDict_Type, &dividing, &views, &wide, &growing, &range_kept)) {
+  PyObject *hinges = nullptr, *margins = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOO!O!OOOOOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
+                        &choosing, &PyDict_Type, &dividing, &views, &wide, &growing, &range_kept, &hinges, &margins)) {
     return nullptr;
   }
   NodeNames& nodes = node_names();
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (!read_names(deciding, all.deciding) || !read_names(views, nodes.views) || !read_names(wide, nodes.wide) ||
-      !read_names(growing, nodes.growing) || !read_names(range_kept, nodes.range_kept)) {
+      !read_names(growing, nodes.growing) || !read_names(range_kept, nodes.range_kept) ||
+      !read_names(hinges, nodes.hinges) || !read_names(margins, nodes.margins)) {
     return nullptr;
   }
   all.choosing.clear();

@@ -83,6 +83,9 @@ _RANGE_WALK = 12
 _MASK_WALK = 3
 # Of a difference: -d * d / 2.
 _MULTIPLES = 3
+# Hinges: zero, and without a gradient, at the elements beyond a margin. A clamp with an upper bound alone is none.
+HINGES = _backward("Relu ClampMin Hardtanh Softplus") | {"ClampBackward1"}
+MARGINS = frozenset(("RsubBackward0", "RsubBackward1"))
 
 
 def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[str] = WIDE) -> int:
@@ -125,12 +128,21 @@ def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[s
 
 
 def _is_difference(name: str, node: Any) -> bool:
-    """Return whether the output of ``node`` is a difference, or the multiple of one by a constant."""
+    """Return whether the output of ``node`` is a difference, the multiple of one by a constant, or a hinge of either.
+
+    Below a hinge, a number or constant tensor less the operand counts too (``relu(1 - x)``), and a sum with a constant
+    where the hinge has no upper bound: ``relu6(x + 3)`` is a gate.
+    """
+    hinged = one_sided = False
     for _ in range(_MULTIPLES):
-        if name == "SubBackward0" or node is None:
+        if node is None or name == "SubBackward0":
             break
         inputs = [behind for behind, _ in node.next_functions]
-        if name != "NegBackward0" and (name not in ("MulBackward0", "DivBackward0") or inputs[-1] is not None):
+        if name in HINGES:
+            hinged, one_sided = True, name != "HardtanhBackward0" and getattr(node, "_saved_max", None) is None
+        elif hinged and (name in MARGINS or (one_sided and name == "AddBackward0" and None in inputs)):
+            return True
+        elif name != "NegBackward0" and (name not in ("MulBackward0", "DivBackward0") or inputs[-1] is not None):
             return False
         node = inputs[0]
         name = "" if node is None else node.name()
