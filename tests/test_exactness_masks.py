@@ -62,3 +62,73 @@ def test_activations_that_look_like_hinges_stay_in_codes() -> None:
     assert 512 * 64 * 2 not in stored(lambda x: x * F.relu6(x + 3) / 6, 512, 64)
     assert 512 * 64 * 2 not in stored(lambda x: x * (x + 3).clamp(0, 6) / 6, 512, 64)
     assert 512 * 64 * 2 not in stored(lambda x: (1 - x) * x, 512, 64)
+
+
+# Exact zeros in a signed matrix: the gradient of a bias of the values adds up the errors of a row.
+
+CAUSAL = (torch.arange(32)[:, None] >= torch.arange(32)).float()
+PADDED = torch.arange(32) < 12
+LESS = torch.triu(torch.full((32, 32), -torch.inf), 1)
+
+ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tril": lambda a: a.tril(),
+    "triu of a transpose": lambda a: a.mT.triu().mT,
+    "masked_fill": lambda a: a.masked_fill(CAUSAL == 0, 0),
+    "where": lambda a: torch.where(CAUSAL > 0, a, 0),
+    "where otherwise": lambda a: torch.where(CAUSAL == 0, 0, a),
+    "boolean factor": lambda a: a * PADDED,
+    "boolean factor first": lambda a: PADDED * a,
+    "broadcast factor": lambda a: a * CAUSAL,
+    "factor of each element": lambda a: a * CAUSAL.expand(a.shape).contiguous(),
+    "a multiple": lambda a: -a.tril() / 8 * 2,
+    "a copy": lambda a: a.mT.triu().mT.contiguous(),
+    "a cast": lambda a: a.double().tril().float(),
+}
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": torch.matmul,
+    "einsum": lambda a, v: torch.einsum("bij,bjd->bid", a, v),
+    "baddbmm": lambda a, v: torch.baddbmm(torch.zeros(16), a, v),
+    "mm": lambda a, v: torch.cat([each @ one for each, one in zip(a, v, strict=True)]),
+    "addmm": lambda a, v: torch.cat([torch.addmm(torch.zeros(16), each, one) for each, one in zip(a, v, strict=True)]),
+}
+
+
+def error_of_bias(function: Callable[[Tensor], Tensor], a: Tensor, product: str = "bmm") -> float:
+    values = leaf(*a.shape[:-1], 16)
+    return error(lambda bias: PRODUCTS[product](function(a * 1), values + bias).sum(), leaf(16))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_matrix_product_with_exact_zeros(name: str, product: str) -> None:
+    function, a = ZEROS[name], torch.randn(8, 32, 32)
+    # Equal bounds for all groups, with zero halfway between two codes.
+    a = a.clamp(-3, 3)
+    a[:, 1::2, 0], a[:, 1::2, 1] = 3, -3
+    assert error_of_bias(function, a.requires_grad_(), product) <= BAR
+
+
+def test_the_difference_of_two_masked_softmaxes() -> None:
+    a = leaf(8, 32, 32, scale=8)
+    assert error_of_bias(lambda a: (a + LESS).softmax(-1) - 0.9 * (-a + LESS).softmax(-1), a) <= BAR
+
+
+CODED: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "number": lambda x: x * 0.5,
+    "whole number": lambda x: x * 2,
+    "scale": lambda x: x * torch.rand(64),
+    "copy": lambda x: F.gelu(x).clone(),
+    "gate": lambda x: F.silu(x) * x,
+    "masked relu": lambda x: x.relu() * (x > 0.5),
+    "causal softmax": lambda x: x.softmax(-1).tril(),
+    "causal square": lambda x: x.square().tril(),
+    "choice": lambda x: torch.where(x > 0, x, -x),
+    "centred": lambda x: x - torch.ones(64),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_matrix_without_zeros_off_the_grid_stays_in_codes(name: str) -> None:
+    w = leaf(64, 64)
+    assert stored(lambda x: CODED[name](x) @ w, 512, 64)[-1] == 512 * (64 + 4)

@@ -49,7 +49,7 @@ from ..readers.nodes import (
     was_masked,
 )
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
-from ..readers.table import AMPLIFYING, NOT_DROPPED
+from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
 from ..torch_private import (
     current_raw_stream,
     never_traced,
@@ -94,6 +94,7 @@ from .saved import (
     unpack,
     unpack_profiled,
 )
+from .zeros import ZEROING, has_zeros
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
 _MOST_CASTS = 10_000
@@ -288,7 +289,7 @@ class Frame:
             # divergence, the gradients of the two sides cancel.
             logarithm = wide and is_logarithm(saved)
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif form is AS_CODES and spans == SCALED_RANGE:
+        elif form is AS_CODES and (spans == SCALED_RANGE or (name in ZEROING and _multiplies_zeros(saved, reading))):
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif (form is SCALED and spans >= SPANNING) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
@@ -572,6 +573,11 @@ class Frame:
             else:
                 self.recorder.add_codes(packs, tensor.nbytes)
         return Kept(tensor)
+
+
+def _multiplies_zeros(saved: Tensor, reading: Reading) -> bool:
+    """Return whether a matrix product reads a signed operand with exact zeros."""
+    return reading.operator in SHORT_PRODUCTS and has_zeros(producer(saved)[1])
 
 
 def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:

@@ -83,7 +83,7 @@ _RANGE_WALK = 12
 _MASK_WALK = 3
 # Of a difference: -d * d / 2.
 _MULTIPLES = 3
-# Hinges: zero, and without a gradient, at the elements beyond a margin. A clamp with an upper bound alone is none.
+# Zero, and without a gradient, at the elements beyond a margin; a difference from a number counts below these alone.
 HINGES = _backward("Relu ClampMin Hardtanh Softplus") | {"ClampBackward1"}
 MARGINS = frozenset(("RsubBackward0", "RsubBackward1"))
 

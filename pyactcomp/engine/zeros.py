@@ -1,0 +1,104 @@
+"""Finds exact zeros among the elements of a signed operand, by the operators that made the operand.
+
+Zero is on the grid of codes only where zero is a group's least element. Otherwise all zeros of a group come back as one
+small number, and a matrix product adds that number up over the length of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..readers.nodes import CAST, VIEWS
+from ..torch_private import saved_form
+from .saved import Kept, Pending, Region, View
+
+# Twice as far as from a transposed copy to a multiple of the masked product.
+_FARTHEST = 8
+_TRIANGLES = frozenset(("TrilBackward0", "TriuBackward0", "MaskedFillBackward0"))
+_MULTIPLES = frozenset(("MulBackward0", "DivBackward0", "NegBackward0"))
+_COPIES = frozenset(("CloneBackward0", CAST))
+_PROBABILITIES = frozenset(("SoftmaxBackward0", "SafeSoftmaxBackward0"))
+_NON_NEGATIVE = _PROBABILITIES | {
+    f"{name}Backward0"
+    for name in ("Relu", "Exp", "Exp2", "Sigmoid", "Abs", "Sqrt", "Softplus", "LinalgVectorNorm", "Cdist")
+}
+_NON_NEGATIVE |= {"EuclideanDistBackward0"}
+ZEROING = _TRIANGLES | _MULTIPLES | _COPIES | {"WhereBackward0", "SubBackward0"}
+"""Names of the nodes behind which :func:`has_zeros` finds zeros."""
+
+
+def has_zeros(node: Any) -> bool:
+    """Return whether operators behind ``node`` write zeros into a signed tensor, as ``tril`` or a mask does.
+
+    A difference of two results of softmax counts too, since both are zero where they are masked.
+    """
+    for _ in range(_FARTHEST):
+        if node is None:
+            break
+        name = node.name()
+        inputs = [behind for behind, _ in node.next_functions]
+        if name in _TRIANGLES:
+            return not _is_non_negative(inputs[0])
+        if name == "WhereBackward0":
+            return None in inputs and not _is_non_negative(inputs[0] or inputs[1])
+        if name == "SubBackward0":
+            return _is_non_negative(inputs[0], _PROBABILITIES) and _is_non_negative(inputs[1], _PROBABILITIES)
+        if name == "MulBackward0":
+            if None not in inputs:
+                break
+            if _is_mask(node, "other" if inputs[0] is not None else "self"):
+                return not _is_non_negative(inputs[0] or inputs[1])
+            node = inputs[0] or inputs[1]
+        elif name in _MULTIPLES or name in _COPIES or name in VIEWS:
+            node = inputs[0]
+        else:
+            break
+    return False
+
+
+def _is_non_negative(node: Any, makers: frozenset[str] = _NON_NEGATIVE) -> bool:
+    """Return whether the output of ``node`` is, or is a multiple of, the result of one of ``makers`` or an even power.
+
+    Zero is the end of such a range, and codes restore both ends.
+    """
+    for _ in range(_FARTHEST):
+        if node is None:
+            break
+        name = node.name()
+        if name in makers:
+            return True
+        if name == "PowBackward0":
+            return makers is _NON_NEGATIVE and node._saved_exponent % 2 == 0
+        inputs = [behind for behind, _ in node.next_functions]
+        if name == "MulBackward0" and inputs[0] is None:
+            node = inputs[1]
+        elif name in _MULTIPLES or name in _COPIES or name in _TRIANGLES or name in VIEWS or name == "WhereBackward0":
+            node = inputs[0]
+        else:
+            break
+    return False
+
+
+def _is_mask(product: Any, operand: str) -> bool:
+    """Return whether a factor without a gradient is boolean, or may hold zeros and ones.
+
+    A number or a row of numbers is a scale, as the frozen weight of a norm is. The noise of a dropout, which the
+    dropout fills in place, is no mask either: its zeros change places at each step.
+    """
+    stored = saved_form(product, operand)
+    if isinstance(stored, Pending):
+        stored = stored.stored
+    if isinstance(stored, View):
+        stored = stored.region
+    if isinstance(stored, Region):
+        return stored.dtype is torch.bool
+    if not isinstance(stored, Kept):
+        return False
+    factor = stored.tensor
+    if not factor.dtype.is_floating_point:
+        return factor.numel() > 1
+    few = factor.numel() < math.prod(product._input_metadata[0].shape)
+    return (few or stored.version == 0) and sum(size > 1 for size in factor.shape) > 1
