@@ -37,6 +37,29 @@ def test_gradients_in_a_graph_beside_elements_that_do_not_count(name: str) -> No
     assert off(got, exact) <= BAR
 
 
+RATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "exp": lambda square, rate: torch.exp(-(rate * square)),
+    "exp2": lambda square, rate: torch.exp2(-square * rate),
+    "expm1": lambda square, rate: torch.expm1(-square * rate),
+    "a multiple": lambda square, rate: torch.exp(-0.5 * (square * rate) / 2),
+    "a view": lambda square, rate: torch.exp(-(square * rate).view(64, 256).t()),
+    "a sum": lambda square, rate: torch.exp(1 - square * rate),
+    "a difference": lambda square, rate: torch.exp(rate - square * rate),
+}
+
+
+@pytest.mark.parametrize("shape", [(1,), (64,), (256, 1)], ids=["one rate", "rates of columns", "rates of rows"])
+@pytest.mark.parametrize("name", RATES)
+def test_the_gradient_of_a_rate_inside_an_exponential(name: str, shape: tuple[int, ...]) -> None:
+    z = leaf(256, 64)
+    assert error(lambda rate: RATES[name](50 * z.square(), rate.exp()).mean(), leaf(*shape, scale=0.1)) <= BAR
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_gradient_of_a_square_and_its_rate_inside_an_exponential(name: str) -> None:
+    assert error(lambda z, rate: RATES[name]((7 * z) * (7 * z), rate.exp()).mean(), leaf(256, 64), leaf(256, 64)) <= BAR
+
+
 class Scored(nn.Module):
     """A small network with a loss of :mod:`ranges`."""
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from ..codec.layouts import Layout, contiguous_layout, row_of, spans_rows
 from ..readers.forms import BFLOAT16, CODES, Reading
-from ..readers.nodes import EXPONENTIAL
+from ..readers.nodes import EXPONENTIAL, VIEWS
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .recipes import FromRecipe
@@ -23,8 +23,10 @@ from .saved import Gathered, Pending, Region, Same, View
 
 # Nodes visited by one walk: twice the longest norm composed of operators.
 _FARTHEST = 32
-# Of a square: -x * x / 2 / s.
-_MULTIPLES = 4
+# Of exp(-rate * x ** 2 / 2 + y): the product, its factors, the power, and the nodes of numbers and views between.
+_BEHIND_EXPONENTIAL = 8
+_PRODUCTS = frozenset(("MulBackward0", "PowBackward0", "DivBackward0"))
+_SUMS = frozenset(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"))
 # The first factor of a matrix product: each element of the result sums over a row of this factor.
 _ROWS_OF = {
     "MmBackward0": "self",
@@ -73,27 +75,22 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
         left.extend(behind for behind, _ in node.next_functions)
 
 
-def square_behind(exponential: Node | None) -> Iterator[Coded]:
-    """Yield the operands in codes of a square behind an exponential, as in exp(-x * x / 2).
+def products_behind(exponential: Node | None) -> Iterator[Coded]:
+    """Yield the operands in codes of products and powers behind an exponential, as in exp(-rate * x * x + y).
 
-    Such a bump passes a gradient only where x is small.
+    Such a bump passes a gradient only where the product is small.
     """
-    square = None if exponential is None else _unscaled(exponential.next_functions[0][0])
-    if square is not None and square.name() in ("PowBackward0", "MulBackward0"):
-        if len({_unscaled(behind) for behind, _ in square.next_functions}) == 1:
-            yield from (region for _, region in _coded(square))
-
-
-def _unscaled(node: Node | None) -> Node | None:
-    """Return the node that a node multiplies by constants."""
-    for _ in range(_MULTIPLES):
-        inputs = [] if node is None else [behind for behind, _ in node.next_functions]
-        if node is None or node.name() not in ("MulBackward0", "DivBackward0", "NegBackward0"):
+    left = deque(() if exponential is None else (exponential.next_functions[0][0],))
+    for _ in range(_BEHIND_EXPONENTIAL):
+        if not left:
             break
-        if inputs[1:] not in ([], [None]) and (inputs[0] is not None or node.name() == "DivBackward0"):
-            break
-        node = inputs[0] or inputs[-1]
-    return node
+        node = left.popleft()
+        name = "" if node is None else node.name()
+        if node is None or not (name in _PRODUCTS or name in _SUMS or name in VIEWS):
+            continue
+        if name in _PRODUCTS:
+            yield from (region for _, region in _coded(node))
+        left.extend(behind for behind, _ in node.next_functions)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,7 +56,7 @@ from ..torch_private import (
     profiler_enabled,
     source_dtype,
 )
-from .factors import Coded, coded_behind, is_factor, meets_several, square_behind
+from .factors import Coded, coded_behind, is_factor, meets_several, products_behind
 from .marks import PACKS
 from .narrow import NarrowKernel, is_exact_cast
 from .packing import HALF_BYTES, Packing
@@ -112,6 +112,7 @@ _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.
 _OF_ONE_RESULT = frozenset((POSITIVE, LOGIT, PROBABILITY, ARTANH))
+_EXPONENTIALS = frozenset(("aten::exp", "aten::exp2", "aten::expm1"))
 _QUOTIENTS = frozenset(("aten::div", "aten::log"))
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
@@ -276,9 +277,9 @@ class Frame:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._divisors.append(tensor.size())
                 self._sharpen(coded_behind(producer(saved)[1], self.packing.config.group_size))
-            elif form is BFLOAT16 and reading.operator == "aten::exp":
+            elif reading.operator in _EXPONENTIALS and not self.packing.lossless:
                 self._hold_factor(tensor)
-                self._sharpen(square_behind(producer(saved)[1]))
+                self._sharpen(products_behind(producer(saved)[1]))
         elif is_factor(tensor, reading, self.packing.config.group_size):
             self._hold_factor(tensor)
         elif self._factors and reading.operator not in AMPLIFYING:
