@@ -132,3 +132,41 @@ CODED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_matrix_without_zeros_off_the_grid_stays_in_codes(name: str) -> None:
     w = leaf(64, 64)
     assert stored(lambda x: CODED[name](x) @ w, 512, 64)[-1] == 512 * (64 + 4)
+
+
+# Rows of weights divided by their own sum, of which one weight is nearly the whole.
+
+ALONE = torch.arange(64) == torch.arange(256)[:, None] % 64
+QUOTIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda w: w / w.sum(-1, keepdim=True),
+    "sum with a number": lambda w: w / (w.sum(-1, keepdim=True) + 1e-6),
+    "clamped sum": lambda w: w / w.sum(-1, keepdim=True).clamp(min=1e-6),
+    "clamp_min of a sum": lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-6),
+    "expanded sum": lambda w: w / w.sum(-1, keepdim=True).expand_as(w),
+    "viewed sum": lambda w: w / w.sum(-1)[:, None],
+    "mean": lambda w: w / (64 * w.mean(-1, keepdim=True)),
+    "masked": lambda w: w.triu() / (w.triu().sum(-1, keepdim=True) + 1e-6),
+    "masked sum": lambda w: w / (w * (LESS[0, 0] < 1)).sum(-1, keepdim=True),
+    "masked dividend": lambda w: w.masked_fill(~ALONE & (w > 1), 0) / w.sum(-1, keepdim=True),
+    "view": lambda w: w.view(-1, 8, 64) / w.view(-1, 8, 64).sum(-1, keepdim=True),
+    "transposed": lambda w: (w.t() / w.t().sum(0)).t(),
+    "cast": lambda w: w / w.double().sum(-1, keepdim=True).float(),
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_weights_divided_by_their_sum(name: str) -> None:
+    def loss(z: Tensor) -> Tensor:
+        weights = torch.where(ALONE, 1 + 0.1 * z, 1e-4 + 1e-4 * z).clamp(min=0)
+        return (1 - QUOTIENTS[name](weights).view(256, 64)[ALONE]).mean()
+
+    assert error(loss, leaf(256, 64)) <= BAR
+
+
+@pytest.mark.parametrize("divisor", [lambda x, w: w.sum(-1, keepdim=True), lambda x, w: 9 + w, lambda x, w: x.norm()])
+def test_other_dividends_stay_in_16_bits(divisor: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, w = (leaf(512, 64) * 1 for _ in range(2))
+    with pyactcomp.compressed(min_bytes=0) as c:
+        (x * 2) / divisor(x, w)
+    assert [t for t in pyactcomp.report(c).tensors if t.shape == (512, 64) and t.stored_bytes == x.nbytes / 2]
+    assert [t for t in pyactcomp.report(c).tensors if t.shape == (512, 64) and t.stored_bytes == x.nbytes] == []

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from ..codec.layouts import Layout, contiguous_layout, row_of, spans_rows
 from ..readers.forms import BFLOAT16, CODES, Reading
-from ..readers.nodes import EXPONENTIAL, VIEWS
+from ..readers.nodes import CAST, EXPONENTIAL, VIEWS, producer
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .recipes import FromRecipe
@@ -27,6 +27,11 @@ _FARTHEST = 32
 _BEHIND_EXPONENTIAL = 8
 _PRODUCTS = frozenset(("MulBackward0", "PowBackward0", "DivBackward0"))
 _SUMS = frozenset(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"))
+# Of w.tril() / (w.tril().sum(-1) + eps).clamp(min=1): the nodes of numbers, views and masks on the way to w.
+_OWN_SUM = 6
+_TOTALS = frozenset(("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"))
+_OF_A_SUM = frozenset(("AddBackward0", "MulBackward0", "DivBackward0", "ClampBackward1", "ClampMinBackward0", CAST))
+_MASKS = frozenset(("TrilBackward0", "TriuBackward0", "MaskedFillBackward0", "WhereBackward0", "CloneBackward0", CAST))
 # The first factor of a matrix product: each element of the result sums over a row of this factor.
 _ROWS_OF = {
     "MmBackward0": "self",
@@ -73,6 +78,42 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
             continue
         yield from (region for _, region in _coded(node))
         left.extend(behind for behind, _ in node.next_functions)
+
+
+def summed_behind(divisor: Node | None) -> tuple[Node, ...]:
+    """Return the nodes of the tensors that a divisor sums up, with and without masks; empty if it is no sum.
+
+    A constant may be added, and the sum may be a multiple, clamped, cast or viewed.
+    """
+    node = divisor
+    for _ in range(_OWN_SUM):
+        name = "" if node is None else node.name()
+        if node is None or name in _TOTALS:
+            break
+        if not (name in _OF_A_SUM or name in VIEWS):
+            return ()
+        inputs = [behind for behind, _ in node.next_functions]
+        node = inputs[0] or inputs[-1]
+    return () if node is None or node.name() not in _TOTALS else _unmasked(node.next_functions[0][0])
+
+
+def divides_by_own_sum(dividend: Tensor, summed: tuple[Node, ...]) -> bool:
+    """Return whether a divisor sums up the dividend, or either without a mask; for :func:`summed_behind`."""
+    return not set(summed).isdisjoint(_unmasked(producer(dividend)[1]))
+
+
+def _unmasked(node: Node | None) -> tuple[Node, ...]:
+    """Return the nodes of a tensor and of the tensors that it is a view, a copy, a multiple or a masked part of."""
+    found: list[Node] = []
+    while node is not None and len(found) < _OWN_SUM:
+        name = node.name()
+        if name not in VIEWS:
+            found.append(node)
+        inputs = [behind for behind, _ in node.next_functions]
+        if not (name in VIEWS or name in _MASKS or (name == "MulBackward0" and None in inputs)):
+            break
+        node = inputs[0] or inputs[-1]
+    return tuple(found)
 
 
 def products_behind(exponential: Node | None) -> Iterator[Coded]:

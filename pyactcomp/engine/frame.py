@@ -49,14 +49,22 @@ from ..readers.nodes import (
     was_masked,
 )
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
-from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
+from ..readers.table import AMPLIFYING, NOT_DROPPED
 from ..torch_private import (
     current_raw_stream,
     never_traced,
     profiler_enabled,
     source_dtype,
 )
-from .factors import Coded, coded_behind, is_factor, meets_several, products_behind
+from .factors import (
+    Coded,
+    coded_behind,
+    divides_by_own_sum,
+    is_factor,
+    meets_several,
+    products_behind,
+    summed_behind,
+)
 from .marks import PACKS
 from .narrow import NarrowKernel, is_exact_cast
 from .packing import HALF_BYTES, Packing
@@ -74,6 +82,7 @@ from .policy import (
     SHARPENED,
     Policy,
     local_tensor,
+    shared_by_siblings,
 )
 from .recipes import FromRecipe, Recipe
 from .recompute import cast_recipe, is_exact, is_fresh_cast, source_of, source_of_cast
@@ -94,15 +103,12 @@ from .saved import (
     unpack,
     unpack_profiled,
 )
-from .zeros import ZEROING, has_zeros
+from .zeros import ZEROING, multiplies_zeros
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
 _MOST_CASTS = 10_000
 # Restored tensors kept at a time, each until the last operator to share it has run.
 _RECENTLY_RESTORED = 2
-# A view with gaps is packed with its whole base, unless the base is more than this many times larger: then gathering
-# the view's elements is cheaper.
-_LARGEST_BASE = 4
 # Factors whose memory stays alive until the following operators have run: the factors of one or two products. Of small
 # ones a megabyte stays alive until the forward ends, which no device notices.
 _LATEST_FACTORS = 6
@@ -113,7 +119,8 @@ _LATEST_DIVISORS = 4
 # small positive element to zero.
 _OF_ONE_RESULT = frozenset((POSITIVE, LOGIT, PROBABILITY, ARTANH))
 _EXPONENTIALS = frozenset(("aten::exp", "aten::exp2", "aten::expm1"))
-_QUOTIENTS = frozenset(("aten::div", "aten::log"))
+_QUOTIENT = "aten::div"
+_QUOTIENTS = frozenset((_QUOTIENT, "aten::log"))
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
@@ -140,6 +147,7 @@ class Frame:
         "_regions",
         "_saving",
         "_small_factors",
+        "_summed",
         "packing",
         "policy",
         "recorder",
@@ -163,6 +171,8 @@ class Frame:
         self._small_factors: deque[torch.UntypedStorage] = deque(maxlen=_SMALL_FACTORS)
         # The shapes of the latest tensors that an operator with an unbounded derivative read or made.
         self._divisors: deque[torch.Size] = deque(maxlen=_LATEST_DIVISORS)
+        # The tensors that the divisor packed last sums up: the dividend is packed next.
+        self._summed: tuple[Node, ...] = ()
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Lossless mode copies almost nothing, so a tensor's ownership matters only to a report.
         self._copies = not packing.lossless or recorder is not None
@@ -188,6 +198,7 @@ class Frame:
         self._decide_pending()
         self._factors.clear()
         self._small_factors.clear()
+        self._summed = ()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -273,10 +284,10 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, spans = self._origin(saved)
+        summed, self._summed = self._summed, ()
         if form.need > CODES:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
-                self._divisors.append(tensor.size())
-                self._sharpen(coded_behind(producer(saved)[1], self.packing.config.group_size))
+                self._look_behind_divisor(tensor, saved, reading)
             elif reading.operator in _EXPONENTIALS and not self.packing.lossless:
                 self._hold_factor(tensor)
                 self._sharpen(products_behind(producer(saved)[1]))
@@ -290,11 +301,13 @@ class Frame:
             # divergence, the gradients of the two sides cancel.
             logarithm = wide and is_logarithm(saved)
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif form is AS_CODES and (spans == SCALED_RANGE or (name in ZEROING and _multiplies_zeros(saved, reading))):
+        elif form is AS_CODES and (spans == SCALED_RANGE or (name in ZEROING and multiplies_zeros(saved, reading))):
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif (form is SCALED and spans >= SPANNING) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
             form = ITSELF
+        elif summed and reading.operator == _QUOTIENT and divides_by_own_sum(saved, summed):
+            form = ITSELF  # likewise where one weight is nearly the whole sum
         if name == CAST:
             return self._pack_result_of_cast(tensor, saved, reading, form)
         # A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
@@ -328,8 +341,15 @@ class Frame:
         reading = self._reader(kept)
         if reading is not None and reading.operator in AMPLIFYING:
             if self.packing.form_for(kept, reading).need > CODES:
-                self._divisors.append(kept.size())
-                self._sharpen(coded_behind(producer(kept)[1], self.packing.config.group_size))
+                self._look_behind_divisor(kept, kept, reading)
+
+    def _look_behind_divisor(self, tensor: Tensor, saved: Tensor, reading: Reading) -> None:
+        """Sharpen the factors behind an operand of a reader with an unbounded derivative."""
+        self._divisors.append(tensor.size())
+        node = producer(saved)[1]
+        if reading.operator == _QUOTIENT:
+            self._summed = summed_behind(node)
+        self._sharpen(coded_behind(node, self.packing.config.group_size))
 
     def _hold_factor(self, tensor: Tensor) -> None:
         """Hold the memory of a factor: a following operator may divide by the product, and no one else may hold it."""
@@ -525,7 +545,7 @@ class Frame:
         gathered = False
         if not layout_of(source).dense:
             base = tensor._base
-            if base is not None and form not in _OF_ONE_RESULT and _shared_by_siblings(base, source):
+            if base is not None and form not in _OF_ONE_RESULT and shared_by_siblings(base, source):
                 offset = int(tensor.storage_offset() - base.storage_offset())
                 source = base
             elif overlaps(layout):
@@ -574,19 +594,3 @@ class Frame:
             else:
                 self.recorder.add_codes(packs, tensor.nbytes)
         return Kept(tensor)
-
-
-def _multiplies_zeros(saved: Tensor, reading: Reading) -> bool:
-    """Return whether a matrix product reads a signed operand with exact zeros."""
-    return reading.operator in SHORT_PRODUCTS and has_zeros(producer(saved)[1])
-
-
-def _shared_by_siblings(base: Tensor, view: Tensor) -> bool:
-    """Return whether to pack the base of a view with gaps, as q, k and v of one projection share a base."""
-    return (
-        type(base) in PLAIN
-        and base.dtype is view.dtype
-        and base.untyped_storage() is view.untyped_storage()
-        and base.numel() <= _LARGEST_BASE * view.numel()
-        and layout_of(base).dense
-    )

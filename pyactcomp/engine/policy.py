@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from ..codec.layouts import layout_of
+
 PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
@@ -43,6 +45,9 @@ CARRIER: dict[torch.dtype, torch.dtype] = {
 """The dtypes to pack, each with the dtype read by the kernel."""
 
 _STRIDED = torch.strided
+# A view with gaps is packed with its whole base, unless the base is more than this many times larger: then gathering
+# the view's elements is cheaper.
+_LARGEST_BASE = 4
 PLAIN = (Tensor, Parameter)
 """Tensor types to pack directly; of other types, only a DTensor's local tensor is packed."""
 
@@ -157,3 +162,14 @@ class Policy:
         if tensor.is_neg():
             return NEGATIVE_VIEW
         return None
+
+
+def shared_by_siblings(base: Tensor, view: Tensor) -> bool:
+    """Return whether to pack the base of a view with gaps, as q, k and v of one projection share a base."""
+    return (
+        type(base) in PLAIN
+        and base.dtype is view.dtype
+        and base.untyped_storage() is view.untyped_storage()
+        and base.numel() <= _LARGEST_BASE * view.numel()
+        and layout_of(base).dense
+    )

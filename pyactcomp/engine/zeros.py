@@ -10,8 +10,11 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..readers.nodes import CAST, VIEWS
+from ..readers.forms import Reading
+from ..readers.nodes import CAST, VIEWS, producer
+from ..readers.table import SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .saved import Kept, Pending, Region, View
 
@@ -27,14 +30,17 @@ _NON_NEGATIVE = _PROBABILITIES | {
 }
 _NON_NEGATIVE |= {"EuclideanDistBackward0"}
 ZEROING = _TRIANGLES | _MULTIPLES | _COPIES | {"WhereBackward0", "SubBackward0"}
-"""Names of the nodes behind which :func:`has_zeros` finds zeros."""
+"""Names of the nodes behind which :func:`multiplies_zeros` finds zeros."""
 
 
-def has_zeros(node: Any) -> bool:
-    """Return whether operators behind ``node`` write zeros into a signed tensor, as ``tril`` or a mask does.
+def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
+    """Return whether a matrix product reads a signed operand that holds exact zeros, by ``tril``, ``where`` or a mask.
 
     A difference of two results of softmax counts too, since both are zero where they are masked.
     """
+    if reading.operator not in SHORT_PRODUCTS:
+        return False
+    _, node = producer(operand)
     for _ in range(_FARTHEST):
         if node is None:
             break
