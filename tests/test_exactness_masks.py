@@ -170,3 +170,33 @@ def test_other_dividends_stay_in_16_bits(divisor: Callable[[Tensor, Tensor], Ten
         (x * 2) / divisor(x, w)
     assert [t for t in pyactcomp.report(c).tensors if t.shape == (512, 64) and t.stored_bytes == x.nbytes / 2]
     assert [t for t in pyactcomp.report(c).tensors if t.shape == (512, 64) and t.stored_bytes == x.nbytes] == []
+
+
+# Similarities of normalised rows with each other, which are nearly one within a class.
+
+SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalize": lambda x: (z := F.normalize(x, dim=-1)) @ z.t(),
+    "norm": lambda x: (z := x / x.norm(dim=-1, keepdim=True)) @ z.t(),
+    "norm with a number": lambda x: (z := x / (x.norm(dim=-1, keepdim=True) + 1e-8)) @ z.t(),
+    "batches": lambda x: ((z := F.normalize(x.expand(2, 64, 64), dim=-1)) @ z.mT).mean(0),
+    "einsum": lambda x: torch.einsum("id,jd->ij", z := F.normalize(x, dim=-1), z),
+}
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_similarities_of_normalised_rows(name: str) -> None:
+    """The supervised contrastive loss of four classes, whose rows are nearly equal."""
+    own = torch.eye(64)
+    mates = (torch.arange(64) % 4 == torch.arange(64)[:, None] % 4).float() - own
+    centres = torch.randn(4, 64)[torch.arange(64) % 4]
+
+    def loss(z: Tensor) -> Tensor:
+        scores = SIMILARITIES[name](centres + 0.12 * z) / 0.07 - 1e9 * own
+        return -(mates * scores.log_softmax(-1)).mean()
+
+    assert error(loss, leaf(64, 64)) <= BAR
+
+
+def test_similarities_of_different_rows_stay_in_codes() -> None:
+    others = stored(lambda x: F.normalize(x, dim=-1) @ F.normalize(x * 2, dim=-1).t(), 64, 64)
+    assert others.count(64 * (64 + 4)) >= 2

@@ -1,4 +1,7 @@
-"""Finds the factors behind a divisor: the derivative is largest where they are smallest, so codes are too coarse."""
+"""Finds the factors behind a divisor: the derivative is largest where they are smallest, so codes are too coarse.
+
+Also the factors behind an exponential, and the tensors of which a divisor is the sum or the norm.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ _PRODUCTS = frozenset(("MulBackward0", "PowBackward0", "DivBackward0"))
 _SUMS = frozenset(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"))
 # Of w.tril() / (w.tril().sum(-1) + eps).clamp(min=1): the nodes of numbers, views and masks on the way to w.
 _OWN_SUM = 6
+_NORM = "LinalgVectorNormBackward0"
 _TOTALS = frozenset(("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"))
 _OF_A_SUM = frozenset(("AddBackward0", "MulBackward0", "DivBackward0", "ClampBackward1", "ClampMinBackward0", CAST))
 _MASKS = frozenset(("TrilBackward0", "TriuBackward0", "MaskedFillBackward0", "WhereBackward0", "CloneBackward0", CAST))
@@ -100,6 +104,22 @@ def summed_behind(divisor: Node | None) -> tuple[Node, ...]:
 def divides_by_own_sum(dividend: Tensor, summed: tuple[Node, ...]) -> bool:
     """Return whether a divisor sums up the dividend, or either without a mask; for :func:`summed_behind`."""
     return not set(summed).isdisjoint(_unmasked(producer(dividend)[1]))
+
+
+def normalised(operand: Tensor) -> tuple[Node, ...]:
+    """Return the node of an operand that is the quotient of a tensor and its own norm; empty for another operand."""
+    quotient = producer(operand)[1]
+    assert quotient is not None
+    (dividend, _), (divisor, _) = quotient.next_functions
+    for _ in range(_OWN_SUM):
+        name = "" if divisor is None else divisor.name()
+        if divisor is None or not (name == _NORM or name in _OF_A_SUM or name in VIEWS):
+            break
+        behind = divisor.next_functions[0][0]
+        if name == _NORM:
+            return (quotient,) if behind is dividend else ()
+        divisor = behind
+    return ()
 
 
 def _unmasked(node: Node | None) -> tuple[Node, ...]:

@@ -49,19 +49,15 @@ from ..readers.nodes import (
     was_masked,
 )
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
-from ..readers.table import AMPLIFYING, NOT_DROPPED
-from ..torch_private import (
-    current_raw_stream,
-    never_traced,
-    profiler_enabled,
-    source_dtype,
-)
+from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
+from ..torch_private import current_raw_stream, never_traced, profiler_enabled, source_dtype
 from .factors import (
     Coded,
     coded_behind,
     divides_by_own_sum,
     is_factor,
     meets_several,
+    normalised,
     products_behind,
     summed_behind,
 )
@@ -130,6 +126,7 @@ class Frame:
     """The hooks of one forward pass."""
 
     __slots__ = (
+        "_behind",
         "_caller",
         "_casts_left",
         "_context",
@@ -147,7 +144,6 @@ class Frame:
         "_regions",
         "_saving",
         "_small_factors",
-        "_summed",
         "packing",
         "policy",
         "recorder",
@@ -171,8 +167,9 @@ class Frame:
         self._small_factors: deque[torch.UntypedStorage] = deque(maxlen=_SMALL_FACTORS)
         # The shapes of the latest tensors that an operator with an unbounded derivative read or made.
         self._divisors: deque[torch.Size] = deque(maxlen=_LATEST_DIVISORS)
-        # The tensors that the divisor packed last sums up: the dividend is packed next.
-        self._summed: tuple[Node, ...] = ()
+        # Nodes behind the operand packed last, for the operator's other one: those that a divisor sums up, or the
+        # quotient of a tensor and its norm.
+        self._behind: tuple[Node, ...] = ()
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Lossless mode copies almost nothing, so a tensor's ownership matters only to a report.
         self._copies = not packing.lossless or recorder is not None
@@ -198,7 +195,7 @@ class Frame:
         self._decide_pending()
         self._factors.clear()
         self._small_factors.clear()
-        self._summed = ()
+        self._behind = ()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -284,7 +281,7 @@ class Frame:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
         name, spans = self._origin(saved)
-        summed, self._summed = self._summed, ()
+        behind, self._behind = self._behind, ()
         if form.need > CODES:
             if reading.operator in AMPLIFYING and not self.packing.lossless:
                 self._look_behind_divisor(tensor, saved, reading)
@@ -303,10 +300,14 @@ class Frame:
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif form is AS_CODES and (spans == SCALED_RANGE or (name in ZEROING and multiplies_zeros(saved, reading))):
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
+        elif form is AS_CODES and name == "DivBackward0" and reading.operator in SHORT_PRODUCTS:
+            self._behind = normalised(saved)
+            if behind and behind == self._behind:  # similarities near one: the derivative of the quotient cancels
+                form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif (form is SCALED and spans >= SPANNING) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
             form = ITSELF
-        elif summed and reading.operator == _QUOTIENT and divides_by_own_sum(saved, summed):
+        elif behind and reading.operator == _QUOTIENT and divides_by_own_sum(saved, behind):
             form = ITSELF  # likewise where one weight is nearly the whole sum
         if name == CAST:
             return self._pack_result_of_cast(tensor, saved, reading, form)
@@ -348,7 +349,7 @@ class Frame:
         self._divisors.append(tensor.size())
         node = producer(saved)[1]
         if reading.operator == _QUOTIENT:
-            self._summed = summed_behind(node)
+            self._behind = summed_behind(node)
         self._sharpen(coded_behind(node, self.packing.config.group_size))
 
     def _hold_factor(self, tensor: Tensor) -> None:
