@@ -109,7 +109,8 @@ def divides_by_own_sum(dividend: Tensor, summed: tuple[Node, ...]) -> bool:
 def normalised(operand: Tensor) -> tuple[Node, ...]:
     """Return the node of an operand that is the quotient of a tensor and its own norm; empty for another operand."""
     quotient = producer(operand)[1]
-    assert quotient is not None
+    if quotient is None:
+        return ()
     (dividend, _), (divisor, _) = quotient.next_functions
     for _ in range(_OWN_SUM):
         name = "" if divisor is None else divisor.name()

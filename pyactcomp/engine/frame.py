@@ -301,8 +301,10 @@ class Frame:
         elif form is AS_CODES and (spans == SCALED_RANGE or (name in ZEROING and multiplies_zeros(saved, reading))):
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif form is AS_CODES and name == "DivBackward0" and reading.operator in SHORT_PRODUCTS:
-            self._behind = normalised(saved)
-            if behind and behind == self._behind:  # similarities near one: the derivative of the quotient cancels
+            quotient = normalised(saved)
+            if reading.operand.endswith("2"):  # mat2, packed before the first factor
+                self._behind = quotient
+            elif behind and behind == quotient:  # similarities near one: the derivative of the quotient cancels
                 form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif (form is SCALED and spans >= SPANNING) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
             # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
