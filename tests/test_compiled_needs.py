@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiled_backend import gradients, off
 from torch import Tensor
 
@@ -100,3 +101,27 @@ def test_factors_of_an_inverse_keep_their_small_elements(power: float, form: For
     producers = {scaled.name: scaled, factor.name: factor}
     found = needs.needs(backward, tangents, {"x", "factor"}, INT8, producers=producers)
     assert [found[node.name].form for node in saved] == [form, form]
+
+
+@pytest.mark.parametrize("square", [lambda h: h**2, lambda h: (-h) * (h / -1)], ids=["power", "product of multiples"])
+def test_multiples_of_a_factor_behind_a_divisor_are_exact(
+    square: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean of squares less the square of the mean: backward reads twice the factor, whose codes cost less."""
+    torch.manual_seed(0)
+    near = torch.rand(48, 48).sub(0.8).relu()
+    near /= near.sum(1, keepdim=True)
+    # Columns with variances that span magnitudes, beside large means.
+    x = torch.randn(48, 64) * 10 ** torch.linspace(-3, 0, 64) + 1
+    weight = torch.eye(64, requires_grad=True)
+
+    def step(x: Tensor, weight: Tensor, near: Tensor) -> Tensor:
+        h = x @ weight
+        mean = near @ h
+        return (F.relu(near @ square(h) - mean**2) + 1e-6).sqrt().sum()
+
+    leaves = [weight]
+    expected = gradients(step, leaves, None, x, weight, near)[1]
+    assert off(gradients(step, leaves, INT8, x, weight, near)[1], expected) <= BAR
+    monkeypatch.setattr(divisors, "is_multiple", lambda _: False)
+    assert off(gradients(step, leaves, INT8, x, weight, near)[1], expected) > BAR

@@ -16,7 +16,7 @@ from ..codec.layouts import row_of, spans_rows
 from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
-from .joint import VIEWS, fewest, name_of, value
+from .joint import VIEWS, fewest, is_multiple, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
@@ -41,20 +41,23 @@ class Behind(NamedTuple):
         Functions of ``gates.py``: 16 bits of the operand or more.
     blocks : mapping of str to Block
         The checkpointed block of each node in one.
+    squared : set of str
+        Clipped differences of ``squares.py``: 16 bits or more.
     """
 
     factors: set[str]
     rows: set[str]
     saturating: dict[str, Form]
     blocks: Mapping[str, Block]
+    squared: set[str]
 
 
-NONE_BEHIND = Behind(set(), set(), {}, {})
+NONE_BEHIND = Behind(set(), set(), {}, {}, set())
 
 
 def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
     """Return the values from which a divisor is computed, of those that depend on no tangent."""
-    found = Behind(set(), set(), {}, {})
+    found = Behind(set(), set(), {}, {}, set())
     waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
     seen: set[fx.Node] = set()
     while waiting:
@@ -73,11 +76,11 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
             waiting.extend(node.all_input_nodes)
         elif name in _REDUCTIONS:
             found.rows.update(_across_rows(node, group_size))
-    # Backward may read a view of them, of another name.
+    # Backward may read a view or a multiple of them, of another name, as twice the operand of a square.
     for node in graph.nodes:
         if name_of(node) in SOLUTIONS:
             found.factors.add(node.name)
-        if name_of(node) in VIEWS or name_of(node) == "getitem":
+        if name_of(node) in VIEWS or name_of(node) == "getitem" or is_multiple(node):
             for names in (found.factors, found.rows):
                 if any(source.name in names for source in node.all_input_nodes):
                     names.add(node.name)

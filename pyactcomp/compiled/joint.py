@@ -35,6 +35,18 @@ def name_of(node: object) -> str:
     return str(getattr(packet, "__name__", target))
 
 
+def is_multiple(node: fx.Node) -> bool:
+    """Return whether a value is another one, its first argument, times a constant; the first power counts as one."""
+    name = name_of(node)
+    if name == "pow":
+        return bool(node.args[1] == 1)
+    return name in ("mul", "div", "neg") and value(node.args[0]) is not None and not any(map(_is_tensor, node.args[1:]))
+
+
+def _is_tensor(argument: object) -> bool:
+    return value(argument) is not None
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Return whether each element of a result is computed from one element of each operand."""
     tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()

@@ -38,6 +38,7 @@ from .gates import is_sigmoid
 from .joint import MERGING, VIEWS, fewest, name_of, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
+_MASKED = "the gradient may be zero at the largest elements"
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
 # Each element of a result is one of the operand's, as in the rolls of shifted windows.
 _SELECTING = {"index", "index_select", "gather"}
@@ -152,6 +153,8 @@ def needs(
                 reading = _exactly(node, "the forward divides by what it computes from it")
             elif node.name in behind.rows and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
+            elif node.name in behind.squared and reading.need == CODES:
+                reading = Reading(name_of(node), "result", BFLOAT16, _MASKED)
         found[node.name] = Need(reading, math.gcd(*rows) if rows else None)
     return found
 
@@ -306,7 +309,7 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         why = "a multiple of it, or of the difference between it and one, which may be small"
         return strictest((Reading(name, "result", PROBABILITY, why), reading))
     if reading.need == CODES and (_is_difference(_unscaled(source)) or _spans_magnitudes(source)):
-        return Reading(name, "result", BFLOAT16, "the gradient may be zero at the largest elements")
+        return Reading(name, "result", BFLOAT16, _MASKED)
     if reading.need == CODES and _grows(source):
         return Reading(name, "result", BFLOAT16, "the result may span orders of magnitude")
     if reading.need == CODES and _is_quotient(_unscaled(source)):

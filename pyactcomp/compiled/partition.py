@@ -20,6 +20,7 @@ from .needs import COMPARISONS
 from .overwritten import copy_overwritten
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
+from .squares import clipped_squares
 
 
 def partition(
@@ -57,6 +58,7 @@ def partition(
     behind = behind._replace(
         saturating=saturating(joint.graph, known.backward, known.tangent),
         blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
+        squared=clipped_squares(joint.graph, known.tangent),
     )
     costs = Costs(joint, known, config, behind)
 
