@@ -135,3 +135,39 @@ def test_a_recomputed_result_that_was_written_to_is_not_stored_for_a_divisor() -
         (1 / (squared + 1e-3)).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.sum().backward()
+
+
+class CountedBlock(nn.Module):
+    """Counts the saved bytes of one block by hooks of its own; a norm written out divides by the block's output."""
+
+    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.operator = operator
+        self.nbytes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        def count(tensor: Tensor) -> Tensor:
+            self.nbytes += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            x = self.operator(self.first(x))
+        x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"mode": "lossless"}], ids=str)
+@pytest.mark.parametrize(
+    "operator", [F.gelu, F.silu, lambda x: x * x.cos(), lambda x: F.layer_norm(x, (64,))], ids=range(4)
+)
+def test_a_norm_of_what_hooks_of_other_code_packed(
+    operator: Callable[[Tensor], Tensor], options: dict[str, Any]
+) -> None:
+    model, x = CountedBlock(operator), torch.randn(512, 64)
+    exact = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
+    counted = model.nbytes
+    pyactcomp.compress(model, min_bytes=1, **options)
+    got = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
+    assert distance(got, exact) <= (0 if "mode" in options else BAR)
+    assert model.nbytes == 2 * counted

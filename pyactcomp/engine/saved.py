@@ -22,7 +22,7 @@ from ..codec.layouts import Layout, layout_of
 from ..errors import PyactcompError
 from ..readers.forms import AS_SHAPE, CODES, EXACT, ITSELF, RELATIVE, Form
 from ..readers.observer import Version, observer
-from ..torch_private import current_raw_stream, never_traced, running_node
+from ..torch_private import StoredForm, current_raw_stream, never_traced, running_node
 
 
 class Saved(Protocol):
@@ -69,7 +69,7 @@ def check_unchanged(version: Version, dtype: torch.dtype, device: torch.device, 
         raise ModifiedError(_modified(f"[{kind} {list(shape)}]", version.current, version.saved))
 
 
-class Versioned:
+class Versioned(StoredForm):
     """Base of stored forms with only the version counter of the saved tensor, so the tensor can be freed."""
 
     __slots__ = ("_device", "_dtype", "_seen")
@@ -129,7 +129,7 @@ def _refuse(node: str, form: Form, shape: torch.Size) -> None:
 _BACKWARD = frozenset({"torch.autograd.graph", "torch.autograd"})
 
 
-class Kept:
+class Kept(StoredForm):
     """A tensor held unpacked, with the version check that autograd omits under hooks."""
 
     __slots__ = ("__weakref__", "tensor", "version")
@@ -192,7 +192,7 @@ class Recast(Versioned):
         return copy.as_strided(self._layout.shape, self._layout.stride, self._offset)
 
 
-class Shared:
+class Shared(StoredForm):
     """A stored form that several operators may share, decoded or recomputed in backward.
 
     The restored tensor stays alive from the first unpacking to the last, so the backward of q, k and v restores their
@@ -387,7 +387,7 @@ class Region(Shared):
         return out if storing.carrier is self.dtype else out.to(self.dtype)
 
 
-class View:
+class View(StoredForm):
     """A view of a packed region or of a recomputed output."""
 
     __slots__ = ("_offset", "layout", "region")
@@ -436,7 +436,7 @@ class Shapeless(Versioned):
         return out if running_node() is not None else out.fill_(math.nan)
 
 
-class Pending:
+class Pending(StoredForm):
     """A saved tensor whose form is decided later; kept until then."""
 
     __slots__ = ("stored",)
@@ -487,7 +487,7 @@ class Gathered(Versioned):
         return out.copy_(dense)
 
 
-class Distributed:
+class Distributed(StoredForm):
     """A DTensor whose local tensor is in a stored form."""
 
     __slots__ = ("_local", "_spec")

@@ -160,11 +160,21 @@ def running_node() -> Node | None:
     return node
 
 
+class StoredForm:
+    """Base of what this package's pack hooks return, to tell it from the results of other hooks."""
+
+    __slots__ = ()
+
+
 def saved_form(node: Node, name: str) -> object:
-    """Return the pack hook's result for the tensor saved by ``node`` under a name, or None without one."""
+    """Return the :class:`StoredForm` of the tensor saved by ``node`` under a name, or None without one.
+
+    Hooks of other code around a part of a model return any object, often a tensor.
+    """
     saved = getattr(node, f"_raw_saved_{name}", None)
     # A saved list of tensors is a tuple, without `unpack_hook`.
-    return None if saved is None or getattr(saved, "unpack_hook", None) is None else saved.data
+    data = None if saved is None or getattr(saved, "unpack_hook", None) is None else saved.data
+    return data if isinstance(data, StoredForm) else None
 
 
 def saved_as_it_is(node: Node, name: str) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from . import (
+    StoredForm,
     allocator_settings_setter,
     backend_being_traced,
     being_traced,
@@ -253,7 +254,7 @@ def _test_node_names() -> None:
 
 
 def _test_saved_form() -> None:
-    class Held:
+    class Held(StoredForm):
         def __init__(self, tensor: Tensor) -> None:
             self.tensor = tensor.detach()
 
@@ -263,6 +264,9 @@ def _test_saved_form() -> None:
     node: Any = out.grad_fn
     assert isinstance(saved_form(node, "self"), Held)
     assert saved_form(node, "result") is None
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        of_other_hooks: Any = torch.nn.functional.gelu(x * 1).grad_fn
+    assert saved_form(of_other_hooks, "self") is None
     assert saved_as_it_is(node, "self") is None
     node.metadata["self test"] = 1
     again: Any = out.grad_fn
