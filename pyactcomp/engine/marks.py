@@ -66,8 +66,33 @@ class DictMark(Generic[T]):
         return value
 
 
-RECIPE = TensorMark[Recipe]("recipe")
-"""On an operator's output: how backward recomputes the output."""
+class OutputMark(Generic[T]):
+    """One value on the autograd node of an output; nothing on the output itself, which users save and copy."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"pyactcomp_{name}"
+
+    def get(self, out: Tensor) -> T | None:
+        """Return the value set on the node of an output, or None."""
+        node: Any = out.grad_fn
+        return None if node is None else self.on(node)
+
+    def on(self, node: Any) -> T | None:
+        """Return the value set on a node, or None."""
+        value: T | None = node.metadata.get(self.name)
+        return value
+
+    def set(self, node: Any, value: T) -> None:
+        """Set the value on a node."""
+        node.metadata[self.name] = value
+
+    def drop(self, node: Any) -> None:
+        """Remove the value from a node."""
+        node.metadata.pop(self.name, None)
+
+
+RECIPE = OutputMark[Recipe]("recipe")
+"""On the node of an operator: how backward recomputes the output."""
 
 PACKS = TensorMark[Packs]("packs")
 """On codes saved by an autograd function: the packed tensor, for the report."""
@@ -99,16 +124,3 @@ def compiles_itself(module: Any) -> bool:
     """Return whether a module has the class of a compiled block; its hooks then run outside of its graph."""
     mark = compiled_mark(type(module))
     return mark is not None and bool(mark.compiled)
-
-
-def attach(node: Any, out: Tensor, recipe: Recipe) -> None:
-    """Attach a recipe to an output, and a weak reference to the output to its node."""
-    RECIPE.set(out, recipe)
-    # From a cast's node the graph leads to the producer's node only; the weak reference leads on to the live output.
-    node.metadata["pyactcomp"] = ref(out)
-
-
-def output_of(node: Any) -> Tensor | None:
-    """Return the output of a node with a recipe, while the output is alive."""
-    output: ref[Tensor] | None = node.metadata.get("pyactcomp")
-    return None if output is None else output()

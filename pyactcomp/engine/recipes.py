@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
 import torch
@@ -28,9 +29,9 @@ class Recipe:
     out : Tensor
         The output. Must be dense and the owner of the storage.
     compute : callable, optional
-        Maps a dtype (the dtype of ``out``, or the target of an autocast cast) to a tensor with the values and
-        shape of ``out``, in any layout. Must hold the operator's saved operands, never ``out`` or the graph. Without
-        ``compute`` the output is stored, but its equal casts only once.
+        Maps a dtype (the dtype of ``out``, or the target of an autocast cast), and the ``forms``, to a tensor with the
+        values and shape of ``out``, in any layout. Must never hold ``out`` or the graph. Without ``compute`` the output
+        is stored, but its equal casts only once.
     operands : tuple of Tensor
         Tensors read unpacked by ``compute``, such as a weight: a write before backward raises autograd's error.
     depth : int
@@ -41,16 +42,23 @@ class Recipe:
         Whether ``compute`` gives the output bit by bit.
     fixed : bool
         Whether the operands stay in the form they have: the output itself is stored if a divisor needs more.
+    forms : tuple of stored forms
+        The forms of the operator's saved operands. Their node holds them until its backward has run, and a saved output
+        holds them by :meth:`forms`. The recipe does not: a program may hold the output, and with it the node, for long.
+    copies_read : tuple of Kept
+        Those of ``forms`` that no node holds.
     """
 
     __slots__ = (
+        "_casts",
         "_compute",
         "_copies",
+        "_copies_read",
+        "_forms",
         "_operands",
         "_out",
         "_stored",
         "_versions",
-        "casts",
         "depth",
         "dtype",
         "exact",
@@ -63,21 +71,25 @@ class Recipe:
     def __init__(
         self,
         out: Tensor,
-        compute: Compute | None,
+        compute: Callable[..., Tensor] | None,
         operands: tuple[Tensor, ...] = (),
         depth: int = 1,
         casts: bool = True,
         exact: bool = False,
         fixed: bool = False,
+        forms: tuple[Any, ...] = (),
+        copies_read: tuple[Kept, ...] = (),
     ) -> None:
         self._compute = compute
+        self._forms = tuple(map(ref, forms))
+        self._copies_read = copies_read
         self._operands = operands
         self._out = ref(out)
         self._versions = tuple(operand._version for operand in operands)
         self._stored: ref[FromRecipe] | None = None
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth
-        self.casts = casts and self.computes
+        self._casts = casts
         self.exact = exact
         self.fixed = fixed
         self.dtype = out.dtype
@@ -94,8 +106,17 @@ class Recipe:
 
     @property
     def computes(self) -> bool:
-        """Whether the recipe can recompute the output."""
-        return self._compute is not None
+        """Whether the recipe can recompute the output: not once backward has freed a form."""
+        return self._compute is not None and (not self._forms or None not in self.forms())
+
+    @property
+    def casts(self) -> bool:
+        """Whether the recipe can recompute casts of the output."""
+        return self._casts and self.computes
+
+    def forms(self) -> tuple[object, ...]:
+        """Return the stored forms to hold as long as :meth:`compute` may be called; None for each freed one."""
+        return tuple([form() for form in self._forms]) if self._forms else ()
 
     def serves(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` still equals the recomputed output: same storage, and no write since."""
@@ -112,13 +133,17 @@ class Recipe:
         try:
             for operand, version in zip(self._operands, self._versions, strict=True):
                 check_version(operand, version)
-            recomputed = self._compute(dtype)
+            recomputed = self._compute(dtype, *self.forms())
         except ModifiedError as error:
             out = self.output()
             if out is None:
                 raise ModifiedError(f"{error} {_NOT_HELD}") from None
             recomputed = out.to(dtype)
         return arranged(recomputed, self.layout)
+
+    def output_held(self) -> Tensor | None:
+        """Return the output itself while it is alive."""
+        return self._out()
 
     def output(self) -> Tensor | None:
         """Return the output, detached, while it is alive and was not written to."""
@@ -142,11 +167,12 @@ class FromRecipe(Shared):
     If the recipe reads codes that are too coarse for a later reader, the tensor is stored after all.
     """
 
-    __slots__ = ("_in_place", "_saved", "dtype", "recipe")
+    __slots__ = ("_forms", "_in_place", "_saved", "dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
         super().__init__(recipe.layout, out.get_device(), stream, recent)
         self.recipe = recipe
+        self._forms = recipe.forms()
         self.dtype = dtype
         # Casts have version counters of their own; `Same` around this form checks them.
         self._saved = Versioned(out) if dtype is recipe.dtype else None

@@ -22,8 +22,8 @@ from ..codec.layouts import layout_of
 from ..readers.forms import ITSELF
 from ..readers.nodes import CAST, source
 from ..readers.observer import being_traced, observer
-from ..torch_private import saved_form, saves_are_dropped
-from .marks import PACKS, RECIPE, Packs, attach, output_of
+from ..torch_private import graph_is_retained, saved_form, saves_are_dropped
+from .marks import PACKS, RECIPE, Packs
 from .policy import PLAIN
 from .recipes import Compute, FromRecipe, Recipe
 from .record import is_recording
@@ -41,13 +41,17 @@ _DEEPEST = 2
 
 Stored = Kept | Region | View | FromRecipe
 
+# Operators and autograd functions that offered a recipe. The nodes of all others are spared the look-up, for which
+# torch makes a dict.
+_OFFERING = {"NativeLayerNormBackward0"}
+
 
 def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     """Offer a recipe for ``out``: operators that save ``out``, a view or autocast's cast of ``out`` store the recipe.
 
-    Call this in the ``forward`` of an autograd function, with the context and the output. The recipe lives as long as
-    the output or a saved form that uses the recipe. Where saved tensors are dropped unread (the first run of a
-    checkpointed function) kernels write no codes, so the recipe is empty.
+    Call this in the ``forward`` of an autograd function, with the context and the output, and :func:`withdraw` in its
+    ``backward``. Until then the recipe lives as long as the node, or a saved form that uses the recipe. Where saved
+    tensors are dropped unread (the first run of a checkpointed function) kernels write no codes: the recipe is empty.
 
     Parameters
     ----------
@@ -57,7 +61,14 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     """
     if torch.compiler.is_compiling() or being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
-    attach(ctx, out, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands, fixed=True))
+    _OFFERING.add(type(ctx).__name__)
+    RECIPE.set(ctx, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands, fixed=True))
+
+
+def withdraw(ctx: Any) -> None:
+    """Release the operands of an offered recipe, as backward releases saved tensors; saved forms keep their own."""
+    if type(ctx).__name__ in _OFFERING and not graph_is_retained():
+        RECIPE.drop(ctx)
 
 
 def stable_copy(parameter: Tensor | None) -> Tensor | None:
@@ -100,9 +111,11 @@ def source_of(tensor: Tensor, origin: str) -> tuple[Recipe, Tensor, torch.dtype]
     """
     base = tensor._base
     out = tensor if base is None else base
+    build = _OPERATORS.get(origin)
+    if build is None and origin not in _OFFERING:
+        return None
     recipe = RECIPE.get(out)
     if recipe is None:
-        build = _OPERATORS.get(origin)
         if build is None or out._version != 0 or out.is_nested:
             return None
         # Version 0 and the node's own output: `out` was never written to and owns its storage.
@@ -110,7 +123,7 @@ def source_of(tensor: Tensor, origin: str) -> tuple[Recipe, Tensor, torch.dtype]
         if node is not None and node.name() == origin:
             recipe = build(out, node)
             if recipe is not None:
-                attach(node, out, recipe)
+                RECIPE.set(node, recipe)
     if recipe is None or not recipe.computes or not recipe.serves(tensor) or tensor.dtype is not out.dtype:
         return None
     return recipe, out, recipe.dtype
@@ -121,11 +134,18 @@ def cast_recipe(copy: Tensor, node: Node) -> tuple[Recipe, Tensor] | None:
     if copy.grad_fn is not node or copy._version != 0 or not copy.is_contiguous():
         return None
     behind, number = source(node)
-    out = None if behind is None else output_of(behind)
-    if out is None or out.output_nr != number or out.numel() != copy.numel() or out.device != copy.device:
+    recipe = None if behind is None else RECIPE.on(behind)
+    # From a cast's node the graph leads to the producer's node only; the recipe leads on to the live output.
+    out = None if recipe is None else recipe.output_held()
+    if (
+        recipe is None
+        or out is None
+        or out.output_nr != number
+        or out.numel() != copy.numel()
+        or out.device != copy.device
+    ):
         return None
-    recipe = RECIPE.get(out)
-    return (recipe, out) if recipe is not None and recipe.serves(out) and out.is_contiguous() else None
+    return (recipe, out) if recipe.serves(out) and out.is_contiguous() else None
 
 
 def source_of_cast(
@@ -156,9 +176,13 @@ def recomputation_of(tensor: Tensor) -> Callable[[], Tensor] | None:
         recipe = None
     if recipe is None:
         return None
-    dtype, shape = tensor.dtype, tensor.size()
+    return functools.partial(_recomputed, recipe, tensor.dtype, tensor.size(), recipe.forms())
+
+
+def _recomputed(recipe: Recipe, dtype: torch.dtype, shape: torch.Size, forms: tuple[object, ...]) -> Tensor:
+    """Recompute an output or its cast; ``forms`` keeps alive the stored forms that the recipe reads."""
     # The source may have been reshaped before the cast.
-    return lambda: recipe.compute(dtype).view(shape)
+    return recipe.compute(dtype).view(shape)
 
 
 _SAVING_THEIR_RESULT = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "TanhBackward0", "SigmoidBackward0"})
@@ -233,25 +257,35 @@ def _gelu(out: Tensor, node: Any) -> Recipe | None:
         return None
     approximate = node._saved_approximate
     gelu = functools.partial(F.gelu, approximate=approximate)
-    return Recipe(out, lambda dtype: gelu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
+    return Recipe(out, lambda dtype, x: gelu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x), forms=(x,))
 
 
 def _silu(out: Tensor, node: Node) -> Recipe | None:
     x = _operand(node, "self")
     if x is None:
         return None
-    return Recipe(out, lambda dtype: F.silu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x))
+    return Recipe(
+        out, lambda dtype, x: F.silu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x), forms=(x,)
+    )
 
 
 def _mul(out: Tensor, node: Node) -> Recipe | None:
-    a, b = _operand(node, "self"), _operand(node, "other")
+    a, b = saved = _operand(node, "self"), _operand(node, "other")
     if _may_be_freed():
         (of_a, _), (of_b, _) = node.next_functions
         a, b = _lasting(a, of_a, out), _lasting(b, of_b, out)
     if a is None or b is None:
         return None
     depth, exact = max(_depth(a), _depth(b)) + 1, is_exact(a) and is_exact(b)
-    return Recipe(out, lambda dtype: (a.restore() * b.restore()).to(dtype), depth=depth, exact=exact)
+    clones = tuple(each for each in (a, b) if each not in saved and isinstance(each, Kept))
+    return Recipe(
+        out,
+        lambda dtype, a, b: (a.restore() * b.restore()).to(dtype),
+        depth=depth,
+        exact=exact,
+        forms=(a, b),
+        copies_read=clones,
+    )
 
 
 def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
@@ -268,7 +302,12 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     # Given the forward's scale, dropout's backward does the same to a gradient as the forward to the input.
     backward = torch.ops.aten.native_dropout_backward
     exact = is_exact(stored)
-    return Recipe(out, lambda dtype: backward(stored.restore(), mask.restore(), scale).to(dtype), exact=exact)
+    return Recipe(
+        out,
+        lambda dtype, stored, mask: backward(stored.restore(), mask.restore(), scale).to(dtype),
+        exact=exact,
+        forms=(stored, mask),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -310,14 +349,14 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
     gamma, beta = stable_copy(module.weight), stable_copy(module.bias)
     affine = tuple(each for each in (gamma, beta) if each is not None)
 
-    def compute(dtype: torch.dtype) -> Tensor:
+    def compute(dtype: torch.dtype, x: Stored) -> Tensor:
         return torch.native_layer_norm(x.restore(), shape, gamma, beta, eps)[0].to(dtype)
 
     # Do not recompute casts: to normalise in float32 and cast moves 14 bytes an element to save 2. Equal casts are
     # stored once instead.
     # A divisor asks for the relative precision of the output, which the input's does not give.
-    recipe = Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x), fixed=True)
-    attach(node, out, recipe)
+    depth, exact = _depth(x) + 1, is_exact(x)
+    RECIPE.set(node, Recipe(out, compute, affine, depth=depth, casts=False, exact=exact, fixed=True, forms=(x,)))
 
 
 def is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:

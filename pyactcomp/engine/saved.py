@@ -390,7 +390,7 @@ class Region(Shared):
 class View(StoredForm):
     """A view of a packed region or of a recomputed output."""
 
-    __slots__ = ("_offset", "layout", "region")
+    __slots__ = ("__weakref__", "_offset", "layout", "region")
 
     def __init__(self, region: Shared, layout: Layout, offset: int) -> None:
         self.region = region

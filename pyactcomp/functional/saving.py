@@ -18,7 +18,7 @@ from ..codec.layouts import arranged, contiguous_layout, layout_of
 from ..codec.seeds import calls, second_of
 from ..engine.halves import half_kernel, half_nbytes
 from ..engine.policy import PLAIN
-from ..engine.recompute import mark_as_packed
+from ..engine.recompute import mark_as_packed, withdraw
 from ..engine.saved import Versioned
 from ..errors import PyactcompError
 from ..readers.forms import SCALED
@@ -270,6 +270,7 @@ def differentiable_once(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.compiler.is_compiling():
+            withdraw(ctx)
             if grads[0] is None and all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
             for saved, shape in getattr(ctx, "read", ()):
