@@ -49,8 +49,21 @@ class _OpenHooks(_Hook):
     """Forward pre-hook of the root."""
 
     def __call__(self, module: Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._will_close(module):
             self.session.open(module, active=module.training, caller=sys._getframe(1))
+
+    @staticmethod
+    def _will_close(module: Module) -> bool:
+        """Return whether the hook that closes is still there: tools clear a module's forward hooks alone."""
+        for hook in module._forward_hooks.values():
+            if type(hook) is _CloseHooks:
+                return True
+        warnings.warn(
+            f"nothing of this {type(module).__name__} is compressed any more: its forward hooks were cleared. Call "
+            "pyactcomp.decompress and pyactcomp.compress on it",
+            stacklevel=3,
+        )
+        return False
 
 
 class _CloseHooks(_Hook):
@@ -352,6 +365,8 @@ def decompress(model: Module) -> Module:
     if model not in _roots:  # a root without its hooks was compressed too: programs clear hooks
         session_of(model)
     close_abandoned()  # of a forward that KeyboardInterrupt ended
+    for _, session in _sessions(model):
+        session.drop_all()  # of the forward that makes this call
     marks.unmark(model)
     unfuse(model)
     model.__dict__.pop(Scriptable.NAME, None)

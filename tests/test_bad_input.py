@@ -299,7 +299,8 @@ def test_a_forward_that_raises_leaves_no_hook_active(inner: bool, skip: tuple[st
 
 @pytest.mark.parametrize("inner", [False, True], ids=["root", "inner"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["first-step", "later-step"])
-def test_an_interrupted_forward_is_cleared_away_by_the_next(inner: bool, recorded: bool) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()], ids=["interrupt", "exit"])
+def test_an_interrupted_forward_leaves_no_hook_active(inner: bool, recorded: bool, error: BaseException) -> None:
     """Torch runs a module's last hooks after an exception, but not after KeyboardInterrupt."""
     model, other = Raises(inner), perceptron()
     plain = copy.deepcopy(hook_counts(model))
@@ -310,10 +311,10 @@ def test_an_interrupted_forward_is_cleared_away_by_the_next(inner: bool, recorde
         model(x).sum().backward()
     installed = hook_counts(model)
     for _ in range(2):
-        model.error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
+        model.error = error
+        with pytest.raises(type(error)):
             model(x)
-    assert top_saved_tensor_hooks() is not None
+        assert top_saved_tensor_hooks() is None
     other(x).sum().backward()
     assert top_saved_tensor_hooks() is None
     assert hook_counts(model) == installed
@@ -324,16 +325,79 @@ def test_an_interrupted_forward_is_cleared_away_by_the_next(inner: bool, recorde
     assert hook_counts(model) == plain
 
 
-def test_decompress_clears_an_interrupted_forward_away() -> None:
-    model = Raises(False)
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("by", ["the next", "decompress"])
+def test_a_forward_interrupted_in_its_hooks_is_cleared_away(by: str) -> None:
+    model, other = perceptron(), pyactcomp.compress(perceptron(), min_bytes=0)
     plain = copy.deepcopy(hook_counts(model))
     pyactcomp.compress(model, min_bytes=0)
-    model.error = KeyboardInterrupt()
+    x = torch.randn(64, 64)
+    hook = model.register_forward_hook(interrupt, prepend=True)
     with pytest.raises(KeyboardInterrupt):
-        model(torch.randn(64, 64))
-    pyactcomp.decompress(model)
+        model(x)
+    hook.remove()
+    assert top_saved_tensor_hooks() is not None
+    if by == "decompress":
+        pyactcomp.decompress(model)
+        assert hook_counts(model) == plain
+    else:
+        other(x).sum().backward()
     assert top_saved_tensor_hooks() is None
+
+
+@pytest.mark.parametrize("place", ["forward", "hook"])
+def test_decompress_inside_of_a_forward_leaves_no_hook_active(place: str) -> None:
+    model, x = Raises(False), torch.randn(64, 64)
+    plain = copy.deepcopy(hook_counts(model))
+    pyactcomp.compress(model, min_bytes=0)
+    where = model if place == "hook" else model.layers[0]
+    hook = where.register_forward_hook(lambda *_: pyactcomp.decompress(model) and None)
+    model(x).sum().backward()
+    assert top_saved_tensor_hooks() is None
+    hook.remove()
     assert hook_counts(model) == plain
+
+
+def test_no_hook_stays_active_in_a_model_whose_last_hooks_were_cleared() -> None:
+    model, x = pyactcomp.compress(perceptron(), min_bytes=0), torch.randn(64, 64)
+    model._forward_hooks.clear()
+    with pytest.warns(UserWarning, match="its forward hooks were cleared"):
+        model(x).sum().backward()
+    assert top_saved_tensor_hooks() is None
+    pyactcomp.decompress(model)
+
+
+class LeavesHooksActive(nn.Module):
+    """Opens hooks in its forward, for the caller to close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.seen = perceptron(), 0
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
+        self.hooks.__enter__()
+        return y
+
+
+def test_hooks_that_a_forward_leaves_active_stay_so() -> None:
+    model = pyactcomp.compress(LeavesHooksActive(), min_bytes=0)
+    y = model(torch.randn(64, 64))
+    assert model.seen == 0
+    loss = (y.exp() * y).sum()
+    assert model.seen == 3
+    model.hooks.__exit__()  # type: ignore[no-untyped-call]
+    assert top_saved_tensor_hooks() is None
+    loss.backward()
+    assert model.seen == 3
 
 
 @pytest.mark.parametrize("error", [ArithmeticError("of the test"), KeyboardInterrupt()], ids=["exception", "interrupt"])

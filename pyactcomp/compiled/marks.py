@@ -17,6 +17,7 @@ from torch.nn import Linear, Module, ModuleList, Sequential
 
 from ..config import Config
 from ..engine.marks import COMPILED, compiled_mark, give_class, unmarked
+from ..engine.session import close_interrupted
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
@@ -113,7 +114,15 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
         if not isinstance(self, marked):  # a lazy module that has just become another class
             return cls.forward(self, *args, **kwargs)
         # Not cls.forward: Dynamo calls no method of a class that torch._dynamo.allow_in_graph took.
-        return cast("Any", super(marked, self)).forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return cast("Any", super(marked, self)).forward(*args, **kwargs)
+        try:
+            return cast("Any", super(marked, self)).forward(*args, **kwargs)
+        except Exception:
+            raise  # torch runs the forward hooks
+        except BaseException:
+            close_interrupted(self)
+            raise
 
     # Dynamo's limit of graphs holds for a code object: without one of its own, all compressed models of a process share
     # the limit.

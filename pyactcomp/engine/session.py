@@ -15,10 +15,11 @@ from ..codec.seeds import Seeds
 from ..config import Config
 from ..errors import HookConflictError
 from ..readers.observer import transformed
-from ..torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks
+from ..torch_private import hooks_on_top, saved_tensor_hooks_enabled, top_saved_tensor_hooks
 from .frame import Frame
 from .packing import Packing
 from .record import Recorder
+from .saved import unpack
 
 
 def close_abandoned() -> None:
@@ -28,6 +29,29 @@ def close_abandoned() -> None:
         if not isinstance(frame, Frame) or not isinstance(frame.packing, Session) or not frame.abandoned():
             return
         frame.packing.drop(frame)
+
+
+def close_interrupted(module: Module) -> None:
+    """Close the frame of a module's forward in this thread that ends by KeyboardInterrupt, SystemExit or their like.
+
+    Torch runs no forward hook then.
+    """
+    top = top_saved_tensor_hooks()
+    frame = None if top is None else getattr(top[0], "__self__", None)
+    session = frame.packing if isinstance(frame, Frame) else None
+    if isinstance(frame, Frame) and isinstance(session, Session) and session.root is not None:
+        if session.root() is module:
+            session.drop(frame)
+
+
+def _close(frame: Frame) -> None:
+    """Close a frame; hooks that the forward left open on top stay active, as without the frame."""
+    top = top_saved_tensor_hooks()
+    if top is not None and getattr(top[0], "__self__", None) is frame:
+        frame.close()
+    else:
+        with hooks_on_top(frame, (frame.pack, unpack)):
+            frame.close()
 
 
 class Session(Packing):
@@ -61,7 +85,8 @@ class Session(Packing):
         """Activate the hooks for a forward of ``module``, or step aside where hooks must not be active.
 
         Torch runs a module's forward hooks after an Exception, but not after KeyboardInterrupt. ``caller``, the running
-        frame that would call :meth:`close`, lets the next forward find hooks left open.
+        frame that would call :meth:`close`, lets the next forward find hooks left open where no
+        :func:`close_interrupted` was called.
 
         Follow every call by one of :meth:`close`, even if this call raises or ``active`` is False.
 
@@ -88,7 +113,7 @@ class Session(Packing):
         stack = self._stack()
         frame = stack.pop() if stack else None
         if frame is not None:
-            frame.close()
+            _close(frame)
             if completed and frame.recorder is not None and frame.recorder.saved:
                 self.recorder = frame.recorder
 
@@ -97,7 +122,14 @@ class Session(Packing):
         stack = self._stack()
         if frame in stack:
             del stack[stack.index(frame) :]
-        frame.close()
+        _close(frame)
+
+    def drop_all(self) -> None:
+        """Close all frames of this thread, innermost first."""
+        while stack := self._stack():
+            frame = stack.pop()
+            if frame is not None:
+                _close(frame)
 
     def _new_frame(self, module: Module | None) -> Frame:
         records = self.recorder is None and torch.is_grad_enabled()

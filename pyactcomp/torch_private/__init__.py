@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,29 @@ SavedTensorHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the innermost active pair of saved-tensor hooks."""
     return cast("SavedTensorHooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+@contextmanager
+def hooks_on_top(owner: object, own: tuple[Callable[..., object], Callable[..., Tensor]]) -> Iterator[None]:
+    """Bring the pair ``own``, methods of ``owner``, to the top of this thread's pairs inside a ``with`` block.
+
+    The pairs above, which a program left active, are back afterwards. A pair that is gone is there again, so that the
+    block removes no other.
+    """
+    hooks = torch._C._autograd
+    above: list[SavedTensorHooks] = []
+    while (top := top_saved_tensor_hooks()) is not None and getattr(top[0], "__self__", None) is not owner:
+        above.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    if top is None:
+        while above:
+            hooks._push_saved_tensors_default_hooks(*above.pop())
+        hooks._push_saved_tensors_default_hooks(*own)
+    try:
+        yield
+    finally:
+        while above:
+            hooks._push_saved_tensors_default_hooks(*above.pop())
 
 
 def _pack_of_checkpoint() -> Callable[[Tensor], object] | None:

@@ -34,6 +34,7 @@ from . import (
     graph_is_retained,
     has_no_memory,
     history_enabled,
+    hooks_on_top,
     inside_functorch,
     is_batch,
     module_hooks_are_global,
@@ -65,6 +66,10 @@ def _test_top_hooks() -> None:
         top = top_saved_tensor_hooks()
         assert top is not None
         assert top[0] is top[1] is same
+        with hooks_on_top(object(), (Tensor.sin, Tensor.cos)):
+            assert top_saved_tensor_hooks() == (Tensor.sin, Tensor.cos)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            assert top_saved_tensor_hooks() == (same, same)
     seen: list[tuple[bool, bool]] = []
 
     def probe(x: Tensor) -> Tensor:
@@ -525,7 +530,7 @@ def _test_owner_being_traced() -> None:
 
 _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_isHistoryEnabled": _test_history_enabled,
-    "torch._C._autograd._top_saved_tensors_default_hooks": _test_top_hooks,
+    "torch._C._autograd._top_saved_tensors_default_hooks, _push, _pop": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
     "torch.utils.checkpoint's hooks, and the frame that they enclose": _test_checkpointed_run,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
