@@ -142,8 +142,9 @@ def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: boo
 
 def recipe_of(tensor: Tensor) -> Recipe:
     """Return the recipe that an operator which saves ``tensor`` finds."""
-    assert tensor.grad_fn is not None
-    found = recompute.source_of(tensor, tensor.grad_fn.name())
+    whole = tensor if tensor._base is None else tensor._base
+    assert whole.grad_fn is not None
+    found = recompute.source_of(tensor, whole.grad_fn.name())
     assert found is not None
     return found[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -72,6 +72,67 @@ def test_classes_of_models_are_freed_with_their_models() -> None:
     known = train()
     gc.collect()
     assert known() is None
+
+
+class Tagged(nn.Module):
+    """Asks each subclass for a keyword, and keeps the subclasses, each name once."""
+
+    subclasses: ClassVar[dict[str, type[nn.Module]]] = {}
+
+    def __init_subclass__(cls, *, tag: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__name__ in cls.subclasses:
+            raise ValueError(f"{cls.__name__} is registered already")
+        cls.subclasses[cls.__name__] = cls
+
+
+class TaggedNorm(Tagged, nn.LayerNorm, tag="norm"):
+    pass
+
+
+class TaggedModel(Tagged, tag="model"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = TaggedNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"mode": "lossless"}], ids=str)
+def test_a_class_that_keeps_its_subclasses_sees_none_of_ours(options: dict[str, Any]) -> None:
+    before = dict(Tagged.subclasses)
+    model = pyactcomp.compress(TaggedModel(), min_bytes=0, **options)
+    model(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    assert Tagged.subclasses == before
+    with pytest.raises(TypeError, match="tag"):
+        type("Derived", (type(model),), {})  # a class derived from ours is one of the user's
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.GELU())
+        self.norm, self.dropout = nn.LayerNorm(7), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.norm(self.layers(x)))
+        return y
+
+
+def modules_called(model: nn.Module) -> list[str]:
+    return [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes]
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"mode": "lossless"}], ids=str)
+def test_fx_traces_a_compressed_model_as_any_other(options: dict[str, Any]) -> None:
+    model = Convolutional()
+    exact = modules_called(model), modules_called(nn.Sequential(model))
+    named = [(type(module).__module__, type(module).__qualname__) for module in model.modules()]
+    pyactcomp.compress(model, min_bytes=0, **options)
+    assert (modules_called(model), modules_called(nn.Sequential(model))) == exact
+    assert [(type(module).__module__, type(module).__qualname__) for module in model.modules()] == named
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -76,6 +76,11 @@ def _tell(mark: Mark) -> None:
 class Marked(Module):
     """Base of the classes given to compressed modules."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Leave out the ``__init_subclass__`` of the user's class, which registers classes or takes keywords."""
+        if COMPILED.get(cls) is None:
+            super().__init_subclass__(**options)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the module's own class and the configuration: the marked class is no attribute of any module."""
         make, arguments, *state = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
@@ -134,6 +139,7 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     gains = pays if issubclass(cls, Linear) else None
     called = compiled_forward(forward, cls.__name__, mark.compiled, gains) if mark.compiled else forward
     body = {"forward": called, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    body["__qualname__"] = cls.__qualname__
     marked = cast("type[Module]", type(cls.__name__, (Marked, cls), body))
     return marked
 

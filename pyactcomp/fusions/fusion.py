@@ -23,6 +23,11 @@ class Fused(Module):
     A mixin must keep no state on the module: fusing a module only changes ``__class__``.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Leave out the ``__init_subclass__`` of the user's class, which registers classes or takes keywords."""
+        if not is_fused_class(cls):
+            super().__init_subclass__(**options)
+
     @staticmethod
     def row_length(module: Module) -> int | None:
         """Return the number of elements per deviation if the module divides by deviations, else None."""
@@ -58,14 +63,14 @@ class Fusion:
 
 
 def fused_class(fused: type[Fused], original: type[Module]) -> type[Module]:
-    """Return the class with the bases ``fused`` and ``original``, under the name of ``original``.
+    """Return the class with the bases ``fused`` and ``original``, under the name and module of ``original``.
 
-    Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints.
+    Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints. torch.fx looks into all
+    modules but those of classes in torch.nn.
     """
     bases = fused, original
     if bases not in _fused_classes:
-        qualified = f"{fused.__qualname__}({original.__qualname__})"
-        space = {"__module__": fused.__module__, "__qualname__": qualified, FORM.name: True}
+        space = {"__module__": original.__module__, "__qualname__": original.__qualname__, FORM.name: True}
         _fused_classes[bases] = cast("type[Module]", type(original.__name__, bases, space))
     return _fused_classes[bases]
 
