@@ -6,9 +6,10 @@ Longer than 400 lines: two signatures spell out every option.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -237,6 +238,33 @@ def _check_blocks(model: Module, config: Config, skipped: list[Module]) -> Confi
     return config
 
 
+def _check_not_shared(model: Module) -> None:
+    """Raise if another compressed model has a module of this one: a module has one configuration."""
+    named = {module: name for name, module in model.named_modules()}
+    if _shared_with(named) is not None:
+        gc.collect()  # a deleted model may be in a cycle
+    found = _shared_with(named)
+    if found is None:
+        return
+    root, module = found
+    if module is model:
+        raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
+    raise PyactcompError(
+        f"module {named[module]!r} ({type(module).__name__}) of this {type(model).__name__} is also part of a "
+        f"{type(root).__name__} that is compressed already, and a module takes one configuration: compress one module "
+        "that holds both models, or call pyactcomp.decompress on the other model first"
+    )
+
+
+def _shared_with(modules: Collection[Module]) -> tuple[Module, Module] | None:
+    """Return a compressed model with one of ``modules``, and the module; None without one."""
+    for root in list(_roots):
+        for module in root.modules():
+            if module in modules:
+                return root, module
+    return None
+
+
 def compress(
     model: Module,
     *,
@@ -280,7 +308,8 @@ on_conflict, compile_blocks
         If the model is not a Module, or an option is unknown or has a wrong value, or with ``compile_blocks`` no block
         repeats. The model is then unchanged.
     PyactcompError
-        If the model, a module inside or a model around it is already compressed, or ``impl`` cannot run.
+        If the model, a module inside or a model around it is already compressed, the model shares a module with a
+        compressed model, or ``impl`` cannot run.
 
     Notes
     -----
@@ -318,9 +347,7 @@ on_conflict, compile_blocks
     )
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
-    for root in _roots:
-        if any(module is model for module in root.modules()):
-            raise PyactcompError("this module is part of a model that is compressed already; decompress that first")
+    _check_not_shared(model)
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     config = _check_blocks(model, config, skipped)

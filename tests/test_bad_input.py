@@ -183,6 +183,33 @@ def test_a_module_of_a_compressed_root_is_refused() -> None:
     pyactcomp.compress(model[0])
 
 
+def test_a_model_that_shares_a_module_with_a_compressed_one_is_refused() -> None:
+    shared, x = perceptron(), torch.randn(64, 64)
+    first, second = nn.Sequential(nn.Linear(64, 64), shared), nn.Sequential(shared, nn.ReLU())
+    exact = torch.autograd.grad(first(x).sin().sum(), list(first.parameters()))
+    pyactcomp.compress(first, mode="lossless", min_bytes=0)
+    refused = r"module '0' \(Sequential\) of this Sequential .* holds both models, or call pyactcomp\.decompress"
+    with pytest.raises(PyactcompError, match=refused):
+        pyactcomp.compress(second, min_bytes=0)
+    assert_nothing_installed(second[1])
+    got = torch.autograd.grad(first(x).sin().sum(), list(first.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
+    both = nn.ModuleList([pyactcomp.decompress(first), second])
+    pyactcomp.decompress(pyactcomp.compress(both))
+    pyactcomp.compress(second)
+    pyactcomp.decompress(second)
+
+
+def test_a_module_of_a_deleted_compressed_model_is_compressed() -> None:
+    shared = perceptron()
+    model = nn.Sequential(shared, nn.ReLU())
+    model.__dict__["cycle"] = model
+    pyactcomp.compress(model)
+    del model
+    pyactcomp.decompress(pyactcomp.compress(shared))
+    assert_nothing_installed(shared)
+
+
 def test_a_copy_of_a_compressed_model_is_compressed_too() -> None:
     original = pyactcomp.compress(perceptron())
     model = copy.deepcopy(original)

@@ -65,8 +65,8 @@ class Fusion:
 def fused_class(fused: type[Fused], original: type[Module]) -> type[Module]:
     """Return the class with the bases ``fused`` and ``original``, under the name and module of ``original``.
 
-    Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints. torch.fx looks into all
-    modules but those of classes in torch.nn.
+    Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints. torch.fx looks into
+    all modules but those of classes in torch.nn.
     """
     bases = fused, original
     if bases not in _fused_classes:
