@@ -29,6 +29,7 @@ from .engine.recompute import offer_layer_norm
 from .engine.session import Session, close_abandoned
 from .errors import PyactcompError
 from .fusions import FusionState, unfuse
+from .fusions.replaced import calls_are_replaced
 from .fusions.scriptable import Scriptable
 from .fusions.tampering import tampering_reason
 
@@ -100,7 +101,8 @@ class _OfferLayerNorm(_Hook):
     def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.session.frame() is None:
             return
-        if type(output) is torch.Tensor and tampering_reason(module) is None:
+        # A replaced function may have normalised by another weight or eps.
+        if type(output) is torch.Tensor and tampering_reason(module) is None and not calls_are_replaced(module):
             offer_layer_norm(output, module)
 
 

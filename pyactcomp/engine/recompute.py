@@ -16,7 +16,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import functional as F
+from torch.nn.functional import gelu as gelu_of_torch
+from torch.nn.functional import silu as silu_of_torch
 
 from ..codec.layouts import layout_of
 from ..readers.forms import ITSELF
@@ -256,7 +257,7 @@ def _gelu(out: Tensor, node: Any) -> Recipe | None:
     if x is None:
         return None
     approximate = node._saved_approximate
-    gelu = functools.partial(F.gelu, approximate=approximate)
+    gelu = functools.partial(gelu_of_torch, approximate=approximate)
     return Recipe(out, lambda dtype, x: gelu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x), forms=(x,))
 
 
@@ -265,7 +266,7 @@ def _silu(out: Tensor, node: Node) -> Recipe | None:
     if x is None:
         return None
     return Recipe(
-        out, lambda dtype, x: F.silu(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x), forms=(x,)
+        out, lambda dtype, x: silu_of_torch(x.restore()).to(dtype), depth=_depth(x) + 1, exact=is_exact(x), forms=(x,)
     )
 
 

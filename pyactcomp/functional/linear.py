@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import linear as linear_of_torch
 
 from .codes import INT8, Codes, one_option
 from .saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
@@ -29,7 +29,7 @@ class _Linear(torch.autograd.Function):
         ctx.by_column = x.dim() == 2 and x.stride() == (1, x.shape[0])
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(source, cast(Tensor, cast_to(weight)), cast_to(bias))
+            return linear_of_torch(source, cast(Tensor, cast_to(weight)), cast_to(bias))
 
     @staticmethod
     @differentiable_once
@@ -105,7 +105,7 @@ def linear(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"linear expects a bias of {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if not recorded(x, weight, bias):
-        return F.linear(x, weight, bias)
+        return linear_of_torch(x, weight, bias)
     dtype = None
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)

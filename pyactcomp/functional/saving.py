@@ -26,6 +26,8 @@ from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
     dispatch_mode_active,
     forward_ad_active,
+    function_mode_active,
+    function_modes,
     inside_functorch,
     is_batch,
     saves_are_dropped,
@@ -287,8 +289,12 @@ def differentiable_once(backward: Backward) -> Backward:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Return whether backward will want a gradient of one of the tensors; forward-mode AD is left to torch."""
-    if not torch.is_grad_enabled() or forward_ad_active():
+    """Return whether backward will want a gradient of one of the tensors.
+
+    Forward-mode AD is left to torch, and so are function modes, which see the calls of torch's functions and may
+    replace them.
+    """
+    if not torch.is_grad_enabled() or forward_ad_active() or (function_modes() and function_mode_active()):
         return False
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:

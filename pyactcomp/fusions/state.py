@@ -15,6 +15,7 @@ from ..config import Config
 from ..engine.marks import FUSING
 from ..functional.codes import Codes
 from ..readers.observer import transformed
+from .replaced import calls_are_replaced
 
 
 class LeftAlone(NamedTuple):
@@ -69,9 +70,9 @@ def active_codes(module: Module) -> Codes | None:
     """Return the codes for one call of a fused module, or None where the forward of its own class must run.
 
     The own forward runs in evaluation mode, without gradients, inside functorch transforms and forward-mode
-    differentiation, while torch.compile or make_fx traces, while compression is paused, and under
-    ``PYACTCOMP_DISABLE=1``. Hooks do not matter: a checkpointed function must take the same path when checkpoint
-    recomputes the function in backward.
+    differentiation, while torch.compile or make_fx traces, while compression is paused, where a torch function is
+    replaced, and under ``PYACTCOMP_DISABLE=1``. Hooks do not matter: a checkpointed function must take the same path
+    when checkpoint recomputes the function in backward.
     """
     state: FusionState | None = FUSING.get(module)
     if (
@@ -82,6 +83,7 @@ def active_codes(module: Module) -> Codes | None:
         or torch.compiler.is_compiling()
         or os.environ.get("PYACTCOMP_DISABLE") == "1"
         or transformed()
+        or calls_are_replaced(module)
     ):
         return None
     return state.codes()

@@ -116,6 +116,19 @@ def has_no_memory(x: Tensor) -> bool:
     return inside_functorch() or is_batch(x)
 
 
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""Return the number of torch function modes that are active: mostly none."""
+
+
+def function_mode_active() -> bool:
+    """Return whether a torch function mode may replace calls: neither torch.device's nor one of this package."""
+    return not all(_passes_calls_on(torch._C._get_function_stack_at(index)) for index in range(function_modes()))
+
+
+def _passes_calls_on(mode: object) -> bool:
+    return type(mode).__module__ == "torch.utils._device" or type(mode).__module__.startswith("pyactcomp.")
+
+
 def dispatch_mode_active() -> bool:
     """Return whether a dispatch mode is active: modes see operators, but no kernel that is called directly."""
     return bool(torch._C._len_torch_dispatch_stack())

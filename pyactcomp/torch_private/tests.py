@@ -31,6 +31,7 @@ from . import (
     dispatch_mode_active,
     draw_from_generator,
     forward_ad_active,
+    function_mode_active,
     graph_is_retained,
     has_no_memory,
     history_enabled,
@@ -109,6 +110,14 @@ def _test_batched() -> None:
     torch.autograd.grad(out, x, torch.zeros(3, 2), is_grads_batched=True)
     assert seen == [True]
     assert not is_batch(x)
+
+
+def _test_function_mode() -> None:
+    assert not function_mode_active()
+    with torch.device("cpu"):
+        assert not function_mode_active()
+        with torch.overrides.BaseTorchFunctionMode():
+            assert function_mode_active()
 
 
 def _test_dispatch_mode() -> None:
@@ -535,6 +544,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch.utils.checkpoint's hooks, and the frame that they enclose": _test_checkpointed_run,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
     "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
+    "torch._C._len_torch_function_stack, _get_function_stack_at": _test_function_mode,
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
     "torch._C._get_dispatch_mode, torch._ops._get_dispatch_mode_pre_dispatch": _test_being_traced,
     "torch.autograd.forward_ad._current_level, torch._C._is_tracing": _test_transformed,

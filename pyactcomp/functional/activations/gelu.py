@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import gelu as gelu_of_torch
 
 from ...engine import recompute
 from ..codes import INT8, Codes, one_option
@@ -32,9 +32,11 @@ class _Gelu(torch.autograd.Function):
         kept, restore = how.keep(x)
         ctx.restore = restore
         ctx.save_for_backward(kept)
-        out = F.gelu(x, approximate=approximate)
+        out = gelu_of_torch(x, approximate=approximate)
         source = kept.detach()
-        recompute.offer(ctx, out, lambda dtype: F.gelu(restore(source), approximate=approximate).to(dtype), source)
+        recompute.offer(
+            ctx, out, lambda dtype: gelu_of_torch(restore(source), approximate=approximate).to(dtype), source
+        )
         return out
 
     @staticmethod
@@ -88,5 +90,5 @@ def gelu(
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     if not recorded(x):
-        return F.gelu(x, approximate=approximate)
+        return gelu_of_torch(x, approximate=approximate)
     return cast(Tensor, _Gelu.apply(x, approximate, how))  # type: ignore[no-untyped-call]

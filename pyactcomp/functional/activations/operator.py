@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import gelu as gelu_of_torch
 
 from ...codec import format as fmt
 from ...codec.ops import quantize
@@ -33,7 +33,7 @@ def _compute(x: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
         out, packed, *_ = launch.unary(x, gelu_kernels, "gelu", (tanh,), how)
         return out, packed
     packed = quantize(x, 8, group_size, False, 0, "auto")
-    return F.gelu(x, approximate="tanh" if tanh else "none"), packed
+    return gelu_of_torch(x, approximate="tanh" if tanh else "none"), packed
 
 
 def _fake(x: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import silu as silu_of_torch
 
 from ...engine import recompute
 from ..codes import INT8, Codes, one_option
@@ -33,12 +33,12 @@ class _SiluMul(torch.autograd.Function):
         kept, restores = zip(*saves, strict=True)
         ctx.restores = restores
         ctx.save_for_backward(*kept)
-        out = F.silu(gate) * up
+        out = silu_of_torch(gate) * up
         sources = [t.detach() for t in kept]
 
         def compute_eagerly(dtype: torch.dtype) -> Tensor:
             restored, *other = (restore(t) for restore, t in zip(restores, sources, strict=True))
-            return (F.silu(restored) * (other[0] if up_again is None else up_again.peek())).to(dtype)
+            return (silu_of_torch(restored) * (other[0] if up_again is None else up_again.peek())).to(dtype)
 
         recompute.offer(ctx, out, compute_eagerly, *sources)
         return out
@@ -54,7 +54,7 @@ class _SiluMul(torch.autograd.Function):
         if ctx.up_again is None:
             up = ctx.restores[1](up)
         grad_gate = torch.ops.aten.silu_backward((grad * up).to(gate.dtype), gate)
-        return grad_gate, (grad * F.silu(gate)).to(up.dtype), None, None, None
+        return grad_gate, (grad * silu_of_torch(gate)).to(up.dtype), None, None, None
 
 
 @one_option
@@ -115,6 +115,6 @@ def silu_mul(
     if inplace and how.bits is None:
         raise ValueError("inplace=True writes over up, which bits=None keeps; leave one of them out")
     if not recorded(gate, up):
-        return F.silu(gate) * up
+        return silu_of_torch(gate) * up
     recomputed = None if up_again is None else Recomputed(up_again)
     return cast(Tensor, _SiluMul.apply(gate, up, recomputed, inplace, how))  # type: ignore[no-untyped-call]

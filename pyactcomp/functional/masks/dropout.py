@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import dropout as dropout_of_torch
 
 from ...codec import Impl
 from ...codec.layouts import layout_of
@@ -24,7 +24,7 @@ class _Dropout(torch.autograd.Function):
             ctx.layout = layout_of(mask)
         else:
             # On the CPU torch multiplies by scaled noise: dropout of ones is the same noise, drawn in the same way.
-            noise = F.dropout(torch.ones_like(x), p)
+            noise = dropout_of_torch(torch.ones_like(x), p)
             out, mask = x * noise, noise != 0
         kept, ctx.restore = how.keep_mask(mask)
         ctx.save_for_backward(kept)
@@ -105,5 +105,5 @@ def dropout(
     check_float_tensor("x", x)
     check_probability(p)
     if not recorded(x) or p in (0, 1) or x.numel() == 0:
-        return F.dropout(x, p)
+        return dropout_of_torch(x, p)
     return cast(Tensor, _Dropout.apply(x, p, how))  # type: ignore[no-untyped-call]

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import relu as relu_of_torch
+from torch.nn.functional import relu_ as relu_in_place_of_torch
 
 from ...codec import Impl
 from ...codec.layouts import layout_of
@@ -25,7 +26,7 @@ class _Relu(torch.autograd.Function):
             out, bits, ctx.fused_backward = launch.relu(x, inplace)
         else:
             ctx.fused_backward = None
-            out = F.relu_(x) if inplace else F.relu(x)
+            out = relu_in_place_of_torch(x) if inplace else relu_of_torch(x)
             # ~(out <= 0), not out > 0: NaN has a gradient, as in torch.
             bits, ctx.restore = how.keep_mask(~(out <= 0))
         # A tensor marked dirty gets the new version after forward: do not check it.
@@ -82,5 +83,5 @@ def relu(
     how = kernels_of(impl)
     check_float_tensor("x", x)
     if not recorded(x):
-        return F.relu(x, inplace=inplace)
+        return relu_of_torch(x, inplace=inplace)
     return cast(Tensor, _Relu.apply(x, inplace, how))  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
-from torch.nn import functional as F
+from torch.nn.functional import linear as linear_of_torch
 
 from ....engine import recompute
 from ....engine.saved import check_version
@@ -139,7 +139,7 @@ def _linear_recomputation(linear: Any, x: Tensor) -> Callable[[], Tensor] | None
         check_version(same_weight, version)
         with torch.autocast(device, enabled=False):
             x = recompute_x()
-            return F.linear(x, same_weight.to(x.dtype), None if bias_copy is None else bias_copy.to(x.dtype))
+            return linear_of_torch(x, same_weight.to(x.dtype), None if bias_copy is None else bias_copy.to(x.dtype))
 
     return compute
 

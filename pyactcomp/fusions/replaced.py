@@ -1,0 +1,55 @@
+"""Detect functions of torch that a program replaced: a module's own forward calls them, a fused one does not."""
+
+from __future__ import annotations
+
+from collections import deque
+from operator import attrgetter
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
+from torch.nn import functional as F
+
+from ..torch_private import checkpointed_run, function_mode_active, function_modes
+
+_functions = attrgetter(
+    "batch_norm",
+    "cross_entropy",
+    "dropout",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "max_pool2d",
+    "relu",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "silu",
+    "softmax",
+)
+"""The functions that fused modules stand for. One call in C reads them all, in less time than a look-up by module."""
+
+_OF_IMPORT = _functions(F)
+
+# Modules that stepped aside in the first run of each checkpointed function.
+_stepped_aside: WeakKeyDictionary[object, set[Module]] = WeakKeyDictionary()
+
+
+def calls_are_replaced(module: Module) -> bool:
+    """Return whether a torch function mode is active, or a function of :mod:`torch.nn.functional` was replaced.
+
+    A mode may replace any function: to simulate quantisation, or to count. The rerun of a checkpointed function steps
+    aside where the first run did: a mode may have ended before backward.
+    """
+    replaced = (function_modes() and function_mode_active()) or _functions(F) != _OF_IMPORT
+    if not replaced and not _remembers:
+        return False
+    run = checkpointed_run()
+    if run is None:
+        return replaced
+    if replaced:
+        _remembers.append(True)
+        _stepped_aside.setdefault(run, set()).add(module)
+    return module in _stepped_aside.get(run, ())
+
+
+# Empty until a module has stepped aside under checkpointing: most programs then skip the search for the run.
+_remembers: deque[bool] = deque(maxlen=1)
