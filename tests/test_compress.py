@@ -110,6 +110,38 @@ def test_a_class_that_keeps_its_subclasses_sees_none_of_ours(options: dict[str, 
         type("Derived", (type(model),), {})  # a class derived from ours is one of the user's
 
 
+class Wrapping(nn.Module):
+    """Wraps the forward of each subclass; the outermost wrapper alone counts calls."""
+
+    calls = 0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        forward = cls.forward
+
+        def counted(self: Any, *args: Any) -> Any:
+            self.calls += type(self).forward is counted
+            return forward(self, *args)
+
+        cls.forward = counted
+
+
+class Wrapped(Wrapping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_a_class_that_wraps_the_forwards_of_its_subclasses_wraps_ours() -> None:
+    model = pyactcomp.compress(Wrapped(), min_bytes=0)
+    model(torch.randn(8, 64)).sum().backward()
+    assert model.calls == 1
+
+
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()

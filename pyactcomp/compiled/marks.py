@@ -16,7 +16,7 @@ import torch
 from torch.nn import Linear, Module, ModuleList, Sequential
 
 from ..config import Config
-from ..engine.marks import COMPILED, compiled_mark, give_class, unmarked
+from ..engine.marks import COMPILED, compiled_mark, give_class, unmarked, wraps_forwards
 from ..engine.session import close_interrupted
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import compiled_forward, repeating_blocks
@@ -77,8 +77,8 @@ class Marked(Module):
     """Base of the classes given to compressed modules."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Leave out the ``__init_subclass__`` of the user's class, which registers classes or takes keywords."""
-        if COMPILED.get(cls) is None:
+        """Leave out an ``__init_subclass__`` of the user's, which registers classes or takes keywords."""
+        if COMPILED.get(cls) is None or wraps_forwards(cls):
             super().__init_subclass__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

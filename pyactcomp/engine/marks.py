@@ -115,6 +115,17 @@ def unmarked(cls: Any) -> Any:
     return cls.__bases__[1] if COMPILED.get(cls) is not None else cls
 
 
+def wraps_forwards(cls: Any) -> bool:
+    """Return whether the class behind one of ours has a forward made by ``__init_subclass__`` of a base.
+
+    Such a base wraps the forward of each subclass, ours too: in transformers the outermost wrapper alone checkpoints.
+    """
+    behind = cls.__bases__[1]
+    code = getattr(behind.forward, "__code__", None)
+    functions = (getattr(vars(base).get("__init_subclass__"), "__func__", None) for base in behind.__mro__)
+    return any(code in function.__code__.co_consts for function in functions if function is not None)
+
+
 def compiled_mark(cls: type) -> Any:
     """Return the mark of a class, or of the class behind, as ``fully_shard`` derives one; None without a mark."""
     return next((mark for base in cls.__mro__ if (mark := COMPILED.get(base)) is not None), None)

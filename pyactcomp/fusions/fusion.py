@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
-from ..engine.marks import FORM, FUSING, unmarked
+from ..engine.marks import FORM, FUSING, unmarked, wraps_forwards
 from ..functional.codes import Codes
 from .state import FusionState, active_codes
 
@@ -24,8 +24,8 @@ class Fused(Module):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Leave out the ``__init_subclass__`` of the user's class, which registers classes or takes keywords."""
-        if not is_fused_class(cls):
+        """Leave out an ``__init_subclass__`` of the user's, which registers classes or takes keywords."""
+        if not is_fused_class(cls) or wraps_forwards(cls):
             super().__init_subclass__(**options)
 
     @staticmethod
