@@ -1,4 +1,4 @@
-"""Squares of clipped differences, in graphs: the small elements, which pass the gradient of a low loss, stay precise."""
+"""Squares of clipped differences, in graphs: small elements, which pass the gradient of a low loss, stay precise."""
 
 from __future__ import annotations
 

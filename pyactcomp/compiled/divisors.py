@@ -16,7 +16,7 @@ from ..codec.layouts import row_of, spans_rows
 from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
-from .joint import VIEWS, fewest, is_multiple, name_of, value
+from .joint import MERGING, VIEWS, fewest, is_multiple, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
@@ -43,6 +43,8 @@ class Behind(NamedTuple):
         The checkpointed block of each node in one.
     squared : set of str
         Clipped differences of ``squares.py``: 16 bits or more.
+    short : set of str
+        Operands of ``products.py``: 16 bits or more.
     """
 
     factors: set[str]
@@ -50,19 +52,20 @@ class Behind(NamedTuple):
     saturating: dict[str, Form]
     blocks: Mapping[str, Block]
     squared: set[str]
+    short: set[str]
 
 
-NONE_BEHIND = Behind(set(), set(), {}, {}, set())
+NONE_BEHIND = Behind(set(), set(), {}, {}, set(), set())
 
 
 def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
     """Return the values from which a divisor is computed, of those that depend on no tangent."""
-    found = Behind(set(), set(), {}, {}, set())
+    found = Behind(set(), set(), {}, {}, set(), set())
     waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
     seen: set[fx.Node] = set()
     while waiting:
         node = waiting.pop()
-        tensor = value(node)
+        tensor = _first_result(node)
         if node in seen or tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         seen.add(node)
@@ -144,12 +147,15 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
         return rows is None or fewest(rows.shape[-1:]) >= group_size
     if name not in _REDUCTIONS:
         return False
-    source, result = value(node.args[0]), value(node)
-    if result is None:  # several results, of which the first is a statistic
-        result = next((v for user in node.users if (v := value(user)) is not None), None)
+    source, result = value(node.args[0]), _first_result(node)
     if source is None or result is None:
         return False
     return fewest(source.shape) >= group_size * fewest(result.shape)
+
+
+def _first_result(node: fx.Node) -> Tensor | None:
+    """Return the result of an operator; of several, as those of ``var_mean``, the first one read."""
+    return next((tensor for result in (node, *node.users) if (tensor := value(result)) is not None), None)
 
 
 def _is_squared_distance(product: fx.Node) -> bool:
@@ -170,6 +176,9 @@ def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
     if not isinstance(read, fx.Node):
         return
     dims = node.args[1] if len(node.args) > 1 else None
+    viewed = [read]
+    while name_of(viewed[-1]) in VIEWS - MERGING and isinstance(viewed[-1].args[0], fx.Node):
+        viewed.append(viewed[-1].args[0])
     for source in (read, *read.all_input_nodes):
         tensor = value(source)
         if tensor is None or not tensor.dim():
@@ -177,6 +186,9 @@ def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
         reduced = {dim % tensor.dim() for dim in dims} if isinstance(dims, (list, tuple)) and dims else None
         if reduced is not None and spans_rows(row_along(tensor, reduced), group_size):
             yield source.name
+            if source is read:
+                # Backward may read the value from which a view, or a copy in another order, was made.
+                yield from (node.name for node in viewed)
 
 
 def row_along(tensor: Tensor, dims: Collection[int]) -> int:

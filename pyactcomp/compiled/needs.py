@@ -39,6 +39,7 @@ from .joint import MERGING, VIEWS, fewest, name_of, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _MASKED = "the gradient may be zero at the largest elements"
+_SHORT = "sums over fewer elements than a group do not average the errors of codes"
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
 # Each element of a result is one of the operand's, as in the rolls of shifted windows.
 _SELECTING = {"index", "index_select", "gather"}
@@ -155,6 +156,8 @@ def needs(
                 reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
             elif node.name in behind.squared and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, _MASKED)
+            elif node.name in behind.short and reading.need == CODES:
+                reading = Reading(name_of(node), "result", BFLOAT16, _SHORT)
         found[node.name] = Need(reading, math.gcd(*rows) if rows else None)
     return found
 

@@ -18,6 +18,7 @@ from .graphs import SavedValue
 from .joint import Joint
 from .needs import COMPARISONS
 from .overwritten import copy_overwritten
+from .products import short_products
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
 from .squares import clipped_squares
@@ -59,6 +60,7 @@ def partition(
         saturating=saturating(joint.graph, known.backward, known.tangent),
         blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
         squared=clipped_squares(joint.graph, known.tangent),
+        short=short_products(joint.graph, known.tangent, config.group_size),
     )
     costs = Costs(joint, known, config, behind)
 
