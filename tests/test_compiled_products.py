@@ -30,9 +30,11 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x)))
         scores = q @ k.transpose(-1, -2) / 4
         if self.softmax:
-            return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        y = (scores.tril() @ v).transpose(1, 2).flatten(2)
-        return self.out(self.norm(y.flatten(0, 1)).view(x.shape))
+            y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        else:
+            y = self.norm((scores.tril() @ v).transpose(1, 2).flatten(2).flatten(0, 1)).view(x.shape)
+        projected: Tensor = self.out(y)
+        return projected
 
 
 def run(config: Config | None, width: int, heads: int, softmax: bool) -> tuple[list[Tensor], list[GraphRecord]]:
@@ -41,7 +43,7 @@ def run(config: Config | None, width: int, heads: int, softmax: bool) -> tuple[l
     if not softmax:
         nn.init.normal_(attention.v.bias, std=4.0)
     target = torch.randn(4, 128, width)
-    leaves = [attention.q.weight, attention.k.weight, attention.v.weight]
+    leaves: list[Tensor] = [attention.q.weight, attention.k.weight, attention.v.weight]
     _, found, records = gradients(lambda x, y: F.mse_loss(attention(x), y), leaves, config, x, target)
     return found, records
 

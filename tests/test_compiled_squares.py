@@ -97,7 +97,7 @@ def test_an_activation_that_is_squared_takes_codes() -> None:
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256))
     down, x = nn.Linear(256, 64), torch.randn(128, 64)
     step = lambda x: down(F.relu(model(x)).square()).square().mean()  # noqa: E731
-    leaves = [*model.parameters(), *down.parameters()]
+    leaves: list[Tensor] = [*model.parameters(), *down.parameters()]
     _, expected, _ = gradients(step, leaves, None, x)
     _, got, (record,) = gradients(step, leaves, INT8, x)
     assert off(got, expected) <= BAR

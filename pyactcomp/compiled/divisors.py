@@ -180,8 +180,8 @@ def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
     while name_of(viewed[-1]) in VIEWS - MERGING and isinstance(viewed[-1].args[0], fx.Node):
         viewed.append(viewed[-1].args[0])
     for source in (read, *read.all_input_nodes):
-        tensor = value(source)
-        if tensor is None or not tensor.dim():
+        tensor, like = value(source), value(read)
+        if tensor is None or like is None or not tensor.dim() or tensor.dim() != like.dim():
             continue
         reduced = {dim % tensor.dim() for dim in dims} if isinstance(dims, (list, tuple)) and dims else None
         if reduced is not None and spans_rows(row_along(tensor, reduced), group_size):
