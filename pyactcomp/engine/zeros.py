@@ -45,6 +45,11 @@ def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
         if node is None:
             break
         name = node.name()
+        if name in _COPIES or name in VIEWS:  # of most operands there is nothing else to pass
+            node = node.next_functions[0][0]
+            continue
+        if name not in ZEROING:
+            break
         inputs = [behind for behind, _ in node.next_functions]
         if name in _TRIANGLES:
             return not _is_non_negative(inputs[0])
@@ -58,10 +63,8 @@ def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
             if _is_mask(node, "other" if inputs[0] is not None else "self"):
                 return not _is_non_negative(inputs[0] or inputs[1])
             node = inputs[0] or inputs[1]
-        elif name in _MULTIPLES or name in _COPIES or name in VIEWS:
-            node = inputs[0]
         else:
-            break
+            node = inputs[0]
     return False
 
 
