@@ -276,8 +276,7 @@ def test_a_mapping_refused_once_is_asked_for_again() -> None:
 
 
 def test_contents_of_a_freed_block_never_reach_another() -> None:
-    device = SimulatedDevice("1GiB")
-    allocator = CachingAllocator(device, AllocatorConfig(growth="vmm"))
+    allocator, device = make("vmm", "1GiB")
     freed = filled(allocator, device, 100 * MIB, 1, tag="weights")
     stays = allocator.allocate(800 * MIB, stream=5, tag="weights")
     fill(device, stays, 800 * MIB, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from allocator_cases import GROWTHS, MIB, POOL, allocated, make, overlap, physical, reserved, stat
 
-from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
+from pyactcomp.allocator import CachingAllocator
 
 pytestmark = pytest.mark.parametrize("growth", GROWTHS)
 
@@ -70,8 +70,7 @@ def test_the_memory_of_a_pool_serves_nobody_else(growth: str) -> None:
 @pytest.mark.parametrize("stream", [5, 6], ids=["in the pool", "beside it"])
 @pytest.mark.parametrize("captures", [False, True])
 def test_cached_memory_serves_others_while_a_pool_is_in_use(growth: str, captures: bool, stream: int) -> None:
-    device = SimulatedDevice("1GiB")
-    allocator = CachingAllocator(device, AllocatorConfig(growth=growth))
+    allocator, device = make(growth, "1GiB")
     allocator.free(allocator.allocate(600 * MIB))
     allocator.begin_allocate_to_pool(POOL, {5}, captures=captures)
     if captures:

@@ -29,6 +29,16 @@ def test_a_model_whose_hooks_were_cleared_is_decompressed() -> None:
     assert pyactcomp.compress(model) is model
 
 
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +65,8 @@ def test_a_module_that_refuses_assignments_is_compressed() -> None:
 
 def test_classes_of_models_are_freed_with_their_models() -> None:
     def train() -> weakref.ref[type[nn.Module]]:
-        class Local(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = network()
-
-            def forward(self, x: Tensor) -> Tensor:
-                y: Tensor = self.inner(x)
-                return y
+        class Local(Outer):
+            pass
 
         model = pyactcomp.compress(Local(), min_bytes=0)
         model(torch.randn(8, 64)).sum().backward()
@@ -126,14 +130,8 @@ class Wrapping(nn.Module):
         cls.forward = counted
 
 
-class Wrapped(Wrapping):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y
+class Wrapped(Wrapping, Outer):
+    pass
 
 
 def test_a_class_that_wraps_the_forwards_of_its_subclasses_wraps_ours() -> None:

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "allocator/types.hpp"
+#include "allocator/allocator.hpp"
 
 namespace pac::alloc {
 
@@ -15,6 +15,8 @@ struct EventColumns {
   const Bytes* size = nullptr;  ///< requested
   const Stream* stream = nullptr;
   const std::uint32_t* pool = nullptr;  ///< an index among the pools
+
+  Action action_at(std::size_t row) const { return static_cast<Action>(action[row]); }
 };
 
 }  // namespace pac::alloc

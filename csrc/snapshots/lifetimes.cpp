@@ -89,7 +89,7 @@ OpenLifetimes find_open_lifetimes(const EventColumns& events, std::size_t device
   std::unordered_map<Address, State, AddressHash> blocks;
   OpenLifetimes open;
   for (std::size_t row = 0; row < events.count; ++row) {
-    const auto action = static_cast<Action>(events.action[row]);
+    const auto action = events.action_at(row);
     if (action != Action::kAlloc && action != Action::kFreeRequested && action != Action::kFreeCompleted) continue;
     const Address address = events.address[row];
     const auto [at, is_new] = blocks.try_emplace(address, State{kBefore, false, false});
@@ -131,7 +131,7 @@ std::vector<Address> check_overlaps(const EventColumns& events, const std::vecto
     contradicted.push_back(block.address);
   }
   for (std::size_t row = 0; row < events.count; ++row) {
-    const auto action = static_cast<Action>(events.action[row]);
+    const auto action = events.action_at(row);
     const Address address = events.address[row];
     if (action == Action::kFreeCompleted) live.remove(address);
     if (action != Action::kAlloc) continue;

@@ -16,8 +16,6 @@ constexpr std::uint64_t kMostVisits = 100'000'000;
 
 bool is_pages(Action action) { return action == Action::kSegmentMap || action == Action::kSegmentUnmap; }
 
-Action action_at(const EventColumns& events, std::size_t row) { return static_cast<Action>(events.action[row]); }
-
 /// Clears `absent` unless an event maps pages under a block: else the file's segments are missing or wrong. A block
 /// that is freed before its pages are mapped is then paused too.
 void keep_paused(const EventColumns& events, std::vector<BlockBefore>& before) {
@@ -31,7 +29,7 @@ void keep_paused(const EventColumns& events, std::vector<BlockBefore>& before) {
   };
   bool mapped = false;
   for (std::size_t row = 0; row < events.count && !open.empty(); ++row) {
-    const Action action = action_at(events, row);
+    const Action action = events.action_at(row);
     const Address begin = events.address[row];
     if (action == Action::kAlloc || action == Action::kFreeCompleted) {
       open.erase(begin);
@@ -67,7 +65,7 @@ void PauseTracker::advance() {
   resumed_.clear();
   const std::size_t row = row_++;
   const Address address = events_.address[row];
-  switch (action_at(events_, row)) {
+  switch (events_.action_at(row)) {
     case Action::kAlloc:
       add(address, events_.size[row], 0, static_cast<std::int64_t>(row));
       break;
@@ -79,7 +77,7 @@ void PauseTracker::advance() {
       break;
     case Action::kSegmentMap:
     case Action::kSegmentUnmap:
-      change_pages(address, address + events_.size[row], action_at(events_, row) == Action::kSegmentMap);
+      change_pages(address, address + events_.size[row], events_.action_at(row) == Action::kSegmentMap);
       break;
     default:
       break;

@@ -21,8 +21,6 @@ constexpr Bytes kMostSmall = Bytes{4} << 30;
 
 constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of cudaMalloc's segments
 
-Action action_of(std::uint8_t value) { return static_cast<Action>(value); }
-
 bool is_given_back(Action action) { return action == Action::kSegmentFree || action == Action::kSegmentUnmap; }
 
 /// A free block of the large pool has more than 1 MiB: a smaller gap behind a block in use belongs to this block.
@@ -189,7 +187,7 @@ void Replay::replay(std::size_t row) {
       if (!out_of_memory_at_) resume(row, block);
     }
   }
-  switch (action_of(events_.action[row])) {
+  switch (events_.action_at(row)) {
     case Action::kAlloc:
       allocate(row);
       break;
@@ -251,7 +249,7 @@ void Replay::request_free(std::size_t row) {
   // Without other streams the block is free at once, and the next event says so.
   const std::size_t next = row + 1;
   const bool at_once = next < events_.count && events_.address[next] == events_.address[row] &&
-                       action_of(events_.action[next]) == Action::kFreeCompleted;
+                       events_.action_at(next) == Action::kFreeCompleted;
   if (live && !at_once && live->waits_for == 0) free_later(*live);
 }
 
@@ -278,7 +276,7 @@ void Replay::give_back(std::size_t row) {
 
 PoolId Replay::only_pool(std::size_t row) const {
   const std::uint32_t pool = events_.pool[row];
-  for (std::size_t at = row; is_given_back(action_of(events_.action[at])); --at) {
+  for (std::size_t at = row; is_given_back(events_.action_at(at)); --at) {
     if (events_.pool[at] != pool) return pools_[0];
     if (at == 0) break;
   }

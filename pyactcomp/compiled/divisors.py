@@ -16,7 +16,7 @@ from ..codec.layouts import row_of, spans_rows
 from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
-from .joint import MERGING, VIEWS, fewest, is_multiple, name_of, value
+from .joint import VIEWS, fewest, is_multiple, is_view, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
@@ -177,7 +177,7 @@ def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
         return
     dims = node.args[1] if len(node.args) > 1 else None
     viewed = [read]
-    while name_of(viewed[-1]) in VIEWS - MERGING and isinstance(viewed[-1].args[0], fx.Node):
+    while is_view(viewed[-1]) and isinstance(viewed[-1].args[0], fx.Node):
         viewed.append(viewed[-1].args[0])
     for source in (read, *read.all_input_nodes):
         tensor, like = value(source), value(read)

@@ -123,10 +123,9 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
             return cast("Any", super(marked, self)).forward(*args, **kwargs)
         try:
             return cast("Any", super(marked, self)).forward(*args, **kwargs)
-        except Exception:
-            raise  # torch runs the forward hooks
-        except BaseException:
-            close_interrupted(self)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # after an Exception torch runs the forward hooks
+                close_interrupted(self)
             raise
 
     # Dynamo's limit of graphs holds for a code object: without one of its own, all compressed models of a process share

@@ -35,7 +35,7 @@ from ..readers.observer import FEWER
 from .checkpointed import CHECKPOINT, Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one, row_along
 from .gates import is_sigmoid
-from .joint import MERGING, VIEWS, fewest, name_of, value
+from .joint import VIEWS, fewest, name_of, unviewed, value
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _MASKED = "the gradient may be zero at the largest elements"
@@ -296,7 +296,7 @@ def _arithmetic(user: fx.Node, behind: Need, row: int | None) -> Need:
 
 def _produced(node: fx.Node, reading: Reading) -> Reading:
     """Tighten a need by the operator that made the value."""
-    source = _unviewed(node)
+    source = unviewed(node)
     name = _maker(source)
     if reading.need < CODES or reading.need == EXACT:
         return reading
@@ -350,8 +350,8 @@ def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node],
     """Return whether a factor is a reciprocal, or a power of one, of an element for each element of a node."""
     if not isinstance(factor, fx.Node) or factor is node or value(factor) is None or _is_broadcast(factor, node):
         return False
-    factor = _unviewed(factor)
-    source = _unviewed(producers.get(factor.name, factor))
+    factor = unviewed(factor)
+    source = unviewed(producers.get(factor.name, factor))
     if name_of(source) in ("mul", "neg") and walk:
         return any(_is_inverse(operand, node, producers, walk - 1) for operand in set(source.args))
     if name_of(source) == "reciprocal" and isinstance(source.args[0], fx.Node):
@@ -381,7 +381,7 @@ def _spans_magnitudes(node: fx.Node) -> bool:
     for _ in range(_RANGE_WALK):
         if not waiting:
             break
-        node = _unviewed(waiting.popleft())
+        node = unviewed(waiting.popleft())
         name = name_of(node)
         if name == "exp" and (_is_density(node) or is_sigmoid(node)):
             continue
@@ -391,7 +391,7 @@ def _spans_magnitudes(node: fx.Node) -> bool:
             dividend, divisor = node.args[:2]
             # An exponential over a sum is a probability; an exponential in a sum below is the divisor of a sigmoid.
             followed = [dividend] if name_of(dividend) != "exp" else []
-            followed += [divisor] if isinstance(divisor, fx.Node) and name_of(_unviewed(divisor)) in _WIDE else []
+            followed += [divisor] if isinstance(divisor, fx.Node) and name_of(unviewed(divisor)) in _WIDE else []
             waiting.extend(operand for operand in followed if isinstance(operand, fx.Node))
         elif name in _RANGE_KEPT:
             tensors = [(operand, value(operand)) for operand in node.all_input_nodes]
@@ -404,19 +404,13 @@ def _is_difference(node: fx.Node) -> bool:
     first, other = node.args[:2] if name_of(node) == "sub" else (None, None)
     if not isinstance(first, fx.Node) or not isinstance(other, fx.Node):
         return False
-    few = (source := _unviewed(other)).op == "placeholder" and _is_broadcast(source, node)
+    few = (source := unviewed(other)).op == "placeholder" and _is_broadcast(source, node)
     return not few and _maker(other) not in _STATISTICS | _NORMS and not _is_rotation(node)
-
-
-def _unviewed(node: fx.Node) -> fx.Node:
-    while name_of(node) in VIEWS - MERGING and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _maker(node: fx.Node) -> str:
     """Return the name of the operator that made a value, of one result or several, views aside."""
-    node = _unviewed(node)
+    node = unviewed(node)
     return name_of(node.args[0] if node.target is operator.getitem else node)
 
 
@@ -425,12 +419,12 @@ def _unscaled(node: fx.Node) -> fx.Node:
     while name_of(node) in ("mul", "neg", "pow") and not any(isinstance(factor, fx.Node) for factor in node.args[1:]):
         if name_of(node) == "pow" and node.args[1] != 1:
             break
-        node = _unviewed(node.all_input_nodes[0])
+        node = unviewed(node.all_input_nodes[0])
     return node
 
 
 def _is_log(node: object) -> bool:
-    return isinstance(node, fx.Node) and name_of(_unviewed(node)) == "log"
+    return isinstance(node, fx.Node) and name_of(unviewed(node)) == "log"
 
 
 def _is_read_in_a_difference(node: fx.Node, found: Mapping[str, Need]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from .divisors import is_at_least_one
-from .joint import MERGING, VIEWS, is_elementwise, name_of, value
+from .joint import VIEWS, is_elementwise, is_view, name_of, unviewed, value
 
 _PRODUCTS = {"bmm", "baddbmm"}
 # Operators between a softmax and a product: masks, dropout, casts.
@@ -39,21 +39,11 @@ def _is_short(product: fx.Node, group_size: int) -> bool:
 
 def _attends(operand: fx.Node, tangent: Collection[str]) -> bool:
     """Return whether the forward multiplies a value by probabilities, or computes scores of a softmax from it."""
-    for product, own in _forward_products(_unviewed(operand), tangent):
+    for product, own in _forward_products(unviewed(operand), tangent):
         others = [factor for factor in product.args[-2:] if isinstance(factor, fx.Node) and factor is not own]
         if any(map(_is_from_softmax, others)) or _is_read_by_softmax(product, tangent):
             return True
     return False
-
-
-def _unviewed(node: fx.Node) -> fx.Node:
-    while _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _is_view(node: fx.Node) -> bool:
-    return name_of(node) in VIEWS - MERGING
 
 
 def _forward_products(source: fx.Node, tangent: Collection[str]) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -66,7 +56,7 @@ def _forward_products(source: fx.Node, tangent: Collection[str]) -> Iterator[tup
                 continue
             if name_of(user) in _PRODUCTS:
                 yield user, node
-            elif _is_view(user):
+            elif is_view(user):
                 waiting.append(user)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from .joint import MERGING, VIEWS, fewest, is_multiple, name_of, value
+from .joint import fewest, is_multiple, is_view, name_of, value
 
 # Softplus is decomposed into a ``where``, whose results take 16 bits anyway.
 _CLIPS = {"relu", "clamp", "clamp_min", "clamp_max", "hardtanh", "maximum", "minimum", "abs"}
@@ -31,7 +31,7 @@ def clipped_squares(graph: fx.Graph, tangent: Collection[str]) -> set[str]:
                 if _is_clipped_difference(clip):
                     found.add(clip.name)
     for node in graph.nodes:
-        if node.name not in tangent and (_is_view(node) or is_multiple(node) or name_of(node) == "pow"):
+        if node.name not in tangent and (is_view(node) or is_multiple(node) or name_of(node) == "pow"):
             found.update(node.name for source in node.all_input_nodes[:1] if source.name in found)
     return found
 
@@ -56,13 +56,9 @@ def _squared(node: fx.Node) -> Iterator[fx.Node]:
                 waiting.extend(factor.args)
 
 
-def _is_view(node: fx.Node) -> bool:
-    return name_of(node) in VIEWS - MERGING
-
-
 def _source(node: fx.Node) -> fx.Node:
     """Return the value that a node is a view or a multiple of."""
-    while (_is_view(node) or is_multiple(node)) and isinstance(node.args[0], fx.Node):
+    while (is_view(node) or is_multiple(node)) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

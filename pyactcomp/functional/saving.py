@@ -138,21 +138,22 @@ class Saving(Codes):
 
     def _pack(self, x: Tensor, bits: int) -> tuple[Tensor, Restore]:
         """Pack ``x`` to ``bits`` bits an element, by the kernel itself where no graph needs the operator around it."""
-        if _traced() or type(x) not in PLAIN or x.dtype not in _PACKED_AS_IT_IS or not layout_of(x).dense:
+        traced = _traced()  # sizes may be symbols then, of which there is no layout
+        layout = layout_of(x) if not traced and type(x) in PLAIN and x.dtype in _PACKED_AS_IT_IS else None
+        if layout is None or not layout.dense:
             width = bits if bits != 1 else 8  # booleans ignore it
             packed = codec.quantize(
                 x, bits=width, group_size=self.group_size, rounding=self.rounding, seed=self.seed, impl=self.impl
             )
             form = packed.shape, packed.stride, packed.dtype, packed.bits, packed.group_size, self.impl
-            return mark_as_packed(packed.buffer, x), _new_restorer(*form) if _traced() else _restorer(*form)
-        shape, stride, _ = layout_of(x)
+            return mark_as_packed(packed.buffer, x), _new_restorer(*form) if traced else _restorer(*form)
         dtype, device, group_size = x.dtype, x.device, self.group_size
         buffer = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8, device=device)
         if not saves_are_dropped():
             stochastic = bits != 1 and self.stochastic
             kernel = codec.bind(self.impl, dtype, bits, group_size, stochastic, False, device)
             kernel.encode(x, buffer, self.seed)
-        return mark_as_packed(buffer, x), _restorer(shape, stride, dtype, bits, group_size, self.impl)
+        return mark_as_packed(buffer, x), _restorer(layout.shape, layout.stride, dtype, bits, group_size, self.impl)
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether a fused Triton kernel can pack ``x``."""

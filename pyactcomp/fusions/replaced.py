@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
@@ -40,16 +39,11 @@ def calls_are_replaced(module: Module) -> bool:
     aside where the first run did: a mode may have ended before backward.
     """
     replaced = (function_modes() and function_mode_active()) or _functions(F) != _OF_IMPORT
-    if not replaced and not _remembers:
+    if not replaced and not _stepped_aside:  # most programs skip the search for the run
         return False
     run = checkpointed_run()
     if run is None:
         return replaced
     if replaced:
-        _remembers.append(True)
         _stepped_aside.setdefault(run, set()).add(module)
     return module in _stepped_aside.get(run, ())
-
-
-# Empty until a module has stepped aside under checkpointing: most programs then skip the search for the run.
-_remembers: deque[bool] = deque(maxlen=1)
