@@ -11,6 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -237,30 +238,36 @@ def loader(growth: str) -> None:
     assert count == 5
 
 
-def _learn(kind: str, queue: Queue, iterations: int) -> None:
+def _learn(kind: str, queue: Queue, iterations: int, acted: Event) -> None:
     attach(kind)
     net = nn.LSTM(1, 1).cuda()
     for _ in range(iterations):
         if not queue.full():
             queue.put({name: value.clone() for name, value in net.state_dict().items()})
         time.sleep(0.01)
+    # Memory that was sent lives as long as its process, and the actor may have started later.
+    acted.wait(LONGEST_S)
 
 
-def _act(kind: str, queue: Queue, iterations: int) -> None:
-    attach(kind)
-    torch.cuda.init()
-    for _ in range(iterations):
-        if not queue.empty():
-            state = queue.get(timeout=LONGEST_S)
-            assert all(value.isfinite().all() for value in state.values())
-        time.sleep(0.01)
+def _act(kind: str, queue: Queue, iterations: int, acted: Event) -> None:
+    try:
+        attach(kind)
+        torch.cuda.init()
+        for _ in range(iterations):
+            if not queue.empty():
+                state = queue.get(timeout=LONGEST_S)
+                assert all(value.isfinite().all() for value in state.values())
+            time.sleep(0.01)
+    finally:
+        acted.set()
 
 
 def learner_and_actor(kind: str) -> None:
     """The program of PyTorch's test_cuda_ipc_deadlock: both end, however their sends and frees fall together."""
     context = mp.get_context("spawn")
     queue = context.Queue(1)
-    processes = [context.Process(target=work, args=(kind, queue, 100)) for work in (_act, _learn)]
+    acted = context.Event()
+    processes = [context.Process(target=work, args=(kind, queue, 100, acted)) for work in (_act, _learn)]
     for process in processes:
         process.start()
     for process in processes:
