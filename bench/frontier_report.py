@@ -225,17 +225,24 @@ def _ratios(row: Row | None) -> str:
 
 
 def _compiled_alone(row: Row, compiled: Sequence[Row]) -> Row | None:
-    """Return the row of the same compilation without us: of the same run, else of the same commit and device."""
+    """Return the row of the same compilation without us: of the same run, else of the commit, else the GPU's newest."""
     method = "compile-blocks" if row["method"].startswith("compile-blocks") else "compile"
     candidates = select(compiled, workload=row["workload"], method=method)
     same_gpu = select(candidates, gpu=row["gpu"])
     same_commit = [each for each in same_gpu if each["origin"]["commit"] == row["origin"]["commit"]]
-    return next(reversed(select(candidates, run=row["run"]) or same_commit), None)
+    return next(reversed(select(candidates, run=row["run"]) or same_commit or same_gpu), None)
+
+
+def _host_factor(row: Row, alone: Row, measured: Sequence[Row]) -> float:
+    """Return how much slower plain training ran beside ``row`` than beside ``alone``; 1 if unknown."""
+    plain = [select(measured, run=each["run"], method="vanilla", status="ok") for each in (row, alone)]
+    return plain[0][-1]["median_ms"] / plain[1][-1]["median_ms"] if all(plain) else 1.0
 
 
 def compiled_table(rows: Iterable[Row]) -> str:
     """Return the table of compiled training: each method against the same compilation without us, on every GPU."""
-    compiled = [row for row in select(on_gpus(rows), status="ok") if row["method"].startswith("compile")]
+    measured = on_gpus(rows)
+    compiled = [row for row in select(measured, status="ok") if row["method"].startswith("compile")]
     newest = latest(compiled, "gpu", "workload", "method")
     order = sorted(newest, key=lambda key: (key[0], rank(WORKLOAD_ORDER, key[1]), rank(METHOD_ORDER, key[2])))
     lines, shown, previous = [], [], ("", "")
@@ -245,13 +252,14 @@ def compiled_table(rows: Iterable[Row]) -> str:
         if alone is None or method == alone["method"]:
             continue
         shown += [alone, row]
-        ratios = [format(row[name] / alone[name], ".3f") for name in RATIOS.values()]
+        ratios = [row[name] / alone[name] for name in RATIOS.values()]
+        ratios[0] /= _host_factor(row, alone, measured)
         begun = [figure(each, "first_step_s", ".0f") for each in (row, alone)]
         lines.append([
             gpu if gpu != previous[0] else "",
             f"`{workload}`" if (gpu, workload) != previous else "",
             method,
-            *ratios,
+            *(format(ratio, ".3f") for ratio in ratios),
             figure(row, "grad_error", ".2%"),
             " / ".join(begun) if all(begun) else "",
         ])  # fmt: skip
@@ -261,7 +269,8 @@ def compiled_table(rows: Iterable[Row]) -> str:
     header = ("GPU", "workload", "method", "step", "act", "peak - base", "gradient error", "first step s")
     note = (
         "Step, act and peak - base as multiples of the same compilation without pyactcomp, whole or by blocks, in the "
-        "same run or at the same commit. First step: with the method / without it; under 20 s graphs came from a cache."
+        "same run, at the same commit or in the GPU's newest run. Steps of two runs are first divided by their runs' "
+        "plain training. First step: with the method / without it; under 20 s graphs came from a cache."
     )
     return section(table(header, lines), note, conditions(shown))
 

@@ -130,7 +130,7 @@ def test_the_front_page_has_the_quickest_peer_and_ratios_to_plain_of_the_same_ru
     assert "| BERT-large | 100 ms, 20, 24 GiB | 0.90, 0.25, 0.25 |  |  |" in frontier_report.summary_table(found[:2])
 
 
-def test_compiled_methods_stand_against_the_same_compilation_of_their_run_or_commit() -> None:
+def test_compiled_methods_stand_against_the_same_compilation_of_their_run_commit_or_gpu() -> None:
     other = {**ORIGIN, "device": "NVIDIA H100", "torch": "2.11.0", "driver": "580"}
     found = [
         step_row("compile", 100.0, 20, 24, "h100", origin=other, first_step_s=50.0),
@@ -145,6 +145,14 @@ def test_compiled_methods_stand_against_the_same_compilation_of_their_run_or_com
     # No run has both: the row of the same commit counts, not the newest.
     assert "| NVIDIA H200 | `bert_large_amp` | compile+int8 | 1.100 | 0.500 | 0.600 |  |  |" in table
     assert "blocks+int8" not in table  # nothing was compiled by blocks without compression
+    later = {**other, "commit": "cafe"}
+    found += [
+        step_row("vanilla", 200.0, 40, 48, "h100", origin=other),
+        step_row("vanilla", 400.0, 40, 48, "slow", origin=later),
+        step_row("compile-fp8-e4m3", 240.0, 10, 18, "slow", origin=later),
+    ]
+    # Nothing of that commit was compiled alone; its host needed twice the time for plain training.
+    assert "| compile-fp8-e4m3 | 1.200 | 0.500 | 0.750 |" in frontier_report.compiled_table(found)
     assert frontier_report.compiled_table(found[:1]) == ""
 
 
