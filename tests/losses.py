@@ -94,6 +94,20 @@ SMOOTH_LOSSES = [smoothed, of_probabilities, divergence_of_logs]
 SIZES = [8.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4]
 
 
+def near_a_distribution(loss: float) -> tuple[Tensor, Tensor]:
+    """Return logits, and probabilities from which their own diverge by ``loss`` at most: half the square of a logit."""
+    targets = torch.randn(ROWS, CLASSES)
+    logits = targets + math.sqrt(2 * loss) * torch.randn(ROWS, CLASSES)
+    return logits.requires_grad_(), targets.softmax(-1)
+
+
+def near_smoothed_classes(loss: float) -> tuple[Tensor, Tensor]:
+    """Return logits and classes, with a smoothed loss above its minimum by ``loss`` at most."""
+    t = torch.randint(0, CLASSES, (ROWS,))
+    least = torch.full((ROWS, CLASSES), 0.1 / CLASSES).scatter(1, t[:, None], 0.9 + 0.1 / CLASSES).log()
+    return (least + math.sqrt(2 * loss) * torch.randn(ROWS, CLASSES)).requires_grad_(), t
+
+
 def classes(loss: float) -> tuple[Tensor, Tensor]:
     """Return logits and classes of which cross entropy is ``loss``."""
     t = torch.randint(0, CLASSES, (ROWS,))
@@ -141,3 +155,18 @@ def answers(loss: float) -> tuple[Tensor, Tensor]:
     y = torch.rand(ROWS, CLASSES).round()
     # A spread of half a nat around the logits of this loss.
     return ((2 * y - 1) * -math.log(math.expm1(loss)) + torch.randn(ROWS, CLASSES) / 2).requires_grad_(), y
+
+
+def divergence_from(z: Tensor, p: Tensor) -> Tensor:
+    return F.kl_div(z.log_softmax(-1), p, reduction="batchmean")
+
+
+def written_out_against(z: Tensor, p: Tensor) -> Tensor:
+    return -(p * z.softmax(-1).log()).sum(-1).mean()
+
+
+# Losses whose gradient is the difference of two distributions, with what gives logits so near the least.
+NEAR = [
+    *((loss, near_a_distribution) for loss in (F.cross_entropy, divergence_from, written_out_against)),
+    (smoothed, near_smoothed_classes),
+]

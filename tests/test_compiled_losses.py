@@ -46,6 +46,15 @@ def test_gradients_of_a_loss_stay_exact_however_low_it_is(function: Callable[...
 
 
 @pytest.mark.parametrize("loss", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize(("function", "sample"), losses.NEAR, ids=lambda f: f.__name__)
+def test_gradients_stay_exact_however_near_a_distribution_is_to_its_target(
+    function: Callable[..., Tensor], sample: Callable[[float], tuple[Tensor, Tensor]], loss: float
+) -> None:
+    torch.manual_seed(0)
+    assert error(function, *sample(loss)) <= BAR
+
+
+@pytest.mark.parametrize("loss", [1.0, 1e-2, 1e-4])
 @pytest.mark.parametrize("function", losses.BINARY_LOSSES, ids=lambda f: f.__name__)
 def test_gradients_of_a_binary_loss_stay_exact_however_low_it_is(function: Callable[..., Tensor], loss: float) -> None:
     torch.manual_seed(0)
@@ -66,6 +75,7 @@ def through_inductor(head: Head, z: Tensor) -> list[Tensor]:
     [
         *((f, losses.classes) for f in (F.cross_entropy, losses.gathered_probabilities, losses.smoothed)),
         *((f, losses.answers) for f in (losses.with_logits, losses.soft_margin, losses.focal)),
+        *losses.NEAR,
     ],
     ids=lambda f: f.__name__,
 )

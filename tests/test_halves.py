@@ -12,10 +12,20 @@ from torch.nn import functional as F
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
+from pyactcomp.codec import probability
 from pyactcomp.engine.halves import BitsKernel, half_kernel, half_nbytes
-from pyactcomp.readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, PROBABILITY, SCALED, Comparison, Form
+from pyactcomp.readers.forms import (
+    ARTANH,
+    BFLOAT16,
+    LOG,
+    LOG_PROBABILITY,
+    PROBABILITY,
+    SCALED,
+    Comparison,
+    Form,
+)
 
-FORMS = [BFLOAT16, LOG, LOGIT, PROBABILITY, ARTANH, SCALED]
+FORMS = [BFLOAT16, LOG, LOG_PROBABILITY, PROBABILITY, ARTANH, SCALED]
 WIDE = [torch.float32, torch.float64]
 # Half a unit in the last place of 8 bits and of 11; float16's subnormals are 2**-24 apart.
 BFLOAT16_HALF_ULP, FLOAT16_HALF_ULP, SUBNORMAL_HALF_ULP = 2.0**-8, 2.0**-11, 2.0**-25
@@ -41,9 +51,9 @@ def values(form: Form, dtype: torch.dtype, numel: int = 4097) -> Tensor:
     """Return an odd number of values such as a reader of the form saves, of all magnitudes."""
     torch.manual_seed(0)
     spread = torch.randn(numel, dtype=torch.float64) * torch.logspace(-6, 0.8, numel, dtype=torch.float64)
-    if form is LOG:
+    if form in (LOG, LOG_PROBABILITY):
         return (-spread.abs()).to(dtype)
-    if form in (LOGIT, PROBABILITY):
+    if form is PROBABILITY:
         p = (6 * spread).sigmoid().to(dtype)
         return p[(p >= torch.finfo(torch.bfloat16).tiny) & (p < 1)]
     if form is ARTANH:
@@ -75,25 +85,47 @@ def test_logarithms_are_relative_and_saturate(dtype: torch.dtype) -> None:
     assert not through(LOG, far)[:5].exp().any()
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_the_logit_of_a_probability_is_relative(dtype: torch.dtype) -> None:
-    p = values(LOGIT, dtype)
-    got, p = through(LOGIT, p).double(), p.double()
-    # dp = p (1 - p) dz; beside it p's own dtype ends near one.
-    moved = torch.expm1(of_rounded(torch.logit(p), dtype))
-    assert bool(((got - p).abs() <= p * (1 - p) * moved + FEW * torch.finfo(dtype).eps * p).all())
+def moved_by_half_a_step(logit: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bound of the relative error of a logit's exponential, where the dtype rounds logits and codes."""
+    step = torch.where(logit < probability.MIDDLE, probability.COARSE, probability.FINE)
+    eps = torch.finfo(dtype).eps
+    return torch.expm1(step * (0.5 + probability.NAN * eps) + FEW * eps * (1 + logit.abs()))
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_a_probability_and_its_distance_from_one_are_both_relative(dtype: torch.dtype) -> None:
-    p = values(PROBABILITY, dtype)
+    p = torch.cat([values(PROBABILITY, dtype), torch.logspace(-37, -1, 999, dtype=dtype)])
+    p = p[p < 1 - 2.0**-23]
     got, p = through(PROBABILITY, p).double(), p.double()
-    error = (got - p).abs()
-    # Beside the nearer end p's own dtype ends near one.
-    assert bool((error <= BFLOAT16_HALF_ULP * torch.minimum(p, 1 - p) + torch.finfo(dtype).eps * (p > 0.5)).all())
+    # dp = p (1 - p) dz; beside it p's own dtype ends near one.
+    moved = p * (1 - p) * moved_by_half_a_step(torch.logit(p), dtype)
+    assert bool(((got - p).abs() <= moved + FEW * torch.finfo(dtype).eps * p * (p > 0.5)).all())
     assert bool(((got >= 0) & (got <= 1)).all())
     ends = torch.tensor([0.0, 1.0], dtype=dtype)
     assert torch.equal(through(PROBABILITY, ends), ends)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_the_exponential_of_a_log_probability_and_its_distance_from_one_are_both_relative(dtype: torch.dtype) -> None:
+    x = torch.cat([values(LOG_PROBABILITY, dtype), torch.linspace(-87, 0, 999, dtype=dtype)])
+    x = x[x < -(2.0**-23)]
+    got, x = through(LOG_PROBABILITY, x).double(), x.double()
+    moved = moved_by_half_a_step(x - (-x.expm1()).log(), dtype)
+    assert bool(((got - x).expm1().abs() <= moved).all())
+    rest = -torch.expm1(x)
+    assert bool(((-torch.expm1(got) - rest).abs() <= rest * moved).all())
+    far = torch.tensor([-200.0, -1e9, torch.finfo(torch.float32).min, -math.inf, 0.0, 1e-9], dtype=dtype)
+    assert torch.equal(through(LOG_PROBABILITY, far).float().exp(), torch.tensor([0.0] * 4 + [1.0] * 2))
+    assert not through(LOG_PROBABILITY, far)[4:].any()
+
+
+def test_every_code_of_a_probability_is_its_own() -> None:
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for encode, decode in (
+        (probability.encode, probability.decode),
+        (probability.encode_log, probability.decode_log),
+    ):
+        assert torch.equal(encode(decode(codes, torch.float64)), codes)
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
@@ -127,7 +159,7 @@ def test_scaled_is_relative_down_to_a_fraction_of_the_largest(scale: float, dtyp
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=named)
 def test_values_that_are_no_numbers_come_back(form: Form, dtype: torch.dtype) -> None:
-    x = torch.full((9,), 0.5, dtype=dtype)
+    x = torch.full((9,), -0.5 if form is LOG_PROBABILITY else 0.5, dtype=dtype)
     x[4] = math.nan
     got = through(form, x)
     assert torch.equal(got.isnan(), x.isnan())

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp.cli import examine
-from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, LOGIT, POSITIVE, Reading
+from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, POSITIVE, PROBABILITY, Reading
 from pyactcomp.readers.observer import Observer, WithoutLibrary, observer
 from pyactcomp.torch_private import extensions
 
@@ -120,7 +120,7 @@ def test_in_place_operators_read_their_result_or_what_was_before() -> None:
         (A * 1).div_(B)
         (A * 1).addcdiv_(B, C)
     found = [(r.operator, r.form) for _, r in seen if r is not None]
-    assert found[:2] == [("aten::relu", POSITIVE), ("aten::sigmoid", LOGIT)]
+    assert found[:2] == [("aten::relu", POSITIVE), ("aten::sigmoid", PROBABILITY)]
     # Both operands of the product, the divisor and the dividend, which a copy of it stands for, and addcdiv's.
     assert found[2:4] == [("aten::mul", FACTOR)] * 2
     assert {form for operator, form in found if operator == "aten::div"} == {BFLOAT16}

@@ -23,7 +23,6 @@ from pyactcomp.readers.forms import (
     FACTOR,
     ITSELF,
     LOG,
-    LOGIT,
     POSITIVE,
     PROBABILITY,
     SCALED,
@@ -240,7 +239,7 @@ def test_an_operand_that_is_given_twice_is_read_as_the_stricter_of_both() -> Non
 
 
 def test_a_result_in_place_is_read_as_the_result() -> None:
-    for call, form in ((torch.relu_, POSITIVE), (torch.sigmoid_, LOGIT), (torch.exp_, BFLOAT16)):
+    for call, form in ((torch.relu_, POSITIVE), (torch.sigmoid_, PROBABILITY), (torch.exp_, BFLOAT16)):
         x = matrix().requires_grad_() * 1
         assert the_reading(lambda call=call, x=x: call(x), x).form is form
 
@@ -266,7 +265,7 @@ def reading(form: Form) -> Reading:
 
 ONE_BIT = Form("1 bit", BITS, forms.Comparison("above", 0.0, float("inf"), 1.0, -1.0))
 OTHER_BIT = Form("1 bit", BITS, forms.Comparison("within", 0.0, 1.0, 0.0, float("inf")))
-RELATIVE = [BFLOAT16, SCALED, LOG, LOGIT, PROBABILITY, forms.ARTANH]
+RELATIVE = [BFLOAT16, SCALED, LOG, forms.LOG_PROBABILITY, PROBABILITY, forms.EXPONENTIAL, forms.ARTANH]
 ALL = [AS_SHAPE, ONE_BIT, OTHER_BIT, AS_CODES, POSITIVE, *RELATIVE, ITSELF]
 
 
@@ -290,8 +289,8 @@ def test_stricter_forms_serve_codes_and_none_another_of_its_rank() -> None:
     assert not AS_CODES.serves(POSITIVE)
     assert not ONE_BIT.serves(OTHER_BIT)
     for form in RELATIVE:
-        assert form.serves(AS_CODES) is (form is not LOG)
-        also = (BFLOAT16,) if form is PROBABILITY else ()
+        assert form.serves(AS_CODES) is (form not in (LOG, forms.LOG_PROBABILITY))
+        also = (BFLOAT16,) if form in (PROBABILITY, forms.EXPONENTIAL) else ()
         assert [form.serves(other) for other in RELATIVE] == [other in (form, *also) for other in RELATIVE]
         assert not form.serves(ITSELF)
 

@@ -13,7 +13,7 @@ from native_cases import CASES, DTYPES, SIZES, assert_same_bytes
 from torch import Tensor
 
 from pyactcomp.codec import format as fmt
-from pyactcomp.codec import reference
+from pyactcomp.codec import probability, reference
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.codec.kernels.triton_ops import element_index, uniform
 
@@ -119,6 +119,28 @@ def test_widening_keeps_every_value(dtype: torch.dtype, n: int, offset: int) -> 
     out = torch.full((n + 1,), 7.0, device=DEVICE)
     kernels.widen(source.to(DEVICE)[offset:], out[:n])
     assert torch.equal(out[:n].cpu().nan_to_num(1.5), source[offset:].float().nan_to_num(1.5))
+    assert out[n] == 7
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("n", [1, kernels.DECODE_TILE, 3 * kernels.DECODE_TILE + 5])
+def test_probabilities_are_stored_as_by_torch(n: int, log: bool) -> None:
+    encode = probability.encode_log if log else probability.encode
+    decode = probability.decode_log if log else probability.decode
+    x = -torch.logspace(-7, 2, n, dtype=torch.float64).flip(0)
+    x = (x if log else x.exp()).float()
+    x[0] = torch.nan
+    codes = torch.full((n + 1,), 7, dtype=torch.int16, device=DEVICE)
+    kernels.encode_probabilities(x.to(DEVICE), codes[:n], log)
+    # Exponentials and logarithms are a few roundings apart, a fraction of a step.
+    assert int((codes[:n].cpu().int() - encode(x).int()).abs().max()) <= 1
+    assert codes[n] == 7
+    bits = torch.arange(n, dtype=torch.int64) * 40503 % 65536
+    codes = (bits - 2**15).to(torch.int16)
+    out = torch.full((n + 1,), 7.0, device=DEVICE)
+    kernels.decode_probabilities(codes.to(DEVICE), out[:n], log)
+    exact = decode(codes, torch.float64)
+    torch.testing.assert_close(out[:n].cpu().double(), exact, rtol=16 * 2.0**-24 * 88, atol=0, equal_nan=True)
     assert out[n] == 7
 
 

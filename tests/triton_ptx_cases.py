@@ -31,6 +31,8 @@ CODEC_KERNELS = [
     triton_kernels.encode_bool_kernel,
     triton_kernels.decode_bool_kernel,
     triton_kernels.widen_kernel,
+    triton_kernels.encode_probability_kernel,
+    triton_kernels.decode_probability_kernel,
 ]
 FUSED_KERNELS = [
     gelu_kernels.gelu_forward_kernel,
@@ -161,6 +163,18 @@ def test_widening_moves_in_16_byte_accesses() -> None:
     elements = kernels.DECODE_TILE // (32 * kernels.DECODE_WARPS)
     assert text.count("ld.global.v4.b32") == elements * 2 // 16
     assert text.count("st.global.v4.b32") >= elements * 4 // 16
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_probabilities_move_in_16_byte_accesses(log: bool, tmp_path: Path) -> None:
+    elements = kernels.DECODE_TILE // (32 * kernels.DECODE_WARPS)
+    options = {"warps": kernels.DECODE_WARPS, "TILE": kernels.DECODE_TILE, "LOG": log}
+    text = ptx(triton_kernels.encode_probability_kernel, "*fp32 *i16 i64", **options)
+    assert text.count("ld.global.v4.b32") == elements * 4 // 16
+    assert_no_spills(text, tmp_path)
+    text = ptx(triton_kernels.decode_probability_kernel, "*i16 *fp32 i64", **options)
+    assert text.count("ld.global.v4.b32") == elements * 2 // 16
+    assert_no_spills(text, tmp_path)
 
 
 # Exponentials and reciprocals of gelu are approximate on purpose, as torch's; what is flushed of them is 2**-126 of 1.

@@ -108,6 +108,23 @@ def unscale(halves: Tensor, exponent: Tensor) -> Tensor:
     return halves.to(torch.float32) * _number((exponent - 14) << 23)
 
 
+# The smallest bfloat16 that is no subnormal: the distance of one itself keeps its sign.
+_TINY = 2.0**-126
+
+
+def to_distance(p: Tensor) -> Tensor:
+    """Return the distance from zero of numbers that are not negative, or from one, negated, if they are nearer to one.
+
+    In 16 bits both ends then have relative precision. Numbers above one are returned as they are.
+    """
+    return torch.where((p > 0.5) & (p <= 1), -(1 - p).clamp(min=_TINY), p)
+
+
+def from_distance(distance: Tensor) -> Tensor:
+    """Undo :func:`to_distance`."""
+    return torch.where(distance < 0, 1 + distance, distance)
+
+
 def pack_bits(x: Tensor) -> Tensor:
     """Pack the booleans of a dense tensor in storage order, eight to a byte, lowest bit first; one dimension.
 

@@ -23,8 +23,10 @@ from ..readers.forms import (
     BFLOAT16,
     CODES,
     EXACT,
+    EXPONENTIAL,
     ITSELF,
     LOG,
+    LOG_PROBABILITY,
     PROBABILITY,
     SCALED,
     Form,
@@ -36,6 +38,7 @@ from .checkpointed import CHECKPOINT, Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one, row_along
 from .gates import is_sigmoid
 from .joint import VIEWS, fewest, name_of, unviewed, value
+from .probabilities import is_log_probability, is_probability
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _MASKED = "the gradient may be zero at the largest elements"
@@ -310,7 +313,8 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
     if name in ("exp", "exp2", "_softmax") or (name == "div" and name_of(source.args[0]) == "exp"):
         # The derivative of a loss subtracts one from a probability.
         why = "a multiple of it, or of the difference between it and one, which may be small"
-        return strictest((Reading(name, "result", PROBABILITY, why), reading))
+        form = PROBABILITY if is_probability(source) else EXPONENTIAL
+        return strictest((Reading(name, "result", form, why), reading))
     if reading.need == CODES and (_is_difference(_unscaled(source)) or _spans_magnitudes(source)):
         return Reading(name, "result", BFLOAT16, _MASKED)
     if reading.need == CODES and _grows(source):
@@ -320,8 +324,11 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
     if reading.form is SCALED and _spans_magnitudes(source):
         return _exactly(source, "some elements are magnitudes larger")
     if reading.form is LOG:
-        is_log = name == "_log_softmax" or (name == "sub" and _is_log(source.args[1]))
-        return reading if is_log else _exactly(source, "the derivative takes the exponential of it")
+        if is_log_probability(source):
+            return Reading(reading.operator, reading.operand, LOG_PROBABILITY, reading.why)
+        if name == "sub" and _is_log(source.args[1]):
+            return reading
+        return _exactly(source, "the derivative takes the exponential of it")
     return reading
 
 

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from ..codec import probability
 from ..codec.layouts import rows_of
 from ..codec.ops import restore as restore_codes
 from ..config import Config
-from ..engine.halves import from_distance, to_distance
 from ..engine.packing import FEWEST
-from ..readers.forms import BFLOAT16, CODES, LOG, PROBABILITY, RELATIVE, SCALED
+from ..readers.forms import BFLOAT16, CODES, EXPONENTIAL, LOG, LOG_PROBABILITY, PROBABILITY, RELATIVE, SCALED
 from ..torch_private.partitions import is_tangent
 from .codec import (
     dequantize,
+    from_distance,
     in_own_shape,
     pack_bits,
     quantize,
     saturate,
     scale,
     stored_shape,
+    to_distance,
     unpack_bits,
     unscale,
 )
@@ -218,16 +220,20 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
     return _code_plan(tensor, order, config.group_size, positive, rounded)
 
 
+_OF_PROBABILITIES = {
+    PROBABILITY: (probability.encode, probability.decode),
+    LOG_PROBABILITY: (probability.encode_log, probability.decode_log),
+    EXPONENTIAL: (lambda x: to_distance(x).to(torch.bfloat16), lambda x, dtype: from_distance(x.to(dtype))),
+}
+
+
 def _halves_plan(form: object) -> Plan | str:
     if form is SCALED:
         return Plan("16 bits", ("halves_of_", "exponent_of_"), scale, unscale)
-    if form is PROBABILITY:
+    if form in _OF_PROBABILITIES:
+        encode, decode = _OF_PROBABILITIES[form]
         return Plan(
-            "16 bits",
-            ("halves_of_",),
-            lambda x: (to_distance(x).to(torch.bfloat16),),
-            lambda x: from_distance(x.to(torch.float32)),
-            variant=form,
+            "16 bits", ("halves_of_",), lambda x: (encode(x),), lambda x: decode(x, torch.float32), variant=form
         )
     dtype = torch.float16 if form is LOG else torch.bfloat16
     if form not in (LOG, BFLOAT16):

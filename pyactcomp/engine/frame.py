@@ -29,7 +29,6 @@ from ..readers.forms import (
     EXACT,
     FACTOR,
     ITSELF,
-    LOGIT,
     POSITIVE,
     PROBABILITY,
     SCALED,
@@ -113,7 +112,7 @@ _SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
 _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.
-_OF_ONE_RESULT = frozenset((POSITIVE, LOGIT, PROBABILITY, ARTANH))
+_OF_ONE_RESULT = frozenset((POSITIVE, PROBABILITY, ARTANH))
 _EXPONENTIALS = frozenset(("aten::exp", "aten::exp2", "aten::expm1"))
 _QUOTIENT = "aten::div"
 _QUOTIENTS = frozenset((_QUOTIENT, "aten::log"))

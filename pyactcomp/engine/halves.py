@@ -7,9 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..codec.kernels import Kernel
-from ..readers.forms import ARTANH, BFLOAT16, LOG, LOGIT, PROBABILITY, SCALED, Comparison, Form
-from .narrow import NarrowKernel
+from ..codec import probability
+from ..codec.kernels import Kernel, triton
+from ..readers.forms import (
+    ARTANH,
+    BFLOAT16,
+    LOG,
+    LOG_PROBABILITY,
+    PROBABILITY,
+    SCALED,
+    Comparison,
+    Form,
+)
+from .narrow import NarrowKernel, has_triton
 
 _HALF_MAX = 65504.0
 _SCALE_BYTES = 4
@@ -41,44 +51,46 @@ class _Bfloat16(NarrowKernel):
 
 
 class _Saturating(NarrowKernel):
-    """Float16, saturating: a log-probability below -65504 becomes -65504, and the exponential of both is zero."""
+    """Float16, saturating: a logit below -65504 becomes -65504, and the exponential of both is zero."""
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         super().encode(source, out, seed)
         out.view(self.dtype).clamp_(-_HALF_MAX, _HALF_MAX)
 
 
-# The smallest bfloat16 that is no subnormal: the distance of one itself keeps its sign.
-_TINY = 2.0**-126
+_PART = 1 << 22
 
 
-def to_distance(p: Tensor) -> Tensor:
-    """Return the distance from zero of numbers that are not negative, or from one, negated, if they are nearer to one.
-
-    In 16 bits both ends then have relative precision. Numbers above one are returned as they are.
-    """
-    return torch.where((p > 0.5) & (p <= 1), -(1 - p).clamp(min=_TINY), p)
-
-
-def from_distance(distance: Tensor) -> Tensor:
-    """Undo :func:`to_distance`."""
-    return torch.where(distance < 0, 1 + distance, distance)
+def _by_parts(function: Callable[[Tensor], Tensor], source: Tensor, target: Tensor) -> None:
+    """Fill ``target`` from ``source`` in parts: intermediate results would take several times the tensor."""
+    for part, out in zip(torch.split(source, _PART), torch.split(target, _PART), strict=True):
+        out.copy_(function(part))
 
 
 class _Probability:
-    """Bfloat16 of the distance from zero or one, in parts: intermediate results would take several times the tensor."""
+    """The logit of a probability, or of the exponential of the tensor, on a grid; see `codec.probability`."""
 
-    _PART = 1 << 22
+    def __init__(self, log: bool, by_triton: bool) -> None:
+        self._log, self._by_triton = log, by_triton
+        self._encode = probability.encode_log if log else probability.encode
+        self._decode = probability.decode_log if log else probability.decode
+
+    def _is_for_triton(self, x: Tensor) -> bool:
+        return self._by_triton and x.is_cuda and x.dtype is torch.float32 and has_triton()
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        p, distance = _flat(source.detach()), out.view(torch.bfloat16)
-        for source_part, target in zip(torch.split(p, self._PART), torch.split(distance, self._PART), strict=True):
-            target.copy_(to_distance(source_part))
+        x, codes = _flat(source.detach()), out.view(torch.int16)
+        if self._is_for_triton(x):
+            triton.encode_probabilities(x, codes, self._log)
+        else:
+            _by_parts(self._encode, x, codes)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
-        distance, p = packed.view(torch.bfloat16), _flat(out)
-        for source_part, target in zip(torch.split(distance, self._PART), torch.split(p, self._PART), strict=True):
-            target.copy_(from_distance(source_part.to(target.dtype)))
+        codes, x = packed.view(torch.int16), _flat(out)
+        if self._is_for_triton(x):
+            triton.decode_probabilities(codes, x, self._log)
+        else:
+            _by_parts(lambda part: self._decode(part, x.dtype), codes, x)
 
 
 class _Mapped:
@@ -145,9 +157,8 @@ def half_kernel(form: Form, by_triton: bool) -> Kernel:
     kernels: dict[Form, Kernel] = {
         BFLOAT16: _Bfloat16(torch.bfloat16, by_triton),
         LOG: _Saturating(torch.float16, by_triton),
-        # As precise at both ends, and more so between.
-        LOGIT: _Mapped(torch.logit, torch.sigmoid),
-        PROBABILITY: _Probability(),
+        LOG_PROBABILITY: _Probability(True, by_triton),
+        PROBABILITY: _Probability(False, by_triton),
         # Relative precision for the distance from plus and minus one.
         ARTANH: _Mapped(torch.atanh, torch.tanh),
         SCALED: _Scaled(),

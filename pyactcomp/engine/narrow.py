@@ -24,14 +24,15 @@ class NarrowKernel:
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Cast back into ``out``, a dense tensor in storage order."""
         source, target = packed.view(self.dtype), out.as_strided((out.numel(),), (1,))
-        if self._by_triton and out.is_cuda and out.dtype is torch.float32 and _has_triton():
+        if self._by_triton and out.is_cuda and out.dtype is torch.float32 and has_triton():
             triton.widen(source, target)
         else:
             target.copy_(source)
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton's kernels run on the GPU here."""
     return triton.unavailable_reason() is None
 
 

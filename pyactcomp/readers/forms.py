@@ -77,10 +77,10 @@ class Form(NamedTuple):
         if wanted.need in (SHAPE, BITS) or self.need == BITS:
             return wanted.need == SHAPE or self == wanted
         if self.need == wanted.need:
-            # The distance from zero or one is as precise as bfloat16, and more so near one.
-            return wanted in (self, AS_CODES) or (self is PROBABILITY and wanted is BFLOAT16)
-        # Saturated log-probabilities serve only their own reader.
-        return self.need > wanted.need and self is not LOG
+            # Near one these are more precise than bfloat16, elsewhere as precise.
+            return wanted in (self, AS_CODES) or (self in (PROBABILITY, EXPONENTIAL) and wanted is BFLOAT16)
+        # What saturates serves only its own reader.
+        return self.need > wanted.need and self not in (LOG, LOG_PROBABILITY)
 
 
 AS_SHAPE = Form("shape", SHAPE)
@@ -94,8 +94,9 @@ VECTORS = Form("codes where no group spans vectors", CODES)
 BFLOAT16 = Form("bfloat16", RELATIVE)
 SCALED = Form("float16 times a power of two", RELATIVE)
 LOG = Form("saturating float16", RELATIVE)
-LOGIT = Form("float16 logit", RELATIVE)
-PROBABILITY = Form("bfloat16 distance from zero or one", RELATIVE)
+LOG_PROBABILITY = Form("16-bit logit of the probability", RELATIVE)
+PROBABILITY = Form("16-bit logit", RELATIVE)
+EXPONENTIAL = Form("bfloat16 distance from zero or one", RELATIVE)
 ARTANH = Form("float16 inverse hyperbolic tangent", RELATIVE)
 ITSELF = Form("as it is", EXACT)
 

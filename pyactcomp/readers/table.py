@@ -25,7 +25,7 @@ from .forms import (
     HEADS,
     ITSELF,
     LOG,
-    LOGIT,
+    LOG_PROBABILITY,
     POSITIVE,
     PROBABILITY,
     ROWS,
@@ -122,11 +122,16 @@ _GROUPS = (
     _Group(
         LOG,
         "the derivative takes the exponential of it: at a low loss the gradient is as small as the error of codes",
-        *("_log_softmax result", "log_sigmoid_forward self", "binary_cross_entropy_with_logits self"),
-        *("softplus self", "soft_margin_loss self", "_sparse_log_softmax result"),
+        *("log_sigmoid_forward self", "binary_cross_entropy_with_logits self", "softplus self"),
+        "soft_margin_loss self",
     ),
     _Group(
-        LOGIT,
+        LOG_PROBABILITY,
+        "the derivative takes the difference between the exponential of it and a target, which may be small",
+        *("_log_softmax result", "_sparse_log_softmax result"),
+    ),
+    _Group(
+        PROBABILITY,
         "the derivative takes the difference between it and one, which may be small",
         *("sigmoid result", "binary_cross_entropy self"),
     ),

@@ -168,14 +168,32 @@ def widen(source: Tensor, out: Tensor) -> None:
     torch's own cast loads one element at a time: on an H200, for tensors of 12 to 500 million elements, the 6 bytes of
     each element move at 2.1 TB/s, half of a copy's rate.
     """
-    _widening(out.device)(-(-out.numel() // DECODE_TILE), (source, out), (out.numel(),))
+    _elementwise("widen_kernel", source, out)
+
+
+def encode_probabilities(source: Tensor, out: Tensor, log: bool) -> None:
+    """Store probabilities, or their logarithms, float32 [n], as codes of ``codec.probability`` in ``out``, int16 [n].
+
+    A code may differ from torch's by one, as the exponential and the logarithm do by a rounding.
+    """
+    _elementwise("encode_probability_kernel", source, out, log)
+
+
+def decode_probabilities(codes: Tensor, out: Tensor, log: bool) -> None:
+    """Fill ``out``, float32 [n], with the probabilities, or their logarithms, of ``codes``, int16 [n]."""
+    _elementwise("decode_probability_kernel", codes, out, log)
+
+
+def _elementwise(kernel: str, source: Tensor, out: Tensor, *constants: object) -> None:
+    launch = _elementwise_launcher(kernel, constants, out.device)
+    launch(-(-out.numel() // DECODE_TILE), (source, out), (out.numel(),))
 
 
 @functools.lru_cache(maxsize=64)
-def _widening(device: torch.device) -> Launcher:
+def _elementwise_launcher(kernel: str, constants: tuple[object, ...], device: torch.device) -> Launcher:
     from . import triton_kernels
 
-    return Launcher(triton_kernels.widen_kernel, (DECODE_TILE,), DECODE_WARPS, device)
+    return Launcher(getattr(triton_kernels, kernel), (DECODE_TILE, *constants), DECODE_WARPS, device)
 
 
 def bind(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import probability
 from .triton_ops import (
     any_flagged,
     decode_tile,
@@ -24,6 +25,18 @@ from .triton_ops import (
     store_raw,
     to_raw,
 )
+
+_LOWEST = tl.constexpr(probability.LOWEST)
+_MIDDLE = tl.constexpr(probability.MIDDLE)
+_COARSE = tl.constexpr(probability.COARSE)
+_FINE = tl.constexpr(probability.FINE)
+_ZERO = tl.constexpr(probability.ZERO)
+_SPLIT = tl.constexpr(probability.SPLIT)
+_ONE = tl.constexpr(probability.ONE)
+_NAN = tl.constexpr(probability.NAN)
+_BIAS = tl.constexpr(probability.BIAS)
+_NEAREST_TO_ONE = tl.constexpr(probability.NEAREST_TO_ONE)
+_LOG_OF_ZERO = tl.constexpr(probability.LOG_OF_ZERO)
 
 
 @triton.jit(do_not_specialize=["numel", "key0", "key1"])
@@ -149,3 +162,65 @@ def widen_kernel(source, out, numel: tl.int64, TILE: tl.constexpr):
     else:
         left = (numel - start).to(tl.int32)
         tl.store(out + start + offsets, load_float(source + start, offsets, offsets < left), mask=offsets < left)
+
+
+@triton.jit
+def _probability_codes(x, LOG: tl.constexpr):
+    """Return the codes of float32 probabilities, or of their logarithms; see ``codec.probability``."""
+    if LOG:
+        log = tl.minimum(x, 0.0)
+        # 1 - exp(log) where the difference would cancel: the next term of the series is below 2**-26 of the sum.
+        series = -log * (1.0 + log * (0.5 + log * (1.0 / 6 + log * (1.0 / 24))))
+        rest = tl.where(log > -0.03125, series, 1.0 - tl.exp(log))
+    else:
+        # The interpreter warns of the logarithm of zero.
+        log, rest = tl.log(tl.maximum(x, 1e-45)), 1.0 - x
+    logit = log - tl.log(tl.maximum(rest, _NEAREST_TO_ONE))
+    fine = (logit - _MIDDLE) * (1 / _FINE) + (_SPLIT + 0.5)
+    coarse = (logit - _LOWEST) * (1 / _COARSE) + 1.5
+    code = tl.minimum(tl.maximum(tl.where(logit < _MIDDLE, coarse, fine), _ZERO), _ONE + 0.5).to(tl.int32)
+    return (tl.where(x == x, code, _NAN) - _BIAS).to(tl.int16)
+
+
+@triton.jit
+def _probabilities(codes, LOG: tl.constexpr):
+    """Return the float32 probabilities, or their logarithms, of codes."""
+    code = codes.to(tl.float32) + _BIAS
+    logit = tl.where(code < _SPLIT, (code - 1.0) * _COARSE + _LOWEST, (code - _SPLIT) * _FINE + _MIDDLE)
+    small = tl.exp(-tl.abs(logit))
+    if LOG:
+        # log(1 + small) where the sum would round: the next term of the series is below 2**-22 of the sum.
+        series = small * (1.0 - small * (0.5 - small * (1.0 / 3 - small * 0.25)))
+        x = tl.minimum(logit, 0.0) - tl.where(small < 0.03125, series, tl.log(1.0 + small))
+        x = tl.where(code == _ZERO, _LOG_OF_ZERO, tl.where(code == _ONE, 0.0, x))
+    else:
+        x = tl.where(logit < 0, small, 1.0) / (1.0 + small)
+        x = tl.where(code == _ZERO, 0.0, tl.where(code == _ONE, 1.0, x))
+    return tl.where(code == _NAN, float("nan"), x)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def encode_probability_kernel(source, out, numel: tl.int64, TILE: tl.constexpr, LOG: tl.constexpr):
+    """Store [numel] float32 probabilities, or their logarithms, as int16 codes, TILE a program."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    offsets = tl.arange(0, TILE)
+    # Without a mask each thread loads 16 bytes at once.
+    if numel - start >= TILE:
+        tl.store(out + start + offsets, _probability_codes(tl.load(source + start + offsets), LOG))
+    else:
+        present = offsets < (numel - start).to(tl.int32)
+        x = tl.load(source + start + offsets, mask=present, other=0.0)
+        tl.store(out + start + offsets, _probability_codes(x, LOG), mask=present)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def decode_probability_kernel(codes, out, numel: tl.int64, TILE: tl.constexpr, LOG: tl.constexpr):
+    """Store the float32 probabilities, or their logarithms, of [numel] int16 codes, TILE a program."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    offsets = tl.arange(0, TILE)
+    if numel - start >= TILE:
+        tl.store(out + start + offsets, _probabilities(tl.load(codes + start + offsets), LOG))
+    else:
+        present = offsets < (numel - start).to(tl.int32)
+        x = tl.load(codes + start + offsets, mask=present, other=0)
+        tl.store(out + start + offsets, _probabilities(x, LOG), mask=present)
