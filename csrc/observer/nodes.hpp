@@ -28,6 +28,8 @@ struct NodeNames {
   std::unordered_set<std::string> range_kept;  ///< results have the range of the operands
   std::unordered_set<std::string> hinges;      ///< results are zero beyond a margin
   std::unordered_set<std::string> margins;     ///< differences that count below a hinge alone
+  std::unordered_set<std::string> residuals;   ///< results are as small as a difference among the operands
+  std::unordered_set<std::string> losses;      ///< results are as small as the difference of the operands
 };
 
 /// The ranges of readers/nodes.py.
@@ -39,7 +41,7 @@ struct NodeKind {
   bool python = false;
   bool view = false, wide = false, growing = false, keeps_range = false;
   bool sum = false, difference = false, product = false, quotient = false, negative = false;
-  bool hinge = false, margin = false, two_bounds = false, clamp = false;
+  bool hinge = false, margin = false, two_bounds = false, clamp = false, residual = false, loss = false;
 };
 
 inline NodeNames& node_names() {
@@ -69,6 +71,8 @@ inline const NodeKind& kind_of(const Node& node) {
     kind.keeps_range = names.range_kept.count(name) != 0;
     kind.hinge = names.hinges.count(name) != 0;
     kind.margin = names.margins.count(name) != 0;
+    kind.residual = names.residuals.count(name) != 0;
+    kind.loss = names.losses.count(name) != 0;
     kind.two_bounds = name == "HardtanhBackward0";
     kind.clamp = typeid(node) == typeid(torch::autograd::generated::ClampBackward1);
     kind.sum = typeid(node) == typeid(torch::autograd::generated::AddBackward0);
@@ -100,20 +104,34 @@ inline bool is_one_sided(const Node& node, const NodeKind& kind) {
   return !kind.two_bounds;
 }
 
-/// Return whether the result of a node is a difference, the multiple of one by a constant, or a hinge of either, as
-/// `_is_difference` in readers/nodes.py.
+inline bool is_residual(const Node& node) {
+  const NodeKind& kind = kind_of(node);
+  return kind.difference || kind.residual || kind.loss;
+}
+
+/// Return whether the result of a node is a difference, the multiple of one by a constant, or a hinge or residual of
+/// either, as `_is_difference` in readers/nodes.py.
 inline bool is_difference(const Node* node) {
-  constexpr int kMultiples = 3;
-  bool hinged = false, one_sided = false;
+  constexpr int kMultiples = 6;
+  bool hinged = false, one_sided = false, residual = false;
   for (int step = 0; node && step < kMultiples; ++step) {
     const NodeKind& kind = kind_of(*node);
-    if (kind.difference) return true;
+    if (kind.difference || kind.loss) return true;
     const auto is_constant = [node](size_t input) { return !node->next_edge(input).function; };
-    if (kind.hinge) {
+    if (kind.residual || (residual && kind.sum && (is_constant(0) || is_constant(1)))) {
+      residual = true;
+    } else if (kind.hinge) {
       hinged = true;
       one_sided = is_one_sided(*node, kind);
     } else if (hinged && (kind.margin || (one_sided && kind.sum && (is_constant(0) || is_constant(1))))) {
       return true;
+    } else if (residual && (kind.product || kind.quotient)) {
+      // A residual times a precision, in either order.
+      const Node* second = node->next_edge(1).function.get();
+      if (second && is_residual(*second) && !(first_input(*node) && is_residual(*first_input(*node)))) {
+        node = second;
+        continue;
+      }
     } else if (!kind.negative && !((kind.product || kind.quotient) && is_constant(1))) {
       return false;
     }

@@ -426,14 +426,16 @@ bool read_names(PyObject* given, std::unordered_set<std::string>& names) {
 }
 
 /// configure(resolve_operator, resolve_function, weakest_need, deciding, choosing, dividing, views, wide, growing,
-/// range_kept, hinges, margins): set the look-ups in the table of readers, and the names of operators and nodes.
+/// range_kept, hinges, margins, residuals, losses): set the look-ups in the table of readers, and the names of
+/// operators and nodes.
 PyObject* configure(PyObject*, PyObject* arguments) {
   PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
   PyObject *choosing = nullptr, *dividing = nullptr;
   PyObject *views = nullptr, *wide = nullptr, *growing = nullptr, *range_kept = nullptr;
-  PyObject *hinges = nullptr, *margins = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOO!O!OOOOOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
-                        &choosing, &PyDict_Type, &dividing, &views, &wide, &growing, &range_kept, &hinges, &margins)) {
+  PyObject *hinges = nullptr, *margins = nullptr, *residuals = nullptr, *losses = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOO!O!OOOOOOOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
+                        &choosing, &PyDict_Type, &dividing, &views, &wide, &growing, &range_kept, &hinges, &margins,
+                        &residuals, &losses)) {
     return nullptr;
   }
   NodeNames& nodes = node_names();
@@ -441,7 +443,8 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (!read_names(deciding, all.deciding) || !read_names(views, nodes.views) || !read_names(wide, nodes.wide) ||
       !read_names(growing, nodes.growing) || !read_names(range_kept, nodes.range_kept) ||
-      !read_names(hinges, nodes.hinges) || !read_names(margins, nodes.margins)) {
+      !read_names(hinges, nodes.hinges) || !read_names(margins, nodes.margins) ||
+      !read_names(residuals, nodes.residuals) || !read_names(losses, nodes.losses)) {
     return nullptr;
   }
   all.choosing.clear();

@@ -26,9 +26,17 @@ from .saved import Gathered, Pending, Region, Same, View
 
 # Nodes visited by one walk: twice the longest norm composed of operators.
 _FARTHEST = 32
-# Of exp(-rate * x ** 2 / 2 + y): the product, its factors, the power, and the nodes of numbers and views between.
-_BEHIND_EXPONENTIAL = 8
+# Of the logarithm of a mixture's density, logsumexp(log_weights - (d @ scale).pow(2).sum(-1) / 2 + scale.logdet()): the
+# product, its operands, the power, and the nodes of numbers, views and other summands between.
+_BEHIND_EXPONENTIAL = 24
+EXPONENTIALS = {
+    **dict.fromkeys(("aten::exp", "aten::exp2", "aten::expm1"), False),
+    **dict.fromkeys(("aten::_softmax", "aten::_log_softmax", "aten::logsumexp"), True),
+}
+"""Operators that take exponentials, and whether they compare scores."""
 _PRODUCTS = frozenset(("MulBackward0", "PowBackward0", "DivBackward0"))
+# The same elements, also in other places.
+_ARRANGED = VIEWS | {"SqueezeBackward1", "SqueezeBackward2", "CloneBackward0", CAST}
 _SUMS = frozenset(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"))
 # Of w.tril() / (w.tril().sum(-1) + eps).clamp(min=1): the nodes of numbers, views and masks on the way to w.
 _OWN_SUM = 6
@@ -137,22 +145,44 @@ def _unmasked(node: Node | None) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def products_behind(exponential: Node | None) -> Iterator[Coded]:
+def products_behind(saved: Tensor, reading: Reading) -> Iterator[Coded]:
     """Yield the operands in codes of products and powers behind an exponential, as in exp(-rate * x * x + y).
 
-    Such a bump passes a gradient only where the product is small.
+    Such a bump passes a gradient only where the product is small, and a softmax or ``logsumexp`` to the largest scores
+    alone. Behind these two, squared distances and quadratic forms of differences count, and other scores do not, as
+    those of attention. The reader is one of ``EXPONENTIALS``.
     """
-    left = deque(() if exponential is None else (exponential.next_functions[0][0],))
+    node = producer(saved)[1]
+    if node is not None and reading.operator != "aten::logsumexp":  # the others save their results
+        node = node.next_functions[0][0]
+    left = deque([(node, not EXPONENTIALS[reading.operator])])
     for _ in range(_BEHIND_EXPONENTIAL):
         if not left:
             break
-        node = left.popleft()
+        node, counts = left.popleft()
         name = "" if node is None else node.name()
-        if node is None or not (name in _PRODUCTS or name in _SUMS or name in VIEWS):
+        if node is None:
             continue
-        if name in _PRODUCTS:
-            yield from (region for _, region in _coded(node))
-        left.extend(behind for behind, _ in node.next_functions)
+        if name in _PRODUCTS or name in _ROWS_OF:
+            form = _reads_difference(node)
+            if name in _ROWS_OF and not form:
+                continue
+            counts = counts or form or name == "PowBackward0"
+            if counts:
+                yield from (region for _, region in _coded(node))
+        elif not (name in _SUMS or name in _ARRANGED or name in _TOTALS):
+            continue
+        left.extend((behind, counts) for behind, _ in node.next_functions)
+
+
+def _reads_difference(node: Node) -> bool:
+    """Return whether an operand of a product is a difference, as in a quadratic form."""
+    for behind, _ in node.next_functions:
+        while behind is not None and behind.name() in _ARRANGED:
+            behind = behind.next_functions[0][0]
+        if behind is not None and behind.name() == "SubBackward0":
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

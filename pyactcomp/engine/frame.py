@@ -51,6 +51,7 @@ from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, tr
 from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
 from ..torch_private import current_raw_stream, never_traced, profiler_enabled, source_dtype
 from .factors import (
+    EXPONENTIALS,
     Coded,
     coded_behind,
     divides_by_own_sum,
@@ -113,7 +114,7 @@ _LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.
 _OF_ONE_RESULT = frozenset((POSITIVE, PROBABILITY, ARTANH))
-_EXPONENTIALS = frozenset(("aten::exp", "aten::exp2", "aten::expm1"))
+_SHARPENING = AMPLIFYING | EXPONENTIALS.keys()
 _QUOTIENT = "aten::div"
 _QUOTIENTS = frozenset((_QUOTIENT, "aten::log"))
 _narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
@@ -282,11 +283,10 @@ class Frame:
         name, spans = self._origin(saved)
         behind, self._behind = self._behind, ()
         if form.need > CODES:
-            if reading.operator in AMPLIFYING and not self.packing.lossless:
-                self._look_behind_divisor(tensor, saved, reading)
-            elif reading.operator in _EXPONENTIALS and not self.packing.lossless:
-                self._hold_factor(tensor)
-                self._sharpen(products_behind(producer(saved)[1]))
+            if reading.operator in _SHARPENING and not self.packing.lossless:
+                self._look_behind_reader(tensor, saved, reading)
+                if EXPONENTIALS.get(reading.operator) is False:
+                    self._hold_factor(tensor)
         elif is_factor(tensor, reading, self.packing.config.group_size):
             self._hold_factor(tensor)
         elif self._factors and reading.operator not in AMPLIFYING:
@@ -341,12 +341,14 @@ class Frame:
         if self.packing.lossless or not kept.requires_grad or kept.is_nested:
             return
         reading = self._reader(kept)
-        if reading is not None and reading.operator in AMPLIFYING:
+        if reading is not None and reading.operator in _SHARPENING:
             if self.packing.form_for(kept, reading).need > CODES:
-                self._look_behind_divisor(kept, kept, reading)
+                self._look_behind_reader(kept, kept, reading)
 
-    def _look_behind_divisor(self, tensor: Tensor, saved: Tensor, reading: Reading) -> None:
-        """Sharpen the factors behind an operand of a reader with an unbounded derivative."""
+    def _look_behind_reader(self, tensor: Tensor, saved: Tensor, reading: Reading) -> None:
+        """Sharpen the factors behind an operand of an exponential, or of a reader with an unbounded derivative."""
+        if reading.operator in EXPONENTIALS:
+            return self._sharpen(products_behind(saved, reading))
         self._divisors.append(tensor.size())
         node = producer(saved)[1]
         if reading.operator == _QUOTIENT:

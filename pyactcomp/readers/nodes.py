@@ -81,11 +81,15 @@ point's); orders of magnitude; orders of magnitude, by an exponential."""
 _RANGE_WALK = 12
 # Farther back lie the constants added to a residual stream: the inputs of all checkpointed blocks would be exact.
 _MASK_WALK = 3
-# Of a difference: -d * d / 2.
-_MULTIPLES = 3
+# Of a difference: ((d.abs() + 1e-6) ** 1.5).sum(-1) / 2.
+_MULTIPLES = 6
 # Zero, and without a gradient, at the elements beyond a margin; a difference from a number counts below these alone.
 HINGES = _backward("Relu ClampMin Hardtanh Softplus") | {"ClampBackward1"}
 MARGINS = frozenset(("RsubBackward0", "RsubBackward1"))
+# A residual is as small as its difference. A learnt precision multiplies the smallest by the largest numbers.
+RESIDUALS = _backward("Pow Abs Log1P LinalgVectorNorm") | {"SumBackward1", "MeanBackward1"}
+_SCALINGS = _backward("Mul Div")
+LOSSES = _backward("MseLoss L1Loss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits")
 
 
 def range_of(name: str, node: Any, walk: int = _RANGE_WALK, makers: Collection[str] = WIDE) -> int:
@@ -131,22 +135,33 @@ def _is_difference(name: str, node: Any) -> bool:
     """Return whether the output of ``node`` is a difference, the multiple of one by a constant, or a hinge of either.
 
     Below a hinge, a number or constant tensor less the operand counts too (``relu(1 - x)``), and a sum with a constant
-    where the hinge has no upper bound: ``relu6(x + 3)`` is a gate.
+    where the hinge has no upper bound: ``relu6(x + 3)`` is a gate. Residuals count, powers and losses of differences.
     """
-    hinged = one_sided = False
+    hinged = one_sided = residual = False
     for _ in range(_MULTIPLES):
         if node is None or name == "SubBackward0":
             break
         inputs = [behind for behind, _ in node.next_functions]
-        if name in HINGES:
+        if name in LOSSES:
+            return True
+        if name in RESIDUALS or (residual and name == "AddBackward0" and None in inputs):
+            residual = True
+        elif name in HINGES:
             hinged, one_sided = True, name != "HardtanhBackward0" and getattr(node, "_saved_max", None) is None
         elif hinged and (name in MARGINS or (one_sided and name == "AddBackward0" and None in inputs)):
             return True
-        elif name != "NegBackward0" and (name not in ("MulBackward0", "DivBackward0") or inputs[-1] is not None):
+        elif residual and name in _SCALINGS:
+            # A residual times a precision, in either order.
+            inputs = [each for each in inputs if each is not None and _is_residual(each.name())] or inputs
+        elif name != "NegBackward0" and (name not in _SCALINGS or inputs[-1] is not None):
             return False
         node = inputs[0]
         name = "" if node is None else node.name()
     return name == "SubBackward0"
+
+
+def _is_residual(name: str) -> bool:
+    return name == "SubBackward0" or name in RESIDUALS or name in LOSSES
 
 
 def was_masked(tensor: Tensor) -> bool:

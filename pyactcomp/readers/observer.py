@@ -17,7 +17,7 @@ from .. import torch_private
 from ..torch_private.extensions import load
 from . import lookup
 from .forms import AS_CODES, ITSELF, Reading, strictest
-from .nodes import GROWING, HINGES, MARGINS, RANGE_KEPT, VIEWS, WIDE, producer, range_of
+from .nodes import GROWING, HINGES, LOSSES, MARGINS, RANGE_KEPT, RESIDUALS, VIEWS, WIDE, producer, range_of
 from .table import CHOOSING, DECIDING, DIVIDING, ELEMENTWISE, READERS
 
 UNCLEAR, KEPT, BEHIND, CONSTANT, ORDINARY = range(5)
@@ -94,7 +94,7 @@ def observer() -> Observer:
     if library is None:
         return WithoutLibrary()
     readings = lookup.of_operator, lookup.of_function, lookup.weakest_need
-    nodes = VIEWS, WIDE, GROWING, RANGE_KEPT, HINGES, MARGINS
+    nodes = VIEWS, WIDE, GROWING, RANGE_KEPT, HINGES, MARGINS, RESIDUALS, LOSSES
     library.configure(*readings, DECIDING, CHOOSING, DIVIDING, *map(tuple, nodes))
     lookup.on_change.append(library.forget)
     return library
