@@ -42,6 +42,12 @@ def lerp_of_zeros(x: Tensor) -> Tensor:
     return F.rms_norm(torch.lerp(some, some.roll(1, -1), x.roll(1, 0).sigmoid()), (8,), eps=1e-7)
 
 
+def clamped_bands(x: Tensor) -> Tensor:
+    spectrum = x.repeat(1, 8) * torch.logspace(-2, 1, 64)  # beyond 32 KiB
+    bands = torch.eye(8).repeat_interleave(8, 0)
+    return (spectrum**2 @ bands).clamp(min=1e-9).log()
+
+
 TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
     "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),
@@ -58,6 +64,7 @@ TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "short rows": lambda x: 1 / ((x - 1).view(-1, 4, 4) @ x.detach().view(-1, 4, 4)).square().add(1e-2),
     "function of a user": lambda x: 1 / (Doubled.apply((x - 1).square()) + 1e-2),  # type: ignore[no-untyped-call]
     "many others between": many_others,
+    "clamped": clamped_bands,
     "gaps": lambda x: 1 / torch.complex(x, x).real.square().add(1e-2),
 }
 

@@ -41,6 +41,8 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackwar
 # Of w.tril() / (w.tril().sum(-1) + eps).clamp(min=1): the nodes of numbers, views and masks on the way to w.
 _OWN_SUM = 6
 _NORM = "LinalgVectorNormBackward0"
+# 256 filters of 2,048 frequencies. The frozen weights of a model that is fine-tuned are larger.
+_LARGEST_FILTERS = 1 << 19
 _TOTALS = frozenset(("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"))
 _OF_A_SUM = frozenset(("AddBackward0", "MulBackward0", "DivBackward0", "ClampBackward1", "ClampMinBackward0", CAST))
 _MASKS = frozenset(("TrilBackward0", "TriuBackward0", "MaskedFillBackward0", "WhereBackward0", "CloneBackward0", CAST))
@@ -302,6 +304,8 @@ def _gathers(node: Any, name: str, group_size: int) -> bool:
     """Return whether each element of a node's output sums a whole group of elements or more."""
     rows = _ROWS_OF.get(name)
     if rows is not None:
+        if _is_filter_bank(node):
+            return False
         layout = getattr(saved_form(node, rows), "layout", None)
         return layout is None or _elements_in_a_row(layout, (len(layout.shape) - 1,)) >= group_size
     if not node.next_functions:
@@ -313,6 +317,18 @@ def _gathers(node: Any, name: str, group_size: int) -> bool:
     shape = read._input_metadata[number].shape if leaf is None else leaf.shape
     few: bool = math.prod(shape) >= group_size * math.prod(node._input_metadata[-1].shape)
     return few
+
+
+def _is_filter_bank(node: Node) -> bool:
+    """Return whether a matrix product has a constant operand no larger than a filter bank, such as a mel scale's.
+
+    Each element of the result may then sum a few elements of a row.
+    """
+    if None not in [behind for behind, _ in node.next_functions[-2:]]:
+        return False
+    # Of the constant alone: the derivative needs no other operand.
+    layouts = [getattr(saved_form(node, operand), "layout", None) for operand in _operands(type(node))]
+    return any(layout is not None and math.prod(layout.shape) <= _LARGEST_FILTERS for layout in layouts)
 
 
 def is_factor(tensor: Tensor, reading: Reading, group_size: int) -> bool:

@@ -289,7 +289,7 @@ class Frame:
                     self._hold_factor(tensor)
         elif is_factor(tensor, reading, self.packing.config.group_size):
             self._hold_factor(tensor)
-        elif self._factors and reading.operator not in AMPLIFYING:
+        elif self._factors and form.need == CODES and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
             wide = spans != NARROW or (bool(self._divisors) and self._meets_several(tensor))
