@@ -48,6 +48,18 @@ def clamped_bands(x: Tensor) -> Tensor:
     return (spectrum**2 @ bands).clamp(min=1e-9).log()
 
 
+def centroid(x: Tensor) -> Tensor:
+    loudness = torch.logspace(-2, 1, 128)[torch.randperm(128)]  # of frames, neighbours in memory
+    real, imaginary = x.view(64, 128) * loudness, x.flip(0).view(64, 128) * loudness
+    power = real**2 + imaginary**2
+    return (torch.arange(64.0)[:, None] * power).sum(0) / power.sum(0)
+
+
+def smoothed_power(x: Tensor) -> Tensor:
+    wave = x.view(64, 1, 128) * torch.logspace(-2, 1, 128)
+    return (F.conv1d(wave**2, torch.ones(1, 1, 5) / 5) + 1e-6).log()
+
+
 TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: ((x - 1).square() + 1e-2).reciprocal(),
     "product": lambda x: 1 / ((x + 1) * (x - 1) + 4).square().add(1e-2),
@@ -65,6 +77,8 @@ TEMPORARIES: dict[str, Callable[[Tensor], Tensor]] = {
     "function of a user": lambda x: 1 / (Doubled.apply((x - 1).square()) + 1e-2),  # type: ignore[no-untyped-call]
     "many others between": many_others,
     "clamped": clamped_bands,
+    "sums of sums": centroid,
+    "smoothed": smoothed_power,
     "gaps": lambda x: 1 / torch.complex(x, x).real.square().add(1e-2),
 }
 

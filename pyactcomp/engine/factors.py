@@ -40,6 +40,8 @@ _ARRANGED = VIEWS | {"SqueezeBackward1", "SqueezeBackward2", "CloneBackward0", C
 _SUMS = frozenset(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"))
 # Of w.tril() / (w.tril().sum(-1) + eps).clamp(min=1): the nodes of numbers, views and masks on the way to w.
 _OWN_SUM = 6
+# The nodes of a reduction of real ** 2 + imaginary ** 2, and of one more sum.
+_SUMMANDS = 6
 _NORM = "LinalgVectorNormBackward0"
 # 256 filters of 2,048 frequencies. The frozen weights of a model that is fine-tuned are larger.
 _LARGEST_FILTERS = 1 << 19
@@ -84,7 +86,9 @@ def coded_behind(node: Node | None, group_size: int) -> Iterator[Coded]:
             continue
         seen.add(node)
         name = node.name()
-        if name.startswith(_ENDS) or (isinstance(node, BackwardCFunction) and _ends_walk(type(node))):
+        if name.startswith(_ENDS) and not _is_filter(node, group_size):
+            continue
+        if isinstance(node, BackwardCFunction) and _ends_walk(type(node)):
             continue
         if _gathers(node, name, group_size):
             yield from _coded_across_rows(node, group_size)
@@ -237,14 +241,20 @@ def _exponentials(total: Node) -> Iterator[Region]:
 
 
 def _coded_across_rows(node: Any, group_size: int) -> Iterator[Coded]:
-    """Yield the operands of a reduction, and of the operator before, whose groups span several of the reduced rows.
+    """Yield the operands of a reduction, and of its summands, whose groups span several of the reduced rows.
 
     Such groups are as wide as their largest row, and codes are off by as much in their smallest.
     """
-    read = node.next_functions[0][0] if node.next_functions else None
-    for layout, region in (*_coded(node), *(() if read is None else _coded(read))):
-        if layout is None or spans_rows(_elements_reduced(node, layout), group_size):
-            yield region
+    left = deque((node,))
+    for place in range(_SUMMANDS):
+        if not left:
+            break
+        read = left.popleft()
+        for layout, region in _coded(read):
+            if layout is None or spans_rows(_elements_reduced(node, layout), group_size):
+                yield region
+        if place == 0 or read.name() in _SUMS:
+            left.extend(behind for behind, _ in read.next_functions if behind is not None)
 
 
 def _elements_reduced(node: Any, layout: Layout) -> float:
@@ -317,6 +327,14 @@ def _gathers(node: Any, name: str, group_size: int) -> bool:
     shape = read._input_metadata[number].shape if leaf is None else leaf.shape
     few: bool = math.prod(shape) >= group_size * math.prod(node._input_metadata[-1].shape)
     return few
+
+
+def _is_filter(node: Node, group_size: int) -> bool:
+    """Return whether a convolution has a constant weight, and each element of the result sums less than a group."""
+    if len(node.next_functions) < 2 or node.next_functions[1][0] is not None:
+        return False
+    layout = getattr(saved_form(node, "weight"), "layout", None) if "weight" in _operands(type(node)) else None
+    return layout is not None and math.prod(layout.shape[1:]) < group_size
 
 
 def _is_filter_bank(node: Node) -> bool:
