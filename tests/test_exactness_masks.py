@@ -125,6 +125,14 @@ CODED: dict[str, Callable[[Tensor], Tensor]] = {
     "causal square": lambda x: x.square().tril(),
     "choice": lambda x: torch.where(x > 0, x, -x),
     "centred": lambda x: x - torch.ones(64),
+    "gated relu": lambda x: x.relu() * x.roll(1, 0),
+    "layer behind a relu": lambda x: x.relu() @ leaf(64, 64),
+    "relu attention": lambda x: (x @ x.t()).relu() @ x,
+    "linear attention": lambda x: x.relu() @ (x.relu().t() @ x),
+    "mean of relus": lambda x: (x @ x.t()).softmax(-1) @ x.relu(),
+    "covariance of relus": lambda x: (x.relu().t() @ x.relu()).repeat(8, 1),
+    "scaled relu": lambda x: x.relu() * x.mean(-1, keepdim=True),
+    "residual of relus": lambda x: x + x.relu() @ leaf(64, 64),
 }
 
 
@@ -132,6 +140,98 @@ CODED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_matrix_without_zeros_off_the_grid_stays_in_codes(name: str) -> None:
     w = leaf(64, 64)
     assert stored(lambda x: CODED[name](x) @ w, 512, 64)[-1] == 512 * (64 + 4)
+
+
+def test_values_that_a_layer_behind_a_relu_made_stay_in_codes() -> None:
+    w = leaf(64, 64)
+    assert 512 * 64 * 2 not in stored(lambda x: (x @ x.t()).softmax(-1) @ (x.relu() @ w), 512, 64)
+
+
+# Linear attention by ReLU features: a feature that all keys lack makes a row of zeros in the matrix of keys and values,
+# and a query with that feature alone divides by the smallest normaliser, which amplifies whatever stands in the row.
+
+PHASE = torch.linspace(0.05, 1.5, 64)[:, None]
+FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu and a number": lambda x: F.relu(x) + 1e-7,
+    "relu6": F.relu6,
+    "clamp": lambda x: x.clamp(min=0),
+    "threshold": lambda x: F.threshold(x, 0, 0),
+    "square": lambda x: F.relu(x) ** 2,
+    "normalised power": lambda x: (lambda r: r**3 / (r**3).norm(dim=-1, keepdim=True).clamp_min(1e-6))(F.relu(x)),
+    "waves": lambda x: torch.cat([F.relu(x) * PHASE.sin(), F.relu(x) * PHASE.cos()], -1),
+    "masked": lambda x: F.relu(x).masked_fill(PHASE > 1.4, 0),
+    "padded": lambda x: torch.where(PHASE > 1.4, 0, F.relu(x)),
+    "contiguous heads": lambda x: F.relu(x.transpose(0, 1)).transpose(0, 1),
+}
+
+
+def by_outer_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bnd,bnde->bne", q, torch.einsum("bnd,bne->bnde", k, v).cumsum(1))
+
+
+def by_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, outputs = torch.zeros(k.shape[0], k.shape[-1], v.shape[-1]), []
+    for one, key, value in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
+        state = 0.99 * state + value[:, None] * key[:, :, None]
+        outputs.append(one[:, None] @ state)
+    return torch.cat(outputs, 1)
+
+
+def by_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    states = torch.stack([key.mT @ value for key, value in zip(k.chunk(4, 1), v.chunk(4, 1), strict=True)]).cumsum(0)
+    return torch.cat([one @ state for one, state in zip(q.chunk(4, 1), states.unbind(0), strict=True)], 1)
+
+
+def by_accumulation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, outputs = torch.zeros(k.shape[0], k.shape[-1], v.shape[-1]), []
+    for one, key, value in zip(q.chunk(4, 1), k.chunk(4, 1), v.chunk(4, 1), strict=True):
+        state = torch.baddbmm(state, key.mT, value)
+        outputs.append(one @ state)
+    return torch.cat(outputs, 1)
+
+
+LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda q, k, v: torch.einsum("bld,bde->ble", q, torch.einsum("bnd,bne->bde", k, v)),
+    "transposed einsum": lambda q, k, v: torch.einsum("bld,bed->ble", q, torch.einsum("bnd,bne->bed", k, v)),
+    "matmul": lambda q, k, v: q @ (k.mT @ v),
+    "channels first": lambda q, k, v: ((v.mT.contiguous() @ k) @ q.mT).mT,
+    "mm": lambda q, k, v: torch.stack([a @ (b.t() @ c) for a, b, c in zip(q, k, v, strict=True)]),
+    "a multiple": lambda q, k, v: q @ (k.mT @ v / 64),
+    "ones beside the values": lambda q, k, v: (q @ (k.mT @ F.pad(v, (0, 1), value=1.0)))[..., :-1],
+    "sum of outer products": lambda q, k, v: q @ (k[..., None] * v[..., None, :]).sum(1),
+    "running sum of outer products": by_outer_products,
+    "state": by_state,
+    "chunks": by_chunks,
+    "accumulation": by_accumulation,
+}
+
+
+def error_of_dead_features(features: str, form: str) -> float:
+    """Return the error where the last queries have, of all features, only the one that all keys lack."""
+    q, k, v = torch.randn(4, 64, 16), torch.randn(4, 64, 16), torch.randn(4, 64, 16)
+    k[..., 3] = -k[..., 3].abs()
+    q[:, -8:] = -q[:, -8:].abs()
+    q[:, -8:, 3] *= -1
+    weights = torch.randn(4, 64, 16)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = FEATURES[features](q), FEATURES[features](k)
+        seen = k.cumsum(1) if form in ("running sum of outer products", "state") else k.sum(1, keepdim=True)
+        normaliser = 1 / ((q * seen).sum(-1, keepdim=True) + 1e-4)
+        return (LINEAR[form](q, k, v) * normaliser * weights).mean()
+
+    return error(loss, q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+
+
+@pytest.mark.parametrize("form", LINEAR)
+def test_a_feature_that_all_keys_lack(form: str) -> None:
+    assert error_of_dead_features("relu", form) <= BAR
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_a_feature_map_with_zeros(features: str) -> None:
+    assert error_of_dead_features(features, "einsum") <= BAR
 
 
 # Rows of weights divided by their own sum, of which one weight is nearly the whole.

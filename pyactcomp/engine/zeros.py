@@ -1,5 +1,7 @@
 """Finds exact zeros among the elements of a signed operand, by the operators that made the operand.
 
+A mask made them, or a sum of products with a feature of a ReLU that is zero in all rows, as in linear attention.
+
 Zero is on the grid of codes only where zero is a group's least element. Otherwise all zeros of a group come back as one
 small number, and a matrix product adds that number up over the length of a row.
 """
@@ -7,13 +9,15 @@ small number, and a matrix product adds that number up over the length of a row.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..readers.forms import Reading
-from ..readers.nodes import CAST, VIEWS, producer
+from ..readers.nodes import CAST, HINGES, RANGE_KEPT, VIEWS, producer
 from ..readers.table import SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .saved import Kept, Pending, Region, View
@@ -29,14 +33,23 @@ _NON_NEGATIVE = _PROBABILITIES | {
     for name in ("Relu", "Exp", "Exp2", "Sigmoid", "Abs", "Sqrt", "Softplus", "LinalgVectorNorm", "Cdist")
 }
 _NON_NEGATIVE |= {"EuclideanDistBackward0"}
-ZEROING = _TRIANGLES | _MULTIPLES | _COPIES | {"WhereBackward0", "SubBackward0"}
+_PRODUCTS = frozenset(("MmBackward0", "BmmBackward0", "BaddbmmBackward0", "MulBackward0"))
+# Keep the rows of zeros of all their inputs.
+_ROWS_KEPT = RANGE_KEPT | _MULTIPLES | {"BaddbmmBackward0", "SumBackward0", "SumBackward1", "MeanBackward1"}
+_SUMS = (_PRODUCTS | _ROWS_KEPT) - VIEWS - _COPIES - _MULTIPLES - _TRIANGLES
+_FEATURES = HINGES | {"ThresholdBackward0", "_ReluBackward"}
+# Keep the zeros of one of their inputs.
+_FEATURES_KEPT = RANGE_KEPT | _MULTIPLES | _TRIANGLES | {"PowBackward0", "WhereBackward0"}
+_WEIGHTS_KEPT = VIEWS | _COPIES
+ZEROING = _TRIANGLES | _MULTIPLES | _COPIES | _SUMS | {"WhereBackward0"}
 """Names of the nodes behind which :func:`multiplies_zeros` finds zeros."""
 
 
 def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
     """Return whether a matrix product reads a signed operand that holds exact zeros, by ``tril``, ``where`` or a mask.
 
-    A difference of two results of softmax counts too, since both are zero where they are masked.
+    A difference of two results of softmax counts too, since both are zero where they are masked, and so do sums of
+    products with features of a ReLU.
     """
     if reading.operator not in SHORT_PRODUCTS:
         return False
@@ -55,17 +68,63 @@ def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
             return not _is_non_negative(inputs[0])
         if name == "WhereBackward0":
             return None in inputs and not _is_non_negative(inputs[0] or inputs[1])
-        if name == "SubBackward0":
-            return _is_non_negative(inputs[0], _PROBABILITIES) and _is_non_negative(inputs[1], _PROBABILITIES)
+        if name == "SubBackward0" and all(_is_non_negative(behind, _PROBABILITIES) for behind in inputs):
+            return True
+        if name in _SUMS or (name == "MulBackward0" and None not in inputs):
+            return _sums_features(operand, node, reading)
         if name == "MulBackward0":
-            if None not in inputs:
-                break
             if _is_mask(node, "other" if inputs[0] is not None else "self"):
                 return not _is_non_negative(inputs[0] or inputs[1])
             node = inputs[0] or inputs[1]
         else:
             node = inputs[0]
     return False
+
+
+def _behind(node: Any, passed: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a node and the nodes behind it, through those named in ``passed``, each with its name; a few at most."""
+    left = deque((node,))
+    for _ in range(_FARTHEST):
+        if not left:
+            break
+        node = left.popleft()
+        if node is None:
+            continue
+        name = node.name()
+        yield name, node
+        if name in passed:
+            left.extend(behind for behind, _ in node.next_functions)
+
+
+def _sums_features(operand: Tensor, node: Any, reading: Reading) -> bool:
+    """Return whether ``node``, behind an operand, sums up products with features that the reader then adds up.
+
+    The features are those of a ReLU. A feature that is zero everywhere leaves a row or column of zeros, and linear
+    attention divides a query with that feature alone by nearly nothing, so codes of the zeros would be amplified. A
+    result of attention stays in codes, since the reader adds up the elements of values, and so does a layer's result.
+    """
+    # The features of the first factor are the rows of the sum, those of the second the columns.
+    rows = operand.stride(-2 if reading.operand.endswith("2") else -1) != 1
+    return any(
+        name in _PRODUCTS and _multiplies_features(name, product, rows) for name, product in _behind(node, _ROWS_KEPT)
+    )
+
+
+def _multiplies_features(name: str, product: Any, rows: bool) -> bool:
+    """Return whether the features of a ReLU are the rows, or columns, of a signed matrix product or outer product."""
+    (first, number), (second, other) = product.next_functions[-2:]
+    if first is None or second is None:
+        return False
+    if name == "MulBackward0":
+        shapes = first._input_metadata[number].shape, second._input_metadata[other].shape
+        if product._input_metadata[0].shape in shapes:  # no outer product
+            return False
+        if shapes[0][-1] != 1:
+            first, second = second, first
+    features, values = (first, second) if rows else (second, first)
+    if not any(maker in _FEATURES for maker, _ in _behind(features, _FEATURES_KEPT)) or _is_non_negative(values):
+        return False
+    return not any(hasattr(maker, "variable") for _, maker in _behind(values, _WEIGHTS_KEPT))
 
 
 def _is_non_negative(node: Any, makers: frozenset[str] = _NON_NEGATIVE) -> bool:
