@@ -104,6 +104,34 @@ def test_factors_are_stored_in_codes_where_no_division_comes() -> None:
     assert stored == [256 * (64 + 4)] * 4
 
 
+def covariance(x: Tensor) -> Tensor:
+    """Return the covariance of features of which some directions have much smaller deviations than others."""
+    x = (x * torch.logspace(-1.5, 0, 16)) @ ROTATION
+    x = x - x.mean(0)
+    return x.t() @ x / len(x)
+
+
+ROTATION = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
+SOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "eigh": lambda c: torch.linalg.eigh(c)[1].abs(),
+    "qr": lambda c: torch.linalg.qr(c)[0],
+    "lu_factor": lambda c: torch.linalg.lu_factor(c)[0],
+    "pinv": torch.linalg.pinv,
+    "lstsq": lambda c: torch.linalg.lstsq(c, torch.ones(16, 3)).solution,
+}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_decompositions_of_a_covariance(name: str) -> None:
+    w = torch.randn(16 * 16)
+
+    def loss(x: Tensor) -> Tensor:
+        y = SOLUTIONS[name](covariance(x))
+        return (y.flatten() * w[: y.numel()]).sum()
+
+    assert error(loss, leaf(256, 16)) <= BAR
+
+
 class Divided(nn.Module):
     """Divides by the square of a module's result."""
 

@@ -382,7 +382,7 @@ AMPLIFYING = frozenset(
         *("xlogy", "xlogy.Tensor", "xlogy.Scalar_Other"),
         *("std", "std_mean", "linalg_vector_norm", "norm", "native_layer_norm", "_fused_rms_norm", "native_group_norm"),
         *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
-        *("linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "_linalg_det", "_linalg_slogdet"),
+        *SOLUTIONS,
         *("_cdist_forward", "prod", "cumprod"),
     )
 )
