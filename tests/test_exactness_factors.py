@@ -104,10 +104,13 @@ def test_factors_are_stored_in_codes_where_no_division_comes() -> None:
     assert stored == [256 * (64 + 4)] * 4
 
 
-def covariance(x: Tensor) -> Tensor:
-    """Return the covariance of features of which some directions have much smaller deviations than others."""
+def features(x: Tensor) -> Tensor:
+    """Return features that have much smaller deviations in some directions than in others."""
     x = (x * torch.logspace(-1.5, 0, 16)) @ ROTATION
-    x = x - x.mean(0)
+    return x - x.mean(0)
+
+
+def covariance(x: Tensor) -> Tensor:
     return x.t() @ x / len(x)
 
 
@@ -126,8 +129,45 @@ def test_decompositions_of_a_covariance(name: str) -> None:
     w = torch.randn(16 * 16)
 
     def loss(x: Tensor) -> Tensor:
-        y = SOLUTIONS[name](covariance(x))
+        y = SOLUTIONS[name](covariance(features(x)))
         return (y.flatten() * w[: y.numel()]).sum()
+
+    assert error(loss, leaf(256, 16)) <= BAR
+
+
+def whitening(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function of a covariance from one of the eigenvectors and of the roots' reciprocals."""
+
+    def whiten(c: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(c)
+        return function(vectors, values.rsqrt())
+
+    return whiten
+
+
+def by_singular_vectors(c: Tensor) -> Tensor:
+    u, s, v = torch.linalg.svd(c)
+    return u @ s.rsqrt().diag() @ v
+
+
+WHITENING: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled vectors": whitening(lambda u, r: (u * r) @ u.t()),
+    "scaled rows": whitening(lambda u, r: u @ (r[:, None] * u.t())),
+    "diagonal": whitening(lambda u, r: u @ r.diag() @ u.t()),
+    "diagonal first": whitening(lambda u, r: u @ (r.diag() @ u.t())),
+    "batch": whitening(lambda u, r: (u[None] @ r[None].diag_embed() @ u[None].mT)[0]),
+    "einsum": whitening(lambda u, r: torch.einsum("ij,j,kj->ik", u, r, u)),
+    "singular vectors": by_singular_vectors,
+}
+
+
+@pytest.mark.parametrize("name", WHITENING)
+def test_scaled_eigenvectors(name: str) -> None:
+    w = torch.randn(256, 16)
+
+    def loss(x: Tensor) -> Tensor:
+        x = features(x)
+        return (x @ WHITENING[name](covariance(x)) * w).mean()
 
     assert error(loss, leaf(256, 16)) <= BAR
 

@@ -99,7 +99,7 @@ from .saved import (
     unpack,
     unpack_profiled,
 )
-from .zeros import ZEROING, multiplies_zeros
+from .zeros import LOSING, loses_small
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
 _MOST_CASTS = 10_000
@@ -297,7 +297,7 @@ class Frame:
             # divergence, the gradients of the two sides cancel.
             logarithm = wide and is_logarithm(saved)
             form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif form is AS_CODES and (spans == SCALED_RANGE or (name in ZEROING and multiplies_zeros(saved, reading))):
+        elif form is AS_CODES and (spans == SCALED_RANGE or (name in LOSING and loses_small(saved, reading))):
             form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
         elif form is AS_CODES and name == "DivBackward0" and reading.operator in SHORT_PRODUCTS:
             quotient = normalised(saved)

@@ -1,6 +1,7 @@
-"""Finds exact zeros among the elements of a signed operand, by the operators that made the operand.
+"""Finds operands of matrix products whose zeros or small elements count, by the operators that made the operand.
 
-A mask made them, or a sum of products with a feature of a ReLU that is zero in all rows, as in linear attention.
+A mask made the zeros, or a sum of products with a feature of a ReLU that is zero in all rows, as in linear attention.
+The scales of eigenvectors made the small elements.
 
 Zero is on the grid of codes only where zero is a group's least element. Otherwise all zeros of a group come back as one
 small number, and a matrix product adds that number up over the length of a row.
@@ -33,6 +34,7 @@ _NON_NEGATIVE = _PROBABILITIES | {
     for name in ("Relu", "Exp", "Exp2", "Sigmoid", "Abs", "Sqrt", "Softplus", "LinalgVectorNorm", "Cdist")
 }
 _NON_NEGATIVE |= {"EuclideanDistBackward0"}
+_EIGENVECTORS = frozenset(("LinalgEighBackward0", "LinalgSvdBackward0"))
 _PRODUCTS = frozenset(("MmBackward0", "BmmBackward0", "BaddbmmBackward0", "MulBackward0"))
 # Keep the rows of zeros of all their inputs.
 _ROWS_KEPT = RANGE_KEPT | _MULTIPLES | {"BaddbmmBackward0", "SumBackward0", "SumBackward1", "MeanBackward1"}
@@ -41,15 +43,15 @@ _FEATURES = HINGES | {"ThresholdBackward0", "_ReluBackward"}
 # Keep the zeros of one of their inputs.
 _FEATURES_KEPT = RANGE_KEPT | _MULTIPLES | _TRIANGLES | {"PowBackward0", "WhereBackward0"}
 _WEIGHTS_KEPT = VIEWS | _COPIES
-ZEROING = _TRIANGLES | _MULTIPLES | _COPIES | _SUMS | {"WhereBackward0"}
-"""Names of the nodes behind which :func:`multiplies_zeros` finds zeros."""
+LOSING = _TRIANGLES | _MULTIPLES | _COPIES | _SUMS | {"WhereBackward0"}
+"""Names of the nodes behind which :func:`loses_small` finds zeros and small elements."""
 
 
-def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
-    """Return whether a matrix product reads a signed operand that holds exact zeros, by ``tril``, ``where`` or a mask.
+def loses_small(operand: Tensor, reading: Reading) -> bool:
+    """Return whether codes lose what counts in an operand of a matrix product: a signed one with exact zeros.
 
-    A difference of two results of softmax counts too, since both are zero where they are masked, and so do sums of
-    products with features of a ReLU.
+    The zeros come from ``tril``, ``where`` or a mask, also below the difference of two results of softmax, or from sums
+    of products with features of a ReLU. Of scaled eigenvectors the small ones count.
     """
     if reading.operator not in SHORT_PRODUCTS:
         return False
@@ -61,7 +63,7 @@ def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
         if name in _COPIES or name in VIEWS:  # of most operands there is nothing else to pass
             node = node.next_functions[0][0]
             continue
-        if name not in ZEROING:
+        if name not in LOSING:
             break
         inputs = [behind for behind, _ in node.next_functions]
         if name in _TRIANGLES:
@@ -71,7 +73,7 @@ def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
         if name == "SubBackward0" and all(_is_non_negative(behind, _PROBABILITIES) for behind in inputs):
             return True
         if name in _SUMS or (name == "MulBackward0" and None not in inputs):
-            return _sums_features(operand, node, reading)
+            return _scales_eigenvectors(inputs) or _sums_features(operand, node, reading)
         if name == "MulBackward0":
             if _is_mask(node, "other" if inputs[0] is not None else "self"):
                 return not _is_non_negative(inputs[0] or inputs[1])
@@ -79,6 +81,14 @@ def multiplies_zeros(operand: Tensor, reading: Reading) -> bool:
         else:
             node = inputs[0]
     return False
+
+
+def _scales_eigenvectors(factors: list[Any]) -> bool:
+    """Return whether one of two factors holds eigenvectors or singular vectors, views aside.
+
+    In whitening, ``(U * w.rsqrt()) @ U.T``, the scales of the vectors span orders of magnitude.
+    """
+    return any(name in _EIGENVECTORS for factor in factors for name, _ in _behind(factor, VIEWS))
 
 
 def _behind(node: Any, passed: Collection[str]) -> Iterator[tuple[str, Any]]:
