@@ -142,9 +142,12 @@ def test_a_matrix_without_zeros_off_the_grid_stays_in_codes(name: str) -> None:
     assert stored(lambda x: CODED[name](x) @ w, 512, 64)[-1] == 512 * (64 + 4)
 
 
-def test_values_that_a_layer_behind_a_relu_made_stay_in_codes() -> None:
+def test_sums_of_products_without_a_dead_feature_stay_in_codes() -> None:
     w = leaf(64, 64)
+    # Values that a layer made of the result of a ReLU; linear attention by other features.
     assert 512 * 64 * 2 not in stored(lambda x: (x @ x.t()).softmax(-1) @ (x.relu() @ w), 512, 64)
+    assert 64 * 64 * 2 not in stored(lambda x: x @ ((F.elu(x) + 1).t() @ x), 512, 64)
+    assert 64 * 64 * 2 not in stored(lambda x: x @ ((x / x.sum(-1, keepdim=True).clamp_min(1)).t() @ x), 512, 64)
 
 
 # Linear attention by ReLU features: a feature that all keys lack makes a row of zeros in the matrix of keys and values,
@@ -179,8 +182,9 @@ def by_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    states = torch.stack([key.mT @ value for key, value in zip(k.chunk(4, 1), v.chunk(4, 1), strict=True)]).cumsum(0)
-    return torch.cat([one @ state for one, state in zip(q.chunk(4, 1), states.unbind(0), strict=True)], 1)
+    chunks = zip(k.chunk(16, 1), v.chunk(16, 1), strict=True)
+    states = torch.stack([torch.einsum("bnd,bne->bde", key, value) for key, value in chunks]).cumsum(0)
+    return torch.cat([one @ state for one, state in zip(q.chunk(16, 1), states.unbind(0), strict=True)], 1)
 
 
 def by_accumulation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ small number, and a matrix product adds that number up over the length of a row.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -88,22 +87,31 @@ def _scales_eigenvectors(factors: list[Any]) -> bool:
 
     In whitening, ``(U * w.rsqrt()) @ U.T``, the scales of the vectors span orders of magnitude.
     """
-    return any(name in _EIGENVECTORS for factor in factors for name, _ in _behind(factor, VIEWS))
+    for node in factors:
+        while node is not None and node.name() in VIEWS:
+            node = node.next_functions[0][0]
+        if node is not None and node.name() in _EIGENVECTORS:
+            return True
+    return False
 
 
-def _behind(node: Any, passed: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield a node and the nodes behind it, through those named in ``passed``, each with its name; a few at most."""
-    left = deque((node,))
+def _behind(node: Any, passed: Collection[str]) -> list[Any]:
+    """Return a node and nodes behind it, through some of those named in ``passed``, and not through a divisor.
+
+    The last input is followed first: each element of a stack, or state of a recurrence, is made as the others are.
+    """
+    found, left = [node], [node]
     for _ in range(_FARTHEST):
         if not left:
             break
-        node = left.popleft()
-        if node is None:
-            continue
+        node = left.pop()
         name = node.name()
-        yield name, node
         if name in passed:
-            left.extend(behind for behind, _ in node.next_functions)
+            inputs = node.next_functions[:1] if name == "DivBackward0" else node.next_functions
+            behind = [each for each, _ in inputs if each is not None]
+            found += behind
+            left += behind
+    return found
 
 
 def _sums_features(operand: Tensor, node: Any, reading: Reading) -> bool:
@@ -115,9 +123,11 @@ def _sums_features(operand: Tensor, node: Any, reading: Reading) -> bool:
     """
     # The features of the first factor are the rows of the sum, those of the second the columns.
     rows = operand.stride(-2 if reading.operand.endswith("2") else -1) != 1
-    return any(
-        name in _PRODUCTS and _multiplies_features(name, product, rows) for name, product in _behind(node, _ROWS_KEPT)
-    )
+    for product in _behind(node, _ROWS_KEPT):
+        name = product.name()
+        if name in _PRODUCTS and _multiplies_features(name, product, rows):
+            return True
+    return False
 
 
 def _multiplies_features(name: str, product: Any, rows: bool) -> bool:
@@ -132,9 +142,12 @@ def _multiplies_features(name: str, product: Any, rows: bool) -> bool:
         if shapes[0][-1] != 1:
             first, second = second, first
     features, values = (first, second) if rows else (second, first)
-    if not any(maker in _FEATURES for maker, _ in _behind(features, _FEATURES_KEPT)) or _is_non_negative(values):
-        return False
-    return not any(hasattr(maker, "variable") for _, maker in _behind(values, _WEIGHTS_KEPT))
+    for node in _behind(features, _FEATURES_KEPT):
+        if node.name() in _FEATURES:
+            return not (
+                _is_non_negative(values) or any(hasattr(leaf, "variable") for leaf in _behind(values, _WEIGHTS_KEPT))
+            )
+    return False
 
 
 def _is_non_negative(node: Any, makers: frozenset[str] = _NON_NEGATIVE) -> bool:
