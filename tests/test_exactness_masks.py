@@ -312,3 +312,34 @@ def test_other_products_of_normalised_rows_stay_in_codes() -> None:
     assert stored(SIMILARITIES["normalize"], 64, 64).count(grown) == 2
     # The operands of two norms, and neither quotient.
     assert stored(products, 64, 64).count(grown) == 2
+
+
+# Squares of similarities, whose large diagonal gets no gradient: the spectral contrastive loss.
+
+OWN = torch.eye(64)
+SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum less the diagonal": lambda z: (lambda k: (k**2).sum() - (k.diagonal() ** 2).sum())(z @ z.t()),
+    "factor": lambda z: ((z @ z.t()) ** 2 * (1 - OWN)).sum(),
+    "index": lambda z: ((z @ z.t()) ** 2)[OWN == 0].sum(),
+    "square": lambda z: ((z @ z.t()).square() * (1 - OWN)).sum(),
+    "a multiple": lambda z: ((-2 * (z @ z.t()) / 64) ** 2 * (1 - OWN)).sum(),
+    "two tensors": lambda z: ((z @ (z * 1.01).t()) ** 2 * (1 - OWN)).sum(),
+    "einsum": lambda z: (torch.einsum("id,jd->ij", z, z) ** 2 * (1 - OWN)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_squares_of_similarities_beside_a_large_diagonal(name: str) -> None:
+    assert error(lambda z: SQUARES[name](8 * OWN + 0.05 * z), leaf(64, 64)) <= BAR
+
+
+def test_squares_of_other_products_stay_in_codes() -> None:
+    w, grown = leaf(64, 64), 512 * 64 * 2
+    assert grown not in stored(lambda x: (x @ w) ** 2, 512, 64)
+    assert grown not in stored(lambda x: (x.relu() @ w).relu() ** 2 @ w, 512, 64)
+
+    def norm_of_heads(x: Tensor) -> Tensor:
+        heads = x.view(4, 2, 64, 64)
+        return (heads.softmax(-1) @ (2 * heads)).pow(2).mean(-1)
+
+    assert grown not in stored(norm_of_heads, 512, 64)[1:]

@@ -99,7 +99,7 @@ from .saved import (
     unpack,
     unpack_profiled,
 )
-from .zeros import LOSING, loses_small
+from .zeros import LOSING, loses_small, squares_similarities
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
 _MOST_CASTS = 10_000
@@ -292,7 +292,7 @@ class Frame:
         elif self._factors and form.need == CODES and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
-            wide = spans != NARROW or (bool(self._divisors) and self._meets_several(tensor))
+            wide = spans != NARROW or self._meets_several(tensor) or squares_similarities(saved, reading)
             # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
             # divergence, the gradients of the two sides cancel.
             logarithm = wide and is_logarithm(saved)
@@ -364,8 +364,8 @@ class Frame:
 
     def _meets_several(self, factor: Tensor) -> bool:
         """Return whether a group of a factor may span several rows that are divided by numbers of their own."""
-        layout, group_size = layout_of(factor), self.packing.config.group_size
-        return any(meets_several(layout, divisor, group_size) for divisor in self._divisors)
+        group_size = self.packing.config.group_size
+        return any(meets_several(layout_of(factor), divisor, group_size) for divisor in self._divisors)
 
     def _sharpen(self, factors: Iterable[Coded]) -> None:
         """Store factors anew, those in codes in 16 bits, others as they are: a following operator divides by a product.

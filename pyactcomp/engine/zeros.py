@@ -1,7 +1,7 @@
 """Finds operands of matrix products whose zeros or small elements count, by the operators that made the operand.
 
 A mask made the zeros, or a sum of products with a feature of a ReLU that is zero in all rows, as in linear attention.
-The scales of eigenvectors made the small elements.
+The scales of eigenvectors made the small elements. Also finds squares of similarities.
 
 Zero is on the grid of codes only where zero is a group's least element. Otherwise all zeros of a group come back as one
 small number, and a matrix product adds that number up over the length of a row.
@@ -34,7 +34,10 @@ _NON_NEGATIVE = _PROBABILITIES | {
 }
 _NON_NEGATIVE |= {"EuclideanDistBackward0"}
 _EIGENVECTORS = frozenset(("LinalgEighBackward0", "LinalgSvdBackward0"))
-_PRODUCTS = frozenset(("MmBackward0", "BmmBackward0", "BaddbmmBackward0", "MulBackward0"))
+_MATRIX_PRODUCTS = frozenset(("MmBackward0", "BmmBackward0"))
+_SIMILAR = _MATRIX_PRODUCTS | _MULTIPLES
+_MATRIX = 2
+_PRODUCTS = _MATRIX_PRODUCTS | {"BaddbmmBackward0", "MulBackward0"}
 # Keep the rows of zeros of all their inputs.
 _ROWS_KEPT = RANGE_KEPT | _MULTIPLES | {"BaddbmmBackward0", "SumBackward0", "SumBackward1", "MeanBackward1"}
 _SUMS = (_PRODUCTS | _ROWS_KEPT) - VIEWS - _COPIES - _MULTIPLES - _TRIANGLES
@@ -80,6 +83,28 @@ def loses_small(operand: Tensor, reading: Reading) -> bool:
         else:
             node = inputs[0]
     return False
+
+
+def squares_similarities(operand: Tensor, reading: Reading) -> bool:
+    """Return whether a power reads a product of two matrices, neither a parameter, or a multiple of one.
+
+    A loss may leave out the diagonal behind the square, or subtract it, and similarities of rows with themselves are
+    large. Products of several batches or heads are results of attention, and stay in codes.
+    """
+    if reading.operator != "aten::pow.Tensor_Scalar" or operand.dim() > _MATRIX:
+        return False
+    _, node = producer(operand)
+    if node is None or node.name() not in _SIMILAR:
+        return False
+    products = [each for each in _behind(node, _MULTIPLES | VIEWS) if each.name() in _MATRIX_PRODUCTS]
+    return any(
+        all(each is not None and not _is_parameter(each) for each, _ in product.next_functions) for product in products
+    )
+
+
+def _is_parameter(node: Any) -> bool:
+    """Return whether the output of ``node`` is a leaf, or a view, copy or cast of one."""
+    return any(hasattr(each, "variable") for each in _behind(node, _WEIGHTS_KEPT))
 
 
 def _scales_eigenvectors(factors: list[Any]) -> bool:
@@ -144,9 +169,7 @@ def _multiplies_features(name: str, product: Any, rows: bool) -> bool:
     features, values = (first, second) if rows else (second, first)
     for node in _behind(features, _FEATURES_KEPT):
         if node.name() in _FEATURES:
-            return not (
-                _is_non_negative(values) or any(hasattr(leaf, "variable") for leaf in _behind(values, _WEIGHTS_KEPT))
-            )
+            return not (_is_non_negative(values) or _is_parameter(values))
     return False
 
 
