@@ -120,6 +120,15 @@ def divides_by_own_sum(dividend: Tensor, summed: tuple[Node, ...]) -> bool:
     return not set(summed).isdisjoint(_unmasked(producer(dividend)[1]))
 
 
+def is_share(factor: Tensor) -> bool:
+    """Return whether a factor is the quotient of a tensor and its own sum; the other may be the logarithm of it."""
+    quotient = producer(factor)[1]
+    if quotient is None or quotient.name() != "DivBackward0":
+        return False
+    (dividend, _), (divisor, _) = quotient.next_functions
+    return not set(summed_behind(divisor)).isdisjoint(_unmasked(dividend))
+
+
 def normalised(operand: Tensor) -> tuple[Node, ...]:
     """Return the node of an operand that is the quotient of a tensor and its own norm; empty for another operand."""
     quotient = producer(operand)[1]

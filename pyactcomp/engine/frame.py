@@ -56,6 +56,7 @@ from .factors import (
     coded_behind,
     divides_by_own_sum,
     is_factor,
+    is_share,
     meets_several,
     normalised,
     products_behind,
@@ -292,7 +293,10 @@ class Frame:
         elif self._factors and form.need == CODES and reading.operator not in AMPLIFYING:
             self._factors.clear()
         if form is FACTOR:
-            wide = spans != NARROW or self._meets_several(tensor) or squares_similarities(saved, reading)
+            # A group may span several rows that are divided by numbers of their own.
+            group_size = self.packing.config.group_size
+            wide = spans != NARROW or any(meets_several(layout_of(tensor), each, group_size) for each in self._divisors)
+            wide = wide or squares_similarities(saved, reading) or (name == "DivBackward0" and is_share(saved))
             # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
             # divergence, the gradients of the two sides cancel.
             logarithm = wide and is_logarithm(saved)
@@ -361,11 +365,6 @@ class Frame:
         self._factors.append(storage)
         if storage.nbytes() <= _SMALL_BYTES:
             self._small_factors.append(storage)
-
-    def _meets_several(self, factor: Tensor) -> bool:
-        """Return whether a group of a factor may span several rows that are divided by numbers of their own."""
-        group_size = self.packing.config.group_size
-        return any(meets_several(layout_of(factor), divisor, group_size) for divisor in self._divisors)
 
     def _sharpen(self, factors: Iterable[Coded]) -> None:
         """Store factors anew, those in codes in 16 bits, others as they are: a following operator divides by a product.

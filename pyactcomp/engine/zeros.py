@@ -50,7 +50,7 @@ LOSING = _TRIANGLES | _MULTIPLES | _COPIES | _SUMS | {"WhereBackward0"}
 
 
 def loses_small(operand: Tensor, reading: Reading) -> bool:
-    """Return whether codes lose what counts in an operand of a matrix product: a signed one with exact zeros.
+    """Return whether codes are too coarse for an operand of a matrix product: a signed one with exact zeros.
 
     The zeros come from ``tril``, ``where`` or a mask, also below the difference of two results of softmax, or from sums
     of products with features of a ReLU. Of scaled eigenvectors the small ones count.

@@ -63,7 +63,7 @@ def source(node: Any) -> tuple[Any, int]:
 # range. If the gradient of the largest elements is zero (an entropy multiplies masked log-probabilities by
 # probabilities), only the errors of the small elements count.
 GROWING = _backward("Exp Exp2 Expm1 Sinh Cosh Cumprod Reciprocal")
-LOGS = _backward("LogSoftmax Log Log2 Log10 Logsumexp Logcumsumexp Logaddexp")
+LOGS = _backward("LogSoftmax Log Log2 Log10 Logsumexp Logcumsumexp Logaddexp Digamma Lgamma")
 WIDE = GROWING | LOGS | _backward("MaskedFill Where IndexFill LogSigmoid Logit Tan Erfinv")
 WIDE |= {"ScatterBackward1", "ScatterBackward3"}  # these two write a number
 RANGE_KEPT = VIEWS | _backward(
