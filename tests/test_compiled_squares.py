@@ -1,4 +1,4 @@
-"""Squares of clipped differences, in graphs: small elements, which pass the gradient of a low loss, stay precise."""
+"""Differences, and squares of clipped ones, in graphs: small elements, which pass the gradient, stay precise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from compiled_backend import gradients, off
 from torch import Tensor, nn
 
-from pyactcomp.compiled import partition
+from pyactcomp.compiled import partition, squares
 from pyactcomp.config import Config
 
 INT8 = Config(min_bytes=1)
@@ -90,6 +90,99 @@ def test_a_squared_hinge_keeps_its_small_elements(
 @pytest.mark.parametrize("function", [chosen, soft, insensitive])
 def test_hinges_of_other_operators_keep_their_small_elements(function: Callable[[Tensor], Tensor]) -> None:
     assert off(run(function, INT8), run(function, None)) <= BAR
+
+
+ROWS = torch.full((CLASSES,), 1 / 0.3)
+LEARNT = nn.Parameter(ROWS.clone())
+WEIGHTS = 1 + torch.rand(256, CLASSES, generator=torch.Generator().manual_seed(0))
+
+
+def tukey(d: Tensor) -> Tensor:
+    return torch.where(d.abs() < 1, 1 - (1 - d**2) ** 3, 1.0)
+
+
+def inside(kernel: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda d: kernel(d) * (d.abs() < 1)
+
+
+def of_length(length: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A kernel of distances between points."""
+    return lambda d: inside(lambda r: (1 - r) ** 3)(length(d))
+
+
+def truncated(square: Tensor) -> Tensor:
+    return square.clamp(max=1)
+
+
+def bump(d: Tensor) -> Tensor:
+    return 1 - torch.exp(-0.5 * d**2)
+
+
+DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda d: truncated((d / 0.3) ** 2),
+    "divided, bump": lambda d: bump(d / 0.3),
+    "divided, masked": lambda d: (d / 0.3) ** 2 * (d.abs() < 0.3),
+    "divided, the least": lambda d: ((d / 0.3) ** 2).flatten().topk(256, largest=False)[0],
+    "divided by a tensor of one element": lambda d: bump(d / torch.tensor(0.3)),
+    "times a row": lambda d: bump(d * ROWS),
+    "times weights": lambda d: bump(2 * d * WEIGHTS),
+    "tukey": tukey,
+    "tukey, divided": lambda d: tukey(d / 0.6),
+    "tukey, masked": inside(lambda d: 1 - (1 - d**2) ** 3),
+    "biweight": inside(lambda d: (1 - d**2) ** 2),
+    "added product": inside(lambda d: torch.addcmul(torch.ones(()), d, d, value=-1) ** 2),
+    "sum of squares": of_length(lambda d: (d**2).sum(-1) / 16),
+    "mean of squares": of_length(lambda d: (d**2).mean(-1) / 2),
+    "norm": of_length(lambda d: d.norm(dim=-1) / 4),
+    "city blocks": of_length(lambda d: d.abs().sum(-1) / 8),
+    "joined": lambda d: truncated((torch.cat([d, -d]) / 0.6) ** 2),
+    "padded": lambda d: truncated((F.pad(d, (1, 1)) / 0.6) ** 2),
+    "picked": lambda d: truncated((d[torch.arange(200)] / 0.6) ** 2),
+    "split": lambda d: truncated((d.split(3, 1)[1] / 0.6) ** 2),
+    "cube": inside(lambda d: d**3),
+    "fourth power": inside(lambda d: d**4),
+}
+
+
+# Backward computes these again from the difference, with or without the rule.
+FROM_THE_DIFFERENCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "over a row": lambda d: bump(d / ROWS.reciprocal()),
+    "times a row that learns": lambda d: bump(d * LEARNT),
+    "tukey of products": lambda d: torch.where(d.abs() < 1, (1 - d * d) * (1 - d * d) * (1 - d * d), 0.0),
+    "tricube": inside(lambda d: (1 - d.abs() ** 3) ** 3),
+    "polynomial": inside(lambda d: (1 - 3 * d**2 + 2 * d.abs() ** 3) ** 2),
+    "one added": inside(lambda d: (-(d**2) + 1) ** 3),
+}
+
+
+def of_a_difference(function: Callable[[Tensor], Tensor], config: Config | None) -> list[Tensor]:
+    """Return the gradients where a tenth of the targets lie far away."""
+    torch.manual_seed(0)
+    x, targets, weight = torch.randn(256, CLASSES), torch.randn(256, CLASSES), torch.eye(CLASSES, requires_grad=True)
+    targets[torch.rand(256, CLASSES) < 0.1] *= 10
+
+    def step(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        # Backward does not compute a product of matrices again.
+        return function(x @ weight - targets).mean()
+
+    return gradients(step, [weight], config, x, weight, targets)[1]
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_multiples_and_powers_of_a_difference_keep_their_small_elements(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient is zero at the largest differences, as of a robust loss or a kernel with a radius."""
+    expected = of_a_difference(DIFFERENCES[name], None)
+    assert off(of_a_difference(DIFFERENCES[name], INT8), expected) <= BAR
+    monkeypatch.setattr(squares, "_is_made_of", lambda *_: False)
+    assert off(of_a_difference(DIFFERENCES[name], INT8), expected) > BAR
+
+
+@pytest.mark.parametrize("name", FROM_THE_DIFFERENCE)
+def test_polynomials_that_backward_computes_again_keep_their_small_elements(name: str) -> None:
+    function = FROM_THE_DIFFERENCE[name]
+    assert off(of_a_difference(function, INT8), of_a_difference(function, None)) <= BAR
 
 
 def test_an_activation_that_is_squared_takes_codes() -> None:

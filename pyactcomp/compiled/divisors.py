@@ -41,8 +41,8 @@ class Behind(NamedTuple):
         Functions of ``gates.py``: 16 bits of the operand or more.
     blocks : mapping of str to Block
         The checkpointed block of each node in one.
-    squared : set of str
-        Clipped differences of ``squares.py``: 16 bits or more.
+    differences : set of str
+        Differences of ``squares.py``: 16 bits or more.
     short : set of str
         Operands of ``products.py``: 16 bits or more.
     """
@@ -51,7 +51,7 @@ class Behind(NamedTuple):
     rows: set[str]
     saturating: dict[str, Form]
     blocks: Mapping[str, Block]
-    squared: set[str]
+    differences: set[str]
     short: set[str]
 
 

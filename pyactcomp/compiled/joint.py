@@ -55,6 +55,13 @@ def is_multiple(node: fx.Node) -> bool:
     return name in ("mul", "div", "neg") and value(node.args[0]) is not None and not any(map(_is_tensor, node.args[1:]))
 
 
+def unscaled(node: fx.Node) -> fx.Node:
+    """Return the value that a node is a view or a multiple of."""
+    while (is_view(node) or is_multiple(node)) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def _is_tensor(argument: object) -> bool:
     return value(argument) is not None
 

@@ -37,7 +37,7 @@ from ..readers.observer import FEWER
 from .checkpointed import CHECKPOINT, Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one, row_along
 from .gates import is_sigmoid
-from .joint import VIEWS, fewest, name_of, unviewed, value
+from .joint import VIEWS, fewest, name_of, unscaled, unviewed, value
 from .probabilities import is_log_probability, is_probability
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
@@ -45,7 +45,7 @@ _MASKED = "the gradient may be zero at the largest elements"
 _SHORT = "sums over fewer elements than a group do not average the errors of codes"
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
 # Each element of a result is one of the operand's, as in the rolls of shifted windows.
-_SELECTING = {"index", "index_select", "gather"}
+SELECTING = {"index", "index_select", "gather"}
 _COPIES = {"clone", "_to_copy", "convert_element_type"}
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution_backward", "mul", "fma"}
 _ACTIVATIONS = {"gelu_backward", "silu_backward", "mish_backward", "glu_backward"}
@@ -60,7 +60,7 @@ _NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
 # Results that may span orders of magnitude; operators that leave the range of their operands as it is.
 _WIDE = {"_log_softmax", "log", "masked_fill", "where", "exp", "expm1", "reciprocal", "cumprod"}
 _RANGE_KEPT = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "sub", "rsub", "add", "neg", "mul", "pow"}
-_RANGE_KEPT |= {"cumsum", "cat", "constant_pad_nd", "index_put", "scatter", "flip"} | _SELECTING
+_RANGE_KEPT |= {"cumsum", "cat", "constant_pad_nd", "index_put", "scatter", "flip"} | SELECTING
 _RANGE_WALK = 8
 _FACTOR_WALK = 4
 _SATURATING = {"sigmoid", "tanh"}
@@ -70,7 +70,7 @@ _TAME |= {"leaky_relu", "elu", "hardtanh", "hardswish", "hardsigmoid", "softplus
 _TAME |= {"neg", "pow", "square", "addcmul", "lerp", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fma"}
 _TAME |= {"native_dropout", "masked_fill", "log1p", "logaddexp", "bernoulli", "rsqrt", "sqrt"} | VIEWS
 # Operators that hand each element of a product on, and how many of them stand before a quotient.
-_HANDED_ON = VIEWS | _SELECTING | {"mul", "neg"}
+_HANDED_ON = VIEWS | SELECTING | {"mul", "neg"}
 _QUOTIENT_WALK = 8
 
 
@@ -157,7 +157,7 @@ def needs(
                 reading = _exactly(node, "the forward divides by what it computes from it")
             elif node.name in behind.rows and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
-            elif node.name in behind.squared and reading.need == CODES:
+            elif node.name in behind.differences and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, _MASKED)
             elif node.name in behind.short and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, _SHORT)
@@ -251,7 +251,7 @@ def _recomputed(
         if result is not None and not result.is_floating_point():
             return _unknown(user)
         return Need(behind.reading, 1) if behind.row is not None and _is_moved(node, user) else behind
-    if name in _SELECTING and user.args[0] is node:
+    if name in SELECTING and user.args[0] is node:
         # Neighbours in memory may be rows apart in the result.
         return behind if behind.row is None else Need(behind.reading, 1)
     if name == "pow":
@@ -265,7 +265,7 @@ def _recomputed(
     if name == "neg":
         return behind
     first, other = user.args[0], user.args[1] if len(user.args) > 1 else None
-    statistic = isinstance(other, fx.Node) and other is not node and other.name in data and _is_broadcast(other, node)
+    statistic = isinstance(other, fx.Node) and other is not node and other.name in data and is_broadcast(other, node)
     if name == "div" and other is node:
         return Need(_exactly(user, "a divisor"))
     if name == "sub" and not (first is node and statistic) and not _is_rotation(user):
@@ -315,11 +315,11 @@ def _produced(node: fx.Node, reading: Reading) -> Reading:
         why = "a multiple of it, or of the difference between it and one, which may be small"
         form = PROBABILITY if is_probability(source) else EXPONENTIAL
         return strictest((Reading(name, "result", form, why), reading))
-    if reading.need == CODES and (_is_difference(_unscaled(source)) or _spans_magnitudes(source)):
+    if reading.need == CODES and _spans_magnitudes(source):
         return Reading(name, "result", BFLOAT16, _MASKED)
     if reading.need == CODES and _grows(source):
         return Reading(name, "result", BFLOAT16, "the result may span orders of magnitude")
-    if reading.need == CODES and _is_quotient(_unscaled(source)):
+    if reading.need == CODES and _is_quotient(unscaled(source)):
         return Reading(name, "result", BFLOAT16, "the derivative of a quotient is the quotient over the divisor")
     if reading.form is SCALED and _spans_magnitudes(source):
         return _exactly(source, "some elements are magnitudes larger")
@@ -355,7 +355,7 @@ def _grows(node: fx.Node) -> bool:
 
 def _is_inverse(factor: object, node: fx.Node, producers: Mapping[str, fx.Node], walk: int = _FACTOR_WALK) -> bool:
     """Return whether a factor is a reciprocal, or a power of one, of an element for each element of a node."""
-    if not isinstance(factor, fx.Node) or factor is node or value(factor) is None or _is_broadcast(factor, node):
+    if not isinstance(factor, fx.Node) or factor is node or value(factor) is None or is_broadcast(factor, node):
         return False
     factor = unviewed(factor)
     source = unviewed(producers.get(factor.name, factor))
@@ -406,12 +406,12 @@ def _spans_magnitudes(node: fx.Node) -> bool:
     return False
 
 
-def _is_difference(node: fx.Node) -> bool:
+def is_difference(node: fx.Node) -> bool:
     """Return whether a value is the difference of two others, not of a value and its mean or a parameter."""
     first, other = node.args[:2] if name_of(node) == "sub" else (None, None)
     if not isinstance(first, fx.Node) or not isinstance(other, fx.Node):
         return False
-    few = (source := unviewed(other)).op == "placeholder" and _is_broadcast(source, node)
+    few = (source := unviewed(other)).op == "placeholder" and is_broadcast(source, node)
     return not few and _maker(other) not in _STATISTICS | _NORMS and not _is_rotation(node)
 
 
@@ -419,15 +419,6 @@ def _maker(node: fx.Node) -> str:
     """Return the name of the operator that made a value, of one result or several, views aside."""
     node = unviewed(node)
     return name_of(node.args[0] if node.target is operator.getitem else node)
-
-
-def _unscaled(node: fx.Node) -> fx.Node:
-    """Return the value that a node is a multiple of; the first power is the value."""
-    while name_of(node) in ("mul", "neg", "pow") and not any(isinstance(factor, fx.Node) for factor in node.args[1:]):
-        if name_of(node) == "pow" and node.args[1] != 1:
-            break
-        node = unviewed(node.all_input_nodes[0])
-    return node
 
 
 def _is_log(node: object) -> bool:
@@ -476,7 +467,7 @@ def _is_rotation(user: fx.Node) -> bool:
     return all(
         isinstance(product, fx.Node)
         and name_of(product) == "mul"
-        and any(isinstance(factor, fx.Node) and _is_broadcast(factor, product) for factor in product.args)
+        and any(isinstance(factor, fx.Node) and is_broadcast(factor, product) for factor in product.args)
         for product in user.args[:2]
     )
 
@@ -507,7 +498,8 @@ def _is_one(size: object) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _is_broadcast(other: fx.Node, node: fx.Node) -> bool:
+def is_broadcast(other: fx.Node, node: fx.Node) -> bool:
+    """Return whether one element of a value meets several of another, as those of a row or a column."""
     small, large = value(other), value(node)
     if small is None or large is None:
         return False

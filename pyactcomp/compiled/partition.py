@@ -21,7 +21,7 @@ from .overwritten import copy_overwritten
 from .products import short_products
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
-from .squares import clipped_squares
+from .squares import clipped_squares, differences
 
 
 def partition(
@@ -59,7 +59,7 @@ def partition(
     behind = behind._replace(
         saturating=saturating(joint.graph, known.backward, known.tangent),
         blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
-        squared=clipped_squares(joint.graph, known.tangent),
+        differences=differences(joint.graph, known) | clipped_squares(joint.graph, known.tangent),
         short=short_products(joint.graph, known.tangent, config.group_size),
     )
     costs = Costs(joint, known, config, behind)
