@@ -195,6 +195,19 @@ def test_graphs_are_told_apart_and_none_is_stale(exact: Transformer) -> None:
     assert graphs() == 3
 
 
+def test_a_forward_compiled_as_a_method_is_plain_after_decompress(exact: Transformer) -> None:
+    """The compiled method is bound to the function of the class given by ``compress``."""
+    model = pyactcomp.compress(copy.deepcopy(exact), min_bytes=MIN_BYTES)
+    model.forward = torch.compile(model.forward, backend=as_inductor)
+    expected = step(exact, "cpu")
+    assert assert_agrees(model, step(model, "cpu"), exact, expected) > REORDERED
+    pyactcomp.decompress(model)
+    for _ in range(2):  # the second time compiled anew
+        model.zero_grad()
+        assert assert_agrees(model, step(model, "cpu"), exact, expected) <= REORDERED
+        torch.compiler.reset()
+
+
 def test_a_skipped_module_inside_a_graph_is_kept(exact: Transformer) -> None:
     whole, part = copy.deepcopy(exact), copy.deepcopy(exact)
     pyactcomp.compress(whole, min_bytes=MIN_BYTES)

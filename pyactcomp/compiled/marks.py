@@ -114,10 +114,11 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        # A lazy module that has just become another class; or ``decompress`` came after a bound method was compiled.
+        if not isinstance(self, marked):
+            return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling() and self.training:
             tell()
-        if not isinstance(self, marked):  # a lazy module that has just become another class
-            return cls.forward(self, *args, **kwargs)
         # Not cls.forward: Dynamo calls no method of a class that torch._dynamo.allow_in_graph took.
         if torch.compiler.is_compiling():
             return cast("Any", super(marked, self)).forward(*args, **kwargs)
