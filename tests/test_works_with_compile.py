@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiled_backend import as_inductor
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from works_with import GRADIENT_BOUND, MIN_BYTES, WIDTH, Block, Transformer, gradients, regression, relative_error
 
@@ -193,6 +194,68 @@ def test_graphs_are_told_apart_and_none_is_stale(exact: Transformer) -> None:
     pyactcomp.compress(model, min_bytes=MIN_BYTES, mode="lossless")
     assert error(run, model) <= REORDERED
     assert graphs() == 3
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, /, y: Tensor | None = None, *, k: int = 0) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x: Tensor, k: int = 0) -> Tensor:
+        return x + k
+
+
+class Rest(Optional):
+    def forward(self, *xs: Tensor, k: int = 0, **others: Tensor) -> Tensor:
+        return super().forward(*xs, **others) + k
+
+
+class Claiming(Optional):
+    """A decorator may name other parameters than the function has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(Optional.forward)  # type: ignore[attr-defined]
+
+
+CALLS: dict[type[nn.Module], list[Callable[[nn.Module, Tensor], Tensor]]] = {
+    Optional: [
+        lambda m, x: m(x),
+        lambda m, x: m(x, None),
+        lambda m, x: m(x, None, None),
+        lambda m, x: m(x, y=None),
+        lambda m, x: m(x, k=0),
+        lambda m, x: m(x, k=0, y=None),
+    ],
+    Static: [lambda m, x: m(x), lambda m, x: m(x, k=2), lambda m, x: m(x=x)],
+    Rest: [lambda m, x: m(x, k=2), lambda m, x: m(x, y=x)],
+    Claiming: [lambda m, x: m(x), lambda m, x: m(x, k=0)],
+}
+
+
+@pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
+def test_a_marked_forward_takes_arguments_as_the_class_does(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(64, WIDTH, requires_grad=True)
+    expected = [call(model, x).detach() for call in CALLS[kind]]
+    pyactcomp.compress(model, min_bytes=MIN_BYTES)
+    assert all(torch.equal(call(model, x), out) for call, out in zip(CALLS[kind], expected, strict=True))
+    with pytest.raises(TypeError, match="forward"):
+        model()
+    model.compile(backend=as_inductor)
+    torch._dynamo.utils.counters.clear()
+    # Decomposed operators sum in another order.
+    for call, out in zip(CALLS[kind], expected, strict=True):
+        torch.testing.assert_close(call(model, x), out, rtol=REORDERED, atol=REORDERED)
+    if kind is Optional:  # as many graphs as without compression: one
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_forward_compiled_as_a_method_is_plain_after_decompress(exact: Transformer) -> None:

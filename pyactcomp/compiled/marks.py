@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import os
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator
+from inspect import Parameter
 from types import FunctionType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -23,6 +25,12 @@ from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
 from .projections import pays, unaligned_projections
 
+# How a function hands on a parameter of its own; one without an entry by position.
+_PASSED: dict[Any, str] = {
+    Parameter.VAR_POSITIONAL: "*{0}",
+    Parameter.KEYWORD_ONLY: "{0}={0}",
+    Parameter.VAR_KEYWORD: "**{0}",
+}
 # A model compressed again by the same configuration finds its compiled graphs again.
 _graphs: WeakKeyDictionary[Module, dict[Config, Graphs]] = WeakKeyDictionary()
 
@@ -112,8 +120,7 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     def tell() -> None:
         _tell(mark)
 
-    @functools.wraps(cls.forward)
-    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Module, *args: Any, **kwargs: Any) -> Any:
         # A lazy module that has just become another class; or ``decompress`` came after a bound method was compiled.
         if not isinstance(self, marked):
             return cls.forward(self, *args, **kwargs)
@@ -129,10 +136,7 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
                 close_interrupted(self)
             raise
 
-    # Dynamo's limit of graphs holds for a code object: without one of its own, all compressed models of a process share
-    # the limit.
-    function = cast("FunctionType", forward)
-    function.__code__ = function.__code__.replace()
+    forward = functools.wraps(cls.forward)(_with_parameters_of(cls, run))
     # Dynamo imports the module of a function: the module of the names that the function reads.
     forward.__module__ = __name__
     # Of the modules that compile themselves, projections alone are Linears: a block has children.
@@ -142,6 +146,31 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     body["__qualname__"] = cls.__qualname__
     marked = cast("type[Module]", type(cls.__name__, (Marked, cls), body))
     return marked
+
+
+def _with_parameters_of(cls: type[Module], run: Callable[..., Any]) -> FunctionType:
+    """Return a function that calls another, with code of its own and the parameters of a class's forward.
+
+    Dynamo guards the parameters of a frame: ``*args, **kwargs`` takes a graph for each way to pass the same arguments.
+    Dynamo's limit of graphs holds for a code object: all compressed models of a process would share the limit.
+    """
+    forward = inspect.getattr_static(cls, "forward")
+    # Another callable, as a partial or a static method, has no parameters that a frame of the module would have.
+    model = forward if isinstance(forward, FunctionType) else cast("FunctionType", run)
+    defaults = model.__defaults__, model.__kwdefaults__
+    # Not of the function itself: a decorator may give it the signature of another one.
+    bare = FunctionType(model.__code__, {}, "forward", defaults[0], model.__closure__)
+    bare.__kwdefaults__ = defaults[1]
+    parameters = [
+        p if p.default is p.empty else p.replace(default=None) for p in inspect.signature(bare).parameters.values()
+    ]
+    passed = ", ".join(_PASSED.get(p.kind, "{0}").format(p.name) for p in parameters)
+    function = f"def forward{inspect.Signature(parameters)}: return _pyactcomp_run({passed})"
+    made: dict[str, Any] = {}
+    exec(f"def make(_pyactcomp_run):\n {function}\n return forward", globals(), made)
+    made_forward: FunctionType = made["make"](run)
+    made_forward.__defaults__, made_forward.__kwdefaults__ = defaults
+    return made_forward
 
 
 def blocks_of(model: Module) -> list[Module]:
