@@ -175,14 +175,14 @@ def products_behind(saved: Tensor, reading: Reading) -> Iterator[Coded]:
         if not left:
             break
         node, counts = left.popleft()
-        name = "" if node is None else node.name()
         if node is None:
             continue
+        name = node.name()
         if name in _PRODUCTS or name in _ROWS_OF:
-            form = _reads_difference(node)
-            if name in _ROWS_OF and not form:
+            quadratic = _reads_difference(node)
+            if name in _ROWS_OF and not quadratic:
                 continue
-            counts = counts or form or name == "PowBackward0"
+            counts = counts or quadratic or name == "PowBackward0"
             if counts:
                 yield from (region for _, region in _coded(node))
         elif not (name in _SUMS or name in _ARRANGED or name in _TOTALS):

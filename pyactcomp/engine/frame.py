@@ -341,7 +341,7 @@ class Frame:
         return self._store(tensor, node, reading, form)
 
     def _look_behind(self, kept: Tensor) -> None:
-        """Sharpen the factors behind a tensor that is kept, mostly as it is small, if it is divided by."""
+        """Sharpen the factors behind a tensor that is kept, mostly as it is small, if its reader amplifies errors."""
         if self.packing.lossless or not kept.requires_grad or kept.is_nested:
             return
         reading = self._reader(kept)
