@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from ..codec.layouts import Layout, contiguous_layout, row_of, spans_rows
 from ..readers.forms import BFLOAT16, CODES, Reading
-from ..readers.nodes import CAST, EXPONENTIAL, VIEWS, producer
+from ..readers.nodes import CAST, EXPONENTIAL, VIEWS, producer, unviewed
 from ..readers.table import PRODUCTS, SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .recipes import FromRecipe
@@ -192,12 +192,8 @@ def products_behind(saved: Tensor, reading: Reading) -> Iterator[Coded]:
 
 def _reads_difference(node: Node) -> bool:
     """Return whether an operand of a product is a difference, as in a quadratic form."""
-    for behind, _ in node.next_functions:
-        while behind is not None and behind.name() in _ARRANGED:
-            behind = behind.next_functions[0][0]
-        if behind is not None and behind.name() == "SubBackward0":
-            return True
-    return False
+    made = [unviewed(behind, _ARRANGED) for behind, _ in node.next_functions]
+    return any(each is not None and each.name() == "SubBackward0" for each in made)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from ..readers.forms import (
     Comparison,
     Form,
 )
-from .narrow import NarrowKernel, has_triton
+from .narrow import NarrowKernel, takes_triton
 
 _HALF_MAX = 65504.0
 _SCALE_BYTES = 4
@@ -75,19 +75,16 @@ class _Probability:
         self._encode = probability.encode_log if log else probability.encode
         self._decode = probability.decode_log if log else probability.decode
 
-    def _is_for_triton(self, x: Tensor) -> bool:
-        return self._by_triton and x.is_cuda and x.dtype is torch.float32 and has_triton()
-
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         x, codes = _flat(source.detach()), out.view(torch.int16)
-        if self._is_for_triton(x):
+        if self._by_triton and takes_triton(x):
             triton.encode_probabilities(x, codes, self._log)
         else:
             _by_parts(self._encode, x, codes)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         codes, x = packed.view(torch.int16), _flat(out)
-        if self._is_for_triton(x):
+        if self._by_triton and takes_triton(x):
             triton.decode_probabilities(codes, x, self._log)
         else:
             _by_parts(lambda part: self._decode(part, x.dtype), codes, x)

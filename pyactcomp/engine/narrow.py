@@ -24,15 +24,19 @@ class NarrowKernel:
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Cast back into ``out``, a dense tensor in storage order."""
         source, target = packed.view(self.dtype), out.as_strided((out.numel(),), (1,))
-        if self._by_triton and out.is_cuda and out.dtype is torch.float32 and has_triton():
+        if self._by_triton and takes_triton(out):
             triton.widen(source, target)
         else:
             target.copy_(source)
 
 
+def takes_triton(wide: Tensor) -> bool:
+    """Return whether Triton's elementwise kernels read or write a tensor: float32 on a GPU."""
+    return wide.is_cuda and wide.dtype is torch.float32 and _has_triton()
+
+
 @functools.cache
-def has_triton() -> bool:
-    """Return whether Triton's kernels run on the GPU here."""
+def _has_triton() -> bool:
     return triton.unavailable_reason() is None
 
 

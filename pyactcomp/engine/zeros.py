@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..readers.forms import Reading
-from ..readers.nodes import CAST, HINGES, RANGE_KEPT, VIEWS, producer
+from ..readers.nodes import CAST, HINGES, RANGE_KEPT, VIEWS, producer, unviewed
 from ..readers.table import SHORT_PRODUCTS
 from ..torch_private import saved_form
 from .saved import Kept, Pending, Region, View
@@ -112,12 +112,7 @@ def _scales_eigenvectors(factors: list[Any]) -> bool:
 
     In whitening, ``(U * w.rsqrt()) @ U.T``, the scales of the vectors span orders of magnitude.
     """
-    for node in factors:
-        while node is not None and node.name() in VIEWS:
-            node = node.next_functions[0][0]
-        if node is not None and node.name() in _EIGENVECTORS:
-            return True
-    return False
+    return any(each is not None and each.name() in _EIGENVECTORS for each in map(unviewed, factors))
 
 
 def _behind(node: Any, passed: Collection[str]) -> list[Any]:

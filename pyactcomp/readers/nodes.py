@@ -50,6 +50,13 @@ def producer(tensor: Tensor) -> tuple[str, Node | None]:
     return "", None
 
 
+def unviewed(node: Node | None, passed: Collection[str] = VIEWS) -> Node | None:
+    """Return the first node, from ``node`` on, whose name is not in ``passed``."""
+    while node is not None and node.name() in passed:
+        node = node.next_functions[0][0]
+    return node
+
+
 def source(node: Any) -> tuple[Any, int]:
     """Return the producer of the first input of ``node``, reshapes aside, and the output's number; or None."""
     for _ in range(_LONGEST_WALK):
