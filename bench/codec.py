@@ -28,15 +28,26 @@ whose rounding error is 0.015 sigma; output that is not restored data at all is 
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor: its dtype and its size in bytes."""
+    """One tensor: its dtype, its size in bytes, and whether it is normal or holds probabilities."""
 
     dtype: str
     nbytes: int
+    probabilities: bool = False
 
     @property
     def name(self) -> str:
         size = f"{self.nbytes // MIB}MiB" if self.nbytes >= MIB else f"{self.nbytes >> 10}KiB"
-        return f"{self.dtype}/{size}"
+        return f"{'probabilities' if self.probabilities else self.dtype}/{size}"
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        x = torch.randn(
+            self.nbytes // DTYPES[self.dtype].itemsize,
+            generator=generator,
+            device=generator.device,
+            dtype=DTYPES[self.dtype],
+        )
+        # Logits of standard deviation 8: some lie on the coarse steps, some probabilities are one.
+        return x.mul_(8).sigmoid_() if self.probabilities else x
 
 
 def cases(tiny: bool, device: str) -> list[Case]:
@@ -46,6 +57,7 @@ def cases(tiny: bool, device: str) -> list[Case]:
     if device == "cpu":
         return [Case("fp32", 64 * MIB), Case("bf16", 64 * MIB)]
     main = [Case("bf16", size * MIB) for size in (256, 64, 1, 1024, 8)]
+    main += [Case("fp32", size * MIB, probabilities=True) for size in (256, 64, 1)]
     return main + [Case(dtype, size * MIB) for dtype in ("fp32", "fp16") for size in (256, 64, 1)]
 
 
@@ -60,6 +72,27 @@ class Provider:
     exact_format: bool = False
     capturable: bool = True
     """False for what launches on the default stream: a graph would not hold it."""
+
+
+def _logit(case: Case, device: torch.device) -> Provider:
+    triton = importlib.import_module("pyactcomp.codec.kernels.triton")
+    numel = case.nbytes // torch.float32.itemsize
+
+    def encode(source: Tensor) -> Tensor:
+        out = torch.empty(numel, dtype=torch.int16, device=device)
+        triton.encode_probabilities(source, out, False)
+        return out
+
+    def decode(codes: Tensor) -> Tensor:
+        out = torch.empty(numel, dtype=torch.float32, device=device)
+        triton.decode_probabilities(codes, out, False)
+        return out
+
+    return Provider("pyactcomp-logit", encode, decode, lambda stored: (stored,))
+
+
+def _cast(_: Case, __: torch.device) -> Provider:
+    return Provider("cast-bfloat16", lambda x: x.bfloat16(), lambda stored: stored.float(), lambda stored: (stored,))
 
 
 def _copy(_: Case, __: torch.device) -> Provider:
@@ -148,7 +181,14 @@ def makers(device: str) -> dict[str, Callable[[Case, torch.device], Provider]]:
         "pyactcomp-triton": _ours("triton"),
         "bitsandbytes": _bitsandbytes,
         "eager-absmax": _eager,
+        "pyactcomp-logit": _logit,
+        "cast-bfloat16": _cast,
     }
+
+
+def serves(method: str, case: Case) -> bool:
+    """Return whether a provider is for the case: the copy is for all, the forms of 16 bits are for probabilities."""
+    return method == "copy" or (method in ("pyactcomp-logit", "cast-bfloat16")) == case.probabilities
 
 
 def share_of_copy(nbytes: int, us: float, copy_nbytes: int, copy_us: float) -> float:
@@ -192,11 +232,8 @@ def measure(case: Case, methods: list[str], options: Options) -> Iterator[Row]:
     gpu = options.device == "cuda"
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if gpu else 0
     sets = buffer_sets(case.nbytes, l2_bytes) if gpu else 1
-    dtype = DTYPES[case.dtype]
     generator = torch.Generator(device).manual_seed(0)
-    sources = [
-        torch.randn(case.nbytes // dtype.itemsize, generator=generator, device=device, dtype=dtype) for _ in range(sets)
-    ]
+    sources = [case.draw(generator) for _ in range(sets)]
 
     tasks: dict[str, Callable[[], float]] = {}
     results: dict[str, Row] = {}
@@ -251,7 +288,8 @@ def run(options: Options) -> None:
     store = options.store("codec")
     longest = 0.0
     for case in cases(options.tiny, options.device):
-        wanted = [name for name in makers(options.device) if options.selects(case.name, name)]
+        served = [name for name in makers(options.device) if serves(name, case)]
+        wanted = [name for name in served if options.selects(case.name, name)]
         pending = [name for name in wanted if options.again or not store.has(workload=case.name, method=name)]
         if not pending:
             continue

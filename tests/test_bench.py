@@ -201,6 +201,20 @@ def test_codec_writes_both_phases_and_skips_them_the_second_time(
     assert len(json.loads(path.read_text())["rows"]) == len(found) + 4
 
 
+def test_codec_measures_probabilities_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = codec.Case("fp32", 4 << 10, probabilities=True)
+    values = case.draw(torch.Generator().manual_seed(0))
+    assert 0 <= values.min() < 1e-7
+    assert values.max() == 1
+    monkeypatch.setattr(codec, "cases", lambda tiny, device: [case])
+    monkeypatch.setattr(
+        codec, "makers", lambda device: {**codec_makers("copy", "reference"), "cast-bfloat16": codec._cast}
+    )
+    codec.run(options(tmp_path))
+    found = json.loads((tmp_path / "codec.json").read_text())["rows"]
+    assert {row["method"]: row["bytes_moved"] for row in found} == {"copy": 8 << 10, "cast-bfloat16": 6 << 10}
+
+
 def test_codec_starts_nothing_without_budget(tmp_path: Path) -> None:
     codec.run(options(tmp_path, budget=rows.Budget(0.0)))
     assert not (tmp_path / "codec.json").exists()
