@@ -172,10 +172,10 @@ def _probability_codes(x, LOG: tl.constexpr):
         # 1 - exp(log) where the difference would cancel: the next term of the series is below 2**-26 of the sum.
         series = -log * (1.0 + log * (0.5 + log * (1.0 / 6 + log * (1.0 / 24))))
         rest = tl.where(log > -0.03125, series, 1.0 - tl.exp(log))
+        logit = log - tl.log(tl.maximum(rest, _NEAREST_TO_ONE))
     else:
-        # The interpreter warns of the logarithm of zero.
-        log, rest = tl.log(tl.maximum(x, 1e-45)), 1.0 - x
-    logit = log - tl.log(tl.maximum(rest, _NEAREST_TO_ONE))
+        # Of one quotient: a second logarithm would take longer than the memory does.
+        logit = tl.log(x / tl.maximum(1.0 - x, _NEAREST_TO_ONE))
     fine = (logit - _MIDDLE) * (1 / _FINE) + (_SPLIT + 0.5)
     coarse = (logit - _LOWEST) * (1 / _COARSE) + 1.5
     code = tl.minimum(tl.maximum(tl.where(logit < _MIDDLE, coarse, fine), _ZERO), _ONE + 0.5).to(tl.int32)
@@ -189,9 +189,11 @@ def _probabilities(codes, LOG: tl.constexpr):
     logit = tl.where(code < _SPLIT, (code - 1.0) * _COARSE + _LOWEST, (code - _SPLIT) * _FINE + _MIDDLE)
     small = tl.exp(-tl.abs(logit))
     if LOG:
-        # log(1 + small) where the sum would round: the next term of the series is below 2**-22 of the sum.
-        series = small * (1.0 - small * (0.5 - small * (1.0 / 3 - small * 0.25)))
-        x = tl.minimum(logit, 0.0) - tl.where(small < 0.03125, series, tl.log(1.0 + small))
+        # log(1 + small) = 2 atanh(z), as 1 + small would round: the next term of the series is below 2**-19 of it.
+        z = small / (2.0 + small)
+        w = z * z
+        log1p = 2.0 * z * (1.0 + w * (1.0 / 3 + w * (1.0 / 5 + w * (1.0 / 7 + w * (1.0 / 9)))))
+        x = tl.minimum(logit, 0.0) - log1p
         x = tl.where(code == _ZERO, _LOG_OF_ZERO, tl.where(code == _ONE, 0.0, x))
     else:
         x = tl.where(logit < 0, small, 1.0) / (1.0 + small)
