@@ -101,8 +101,10 @@ def test_a_probability_and_its_distance_from_one_are_both_relative(dtype: torch.
     moved = p * (1 - p) * moved_by_half_a_step(torch.logit(p), dtype)
     assert bool(((got - p).abs() <= moved + FEW * torch.finfo(dtype).eps * p * (p > 0.5)).all())
     assert bool(((got >= 0) & (got <= 1)).all())
-    ends = torch.tensor([0.0, 1.0], dtype=dtype)
-    assert torch.equal(through(PROBABILITY, ends), ends)
+    # Equal probabilities of two, too, so that they add up to one.
+    on_grid = torch.tensor([0.0, 0.5, 1.0], dtype=dtype)
+    assert torch.equal(through(PROBABILITY, on_grid), on_grid)
+    assert torch.equal(through(LOG_PROBABILITY, on_grid[1:].log()), on_grid[1:].log())
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
