@@ -79,6 +79,23 @@ def test_the_input_of_a_norm_of_short_heads_keeps_small_rows(monkeypatch: pytest
     assert off(run(INT8, 64, 2, False)[0], expected) > BAR
 
 
+def test_a_batch_norm_asks_nothing_of_what_its_convolution_reads() -> None:
+    """In channels-last a group spans channels: the norm's input takes 16 bits, ReLU's results are computed from it."""
+    torch.manual_seed(0)
+    layers = [
+        layer
+        for _ in range(3)
+        for layer in (nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+    ]
+    net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    x, weights = (torch.randn(4, 64, 12, 12).to(memory_format=torch.channels_last) for _ in range(2))
+    (record,) = gradients(lambda x: (net(x) * weights).sum(), [], INT8, x)[2]
+    # Inputs and the norms' statistics aside.
+    computed = [saved for saved in record.saved if saved.shape == x.shape and saved.operator != "None"]
+    stored = [(saved.operator, saved.form) for saved in computed]
+    assert sorted(stored) == 3 * [("convolution", "16 bits")] + 3 * [("le", "bits")]
+
+
 @pytest.mark.parametrize("heads", [2, 4])
 def test_attention_with_softmax_takes_codes_whatever_its_heads(heads: int) -> None:
     got, (record,) = run(INT8, 64, heads, True)

@@ -16,7 +16,7 @@ from ..codec.layouts import row_of, spans_rows
 from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
-from .joint import VIEWS, fewest, is_multiple, is_view, name_of, value
+from .joint import VIEWS, fewest, is_elementwise, is_multiple, is_view, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
@@ -171,7 +171,7 @@ def _is_squared_distance(product: fx.Node) -> bool:
 
 
 def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
-    """Yield the operand of a reduction, and what it is computed from, if a group spans several of the reduced rows."""
+    """Yield the operand of a reduction, and those of which its elements are computed, if a group spans reduced rows."""
     read = node.args[0]
     if not isinstance(read, fx.Node):
         return
@@ -179,7 +179,7 @@ def _across_rows(node: fx.Node, group_size: int) -> Iterator[str]:
     viewed = [read]
     while is_view(viewed[-1]) and isinstance(viewed[-1].args[0], fx.Node):
         viewed.append(viewed[-1].args[0])
-    for source in (read, *read.all_input_nodes):
+    for source in (read, *(read.all_input_nodes if is_elementwise(read) else ())):
         tensor, like = value(source), value(read)
         if tensor is None or like is None or not tensor.dim() or tensor.dim() != like.dim():
             continue
