@@ -40,12 +40,8 @@ class Case:
         return f"{'probabilities' if self.probabilities else self.dtype}/{size}"
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        x = torch.randn(
-            self.nbytes // DTYPES[self.dtype].itemsize,
-            generator=generator,
-            device=generator.device,
-            dtype=DTYPES[self.dtype],
-        )
+        dtype = DTYPES[self.dtype]
+        x = torch.randn(self.nbytes // dtype.itemsize, generator=generator, device=generator.device, dtype=dtype)
         # Logits of standard deviation 8: some lie on the coarse steps, some probabilities are one.
         return x.mul_(8).sigmoid_() if self.probabilities else x
 
@@ -165,6 +161,9 @@ def _eager(case: Case, _: torch.device) -> Provider:
     return Provider("eager-absmax", encode, lambda stored: stored[0].to(dtype) * stored[1], lambda stored: stored)
 
 
+OF_PROBABILITIES = {"pyactcomp-logit": _logit, "cast-bfloat16": _cast}
+
+
 def makers(device: str) -> dict[str, Callable[[Case, torch.device], Provider]]:
     """Return the providers by name; the copy is the roofline of the others."""
     if device == "cpu":
@@ -181,14 +180,13 @@ def makers(device: str) -> dict[str, Callable[[Case, torch.device], Provider]]:
         "pyactcomp-triton": _ours("triton"),
         "bitsandbytes": _bitsandbytes,
         "eager-absmax": _eager,
-        "pyactcomp-logit": _logit,
-        "cast-bfloat16": _cast,
+        **OF_PROBABILITIES,
     }
 
 
 def serves(method: str, case: Case) -> bool:
     """Return whether a provider is for the case: the copy is for all, the forms of 16 bits are for probabilities."""
-    return method == "copy" or (method in ("pyactcomp-logit", "cast-bfloat16")) == case.probabilities
+    return method == "copy" or (method in OF_PROBABILITIES) == case.probabilities
 
 
 def share_of_copy(nbytes: int, us: float, copy_nbytes: int, copy_us: float) -> float:
