@@ -7,6 +7,7 @@ uncompiled model has for each batch.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,7 +35,7 @@ def _whole(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def measure_rank(rank: int, workload_name: str, method_name: str, device: str, tiny: bool, folder: str) -> None:
-    """Write the figures of one process of a row to ``folder``."""
+    """Write the figures of one process of a row to ``folder``, and end the process."""
     from torch.distributed.fsdp import fully_shard
 
     if device == "cuda":
@@ -68,6 +69,9 @@ def measure_rank(rank: int, workload_name: str, method_name: str, device: str, t
         (Path(folder) / f"{rank}.json").write_text(json.dumps(row))
     finally:
         dist.destroy_process_group()
+    # A thread of gloo's may still hold the last collective, and the Python objects of its thread-local state: released
+    # while the interpreter is being finalized, they abort the process.
+    os._exit(0)
 
 
 def measure(workload: str, method: str, device: str, tiny: bool) -> Row:
