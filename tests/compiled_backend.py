@@ -16,6 +16,18 @@ from pyactcomp.config import Config
 from pyactcomp.torch_private.partitions import installed_partitioner, installed_pre_grad_passes, min_cut
 
 
+def _joint_passes(joint: fx.GraphModule, inputs: object) -> fx.GraphModule:
+    """Run the passes of Inductor over a joint graph, but leave the random operators, which only its code replays."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor import config as inductor_config
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(detect_fake_mode(inputs)), inductor_config.patch(fallback_random=True):
+        passed: fx.GraphModule = joint_graph_passes(joint, torch.device("cpu"))
+    return passed
+
+
 def backend(config: Config | None, records: list[GraphRecord]) -> Callable[..., Any]:
     """Return the backend; without a configuration the partition is torch's."""
     from torch._dynamo.backends.common import aot_autograd
@@ -23,6 +35,7 @@ def backend(config: Config | None, records: list[GraphRecord]) -> Callable[..., 
     from torch._inductor.decomposition import select_decomp_table
 
     def parts(joint: fx.GraphModule, inputs: object, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = _joint_passes(joint, inputs)
         if config is None:
             return min_cut(joint, inputs, **kwargs)
         forward, backward, saved = partition(joint, inputs, config, **kwargs)
@@ -41,13 +54,16 @@ def as_inductor(graph: fx.GraphModule, inputs: Any) -> Any:
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor.decomposition import select_decomp_table
 
+    def parts(joint: fx.GraphModule, inputs: object, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return (installed_partitioner() or min_cut)(_joint_passes(joint, inputs), inputs, **kwargs)
+
     for graph_pass in installed_pre_grad_passes():
         graph_pass(graph.graph)
     graph.recompile()
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
-        partition_fn=lambda joint, inputs, **kwargs: (installed_partitioner() or min_cut)(joint, inputs, **kwargs),
+        partition_fn=parts,
         decompositions=select_decomp_table(),
     )
     return compiler(graph, inputs)
