@@ -79,8 +79,9 @@ def test_masks_are_computed_where_the_activation_is() -> None:
         sums.append(_sum(forward))
         if compressed:
             saved = list(pyactcomp.report(model).graphs[0].saved)
-    # Beside the activations the kernel writes 16 bits of each result of a convolution, and a byte for the mask's bits.
-    halves = sum(value.after for value in saved if value.form == "16 bits")
+    # Beside the activations the kernel writes 16 bits of each standardized result of a convolution, for the codec, and
+    # a byte for the mask's bits.
+    halves = sum(value.before // 2 for value in saved if value.form == "codes" and value.operator == "convolution")
     masks = sum(value.before for value in saved if value.form == "bits")
     assert halves
     assert masks

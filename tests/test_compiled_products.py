@@ -81,7 +81,7 @@ def test_the_input_of_a_norm_of_short_heads_keeps_small_rows(monkeypatch: pytest
 
 
 def test_a_batch_norm_asks_nothing_of_what_its_convolution_reads() -> None:
-    """In channels-last a group spans channels: the norm's input takes 16 bits, ReLU's results are computed from it."""
+    """In channels-last a group spans channels: the norm's input is standardized; it gives ReLU's results again."""
     torch.manual_seed(0)
     layers = [
         layer
@@ -94,7 +94,7 @@ def test_a_batch_norm_asks_nothing_of_what_its_convolution_reads() -> None:
     # Inputs and the norms' statistics aside.
     computed = [saved for saved in record.saved if saved.shape == x.shape and saved.operator != "None"]
     stored = [(saved.operator, saved.form) for saved in computed]
-    assert sorted(stored) == 3 * [("convolution", "16 bits")] + 3 * [("le", "bits")]
+    assert sorted(stored) == 3 * [("convolution", "codes")] + 3 * [("le", "bits")]
 
 
 @pytest.mark.parametrize("heads", [2, 4])

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..config import Config
-from ..readers.forms import BFLOAT16, CODES, RELATIVE, Form
+from ..readers.forms import BFLOAT16, CODES, RELATIVE, STANDARDIZED, Form
 from .divisors import Behind
 from .joint import Joint, is_elementwise, name_of, nbytes, value
 from .needs import needs
@@ -54,7 +54,7 @@ class Costs:
         need = RELATIVE if found.spans(self.config.group_size) else found.reading.need
         # Torch's weight grows by 1.1 with each step away from the backward: of a value and its cast, the narrow one.
         wide = 1 + 0.06 * (tensor.element_size() - 2)
-        if need <= CODES:
+        if need <= CODES or found.form is STANDARDIZED:
             return int(elements * (1 + 4 / self.config.group_size) * wide)
         if need != RELATIVE:
             return size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, fx
 
@@ -18,11 +18,14 @@ from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
 from .joint import VIEWS, fewest, is_elementwise, is_multiple, is_view, name_of, value
 
+if TYPE_CHECKING:
+    from .standardized import Statistics
+
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
 # The first factor of a matrix product: each element of the result sums over a row of this factor.
 _ROWS_OF = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1}
-_REDUCTIONS = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "logsumexp"}
+REDUCTIONS = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "logsumexp"}
 # Of every norm the input has a row or a channel for each statistic.
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"}
 _NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
@@ -45,6 +48,8 @@ class Behind(NamedTuple):
         Differences of ``squares.py``: 16 bits or more.
     short : set of str
         Operands of ``products.py``: 16 bits or more.
+    standardized : dict of str to Statistics
+        Values of ``standardized.py``, with what standardizes them.
     """
 
     factors: set[str]
@@ -53,14 +58,15 @@ class Behind(NamedTuple):
     blocks: Mapping[str, Block]
     differences: set[str]
     short: set[str]
+    standardized: dict[str, Statistics]
 
 
-NONE_BEHIND = Behind(set(), set(), {}, {}, set(), set())
+NONE_BEHIND = Behind(set(), set(), {}, {}, set(), set(), {})
 
 
 def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) -> Behind:
     """Return the values from which a divisor is computed, of those that depend on no tangent."""
-    found = Behind(set(), set(), {}, {}, set(), set())
+    found = Behind(set(), set(), {}, {}, set(), set(), {})
     waiting = [d for node in graph.nodes if node.name not in tangent for d in _divisors(node)]
     seen: set[fx.Node] = set()
     while waiting:
@@ -77,15 +83,17 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
             continue
         if not _gathers(node, group_size) or _is_squared_distance(node):
             waiting.extend(node.all_input_nodes)
-        elif name in _REDUCTIONS:
+        elif name in REDUCTIONS:
             found.rows.update(_across_rows(node, group_size))
-    # Backward may read a view or a multiple of them, of another name, as twice the operand of a square.
+    # Backward may read a view or a multiple of them, of another name, as twice the operand of a square, or the
+    # difference from the mean.
     for node in graph.nodes:
         if name_of(node) in SOLUTIONS:
             found.factors.add(node.name)
-        if name_of(node) in VIEWS or name_of(node) == "getitem" or is_multiple(node):
+        if name_of(node) in VIEWS or name_of(node) == "getitem" or is_multiple(node) or _is_from_mean(node):
+            sources = node.all_input_nodes[:1] if _is_from_mean(node) else node.all_input_nodes
             for names in (found.factors, found.rows):
-                if any(source.name in names for source in node.all_input_nodes):
+                if any(source.name in names for source in sources):
                     names.add(node.name)
     return found
 
@@ -145,7 +153,7 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
     if name in _ROWS_OF:
         rows = value(node.args[_ROWS_OF[name]])
         return rows is None or fewest(rows.shape[-1:]) >= group_size
-    if name not in _REDUCTIONS:
+    if name not in REDUCTIONS:
         return False
     source, result = value(node.args[0]), _first_result(node)
     if source is None or result is None:
@@ -156,6 +164,14 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
 def _first_result(node: fx.Node) -> Tensor | None:
     """Return the result of an operator; of several, as those of ``var_mean``, the first one read."""
     return next((tensor for result in (node, *node.users) if (tensor := value(result)) is not None), None)
+
+
+def _is_from_mean(node: fx.Node) -> bool:
+    """Return whether a value is the difference of another one from a value with fewer elements."""
+    if name_of(node) != "sub":
+        return False
+    tensor, other = value(node.args[0]), value(node.args[1])
+    return tensor is not None and other is not None and fewest(other.shape) < fewest(tensor.shape)
 
 
 def _is_squared_distance(product: fx.Node) -> bool:

@@ -10,6 +10,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from ..readers.forms import (
     LOG_PROBABILITY,
     PROBABILITY,
     SCALED,
+    STANDARDIZED,
     Form,
     Reading,
     strictest,
@@ -37,11 +39,12 @@ from ..readers.observer import FEWER
 from .checkpointed import CHECKPOINT, Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one, row_along
 from .gates import is_sigmoid
-from .joint import VIEWS, fewest, name_of, unscaled, unviewed, value
+from .joint import VIEWS, fewest, is_multiple, name_of, unscaled, unviewed, value
 from .probabilities import is_log_probability, is_probability
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
 _MASKED = "the gradient may be zero at the largest elements"
+_SPANNED = "a group of codes would span rows"
 _SHORT = "sums over fewer elements than a group do not average the errors of codes"
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
 # Each element of a result is one of the operand's, as in the rolls of shifted windows.
@@ -155,8 +158,12 @@ def needs(
         if CODES <= reading.need < EXACT:
             if node.name in behind.factors:
                 reading = _exactly(node, "the forward divides by what it computes from it")
+            elif node.name in behind.standardized and reading.need == CODES:
+                reading = Reading(name_of(node), "result", STANDARDIZED, _SPANNED)
             elif node.name in behind.rows and reading.need == CODES:
-                reading = Reading(name_of(node), "result", BFLOAT16, "a group of codes would span rows")
+                reading = Reading(name_of(node), "result", BFLOAT16, _SPANNED)
+            elif reading.form is STANDARDIZED and node.name not in behind.standardized:
+                reading = replace(reading, form=BFLOAT16)
             elif node.name in behind.differences and reading.need == CODES:
                 reading = Reading(name_of(node), "result", BFLOAT16, _MASKED)
             elif node.name in behind.short and reading.need == CODES:
@@ -254,6 +261,8 @@ def _recomputed(
     if name in SELECTING and user.args[0] is node:
         # Neighbours in memory may be rows apart in the result.
         return behind if behind.row is None else Need(behind.reading, 1)
+    if behind.form is STANDARDIZED and user.args[0] is node and (name == "sub" or is_multiple(user)):
+        return behind
     if name == "pow":
         power = user.args[1]
         passes = user.args[0] is node and isinstance(power, (int, float)) and power in (1, 2, 3, 4)

@@ -22,6 +22,7 @@ from .products import short_products
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
 from .squares import clipped_squares, differences
+from .standardized import standardized
 
 
 def partition(
@@ -61,6 +62,7 @@ def partition(
         blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
         differences=differences(joint.graph, known) | clipped_squares(joint.graph, known.tangent),
         short=short_products(joint.graph, known.tangent, config.group_size),
+        standardized=standardized(joint.graph, known, config.group_size),
     )
     costs = Costs(joint, known, config, behind)
 

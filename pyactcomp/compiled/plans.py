@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +15,17 @@ from ..codec.layouts import rows_of
 from ..codec.ops import restore as restore_codes
 from ..config import Config
 from ..engine.packing import FEWEST
-from ..readers.forms import BFLOAT16, CODES, EXPONENTIAL, LOG, LOG_PROBABILITY, PROBABILITY, RELATIVE, SCALED
+from ..readers.forms import (
+    BFLOAT16,
+    CODES,
+    EXPONENTIAL,
+    LOG,
+    LOG_PROBABILITY,
+    PROBABILITY,
+    RELATIVE,
+    SCALED,
+    STANDARDIZED,
+)
 from ..torch_private.partitions import is_tangent
 from .codec import (
     dequantize,
@@ -35,6 +46,7 @@ from .divisors import Behind
 from .joint import Joint, hint, nbytes, outputs_of, storage_order, value
 from .needs import Need, needs
 from .rounding import is_read_in_halves
+from .standardized import Statistics, differences_of
 
 Function = Callable[..., object]
 SKIPPED = "skipped"
@@ -65,6 +77,9 @@ class Plan:
         What else the functions depend on, beside the tensor's layout and dtype.
     group_size : int
         Of codes of the tensor as it is, in its own order; 0 for other forms, and where packing rounds or lifts.
+    statistics : Statistics or None
+        Of standardized values. Packing takes the statistics too, restoring the scale, and the restored value is the
+        difference from the mean.
     """
 
     form: str
@@ -74,6 +89,7 @@ class Plan:
     restore_by_kernel: Function | None = None
     variant: object = None
     group_size: int = 0
+    statistics: Statistics | None = None
 
 
 def plans_of(
@@ -93,10 +109,15 @@ def plans_of(
         if is_tangent(node) or any(source.name in tangent for source in node.all_input_nodes):
             tangent.add(node.name)
     found = needs(backward.graph, tangent, known.data, config, producers=saved, behind=behind)
+    entries = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     # Codes of a result of ReLU serve its comparison too.
     plans, reasons = {}, {}
     for name, node in saved.items():
-        plan = _plan(node, found.get(name), known, config, name in positive)
+        statistics = behind.standardized.get(name)
+        if statistics is not None and statistics.mean is not None and differences_of(entries[name]) is None:
+            # A budget may have backward compute the statistics again.
+            statistics = None
+        plan = _plan(node, found.get(name), known, config, name in positive, statistics)
         if isinstance(plan, str):
             reasons[name] = plan
         else:
@@ -176,7 +197,14 @@ def _copy_plan(tensor: Tensor, reason: str) -> Plan | None:
     return Plan("kept", ("copy_of_",), pack, lambda x: x.permute(back))
 
 
-def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positive: bool) -> Plan | str:
+def _plan(
+    node: fx.Node,
+    need: Need | None,
+    known: Joint,
+    config: Config,
+    positive: bool,
+    statistics: Statistics | None,
+) -> Plan | str:
     tensor = value(node)
     if tensor is None or need is None:
         return "unknown to backward"
@@ -208,11 +236,14 @@ def _plan(node: fx.Node, need: Need | None, known: Joint, config: Config, positi
     if static and tensor.numel() < FEWEST:
         return "few elements"
     # Less than one group: no sum averages out the errors of codes.
-    few = static and need.reading.need <= CODES and tensor.numel() < config.group_size
+    packed = need.reading.need <= CODES or need.form is STANDARDIZED
+    few = static and packed and tensor.numel() < config.group_size
+    if need.form is STANDARDIZED and order is not None and statistics is not None and not few:
+        return _standardized_plan(tensor, order, config.group_size, statistics)
     if need.reading.need == RELATIVE or spans or few:
         if tensor.dtype is not torch.float32:
             return "16 bits already" if not spans else "a group of codes would span rows"
-        return _halves_plan(BFLOAT16 if spans or few else need.form)
+        return _halves_plan(BFLOAT16 if spans or few or need.form is STANDARDIZED else need.form)
     if order is None:
         return "elements overlap or have gaps"
     # The smallest float32 would round to zero.
@@ -276,6 +307,23 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
     kernel = restore_by_kernel if rounded or dtype.itemsize == 2 else None
     size = group_size if not positive and not rounded and order == sorted(order) else 0
     return Plan("codes", ("codes_of_", SHARED_PARTS[0]), pack, restore, kernel, (positive, rounded), size)
+
+
+def _standardized_plan(tensor: Tensor, order: list[int], group_size: int, statistics: Statistics) -> Plan:
+    codes = _code_plan(tensor.float(), order, group_size, False, True)
+
+    def pack(x: Tensor, *given: Tensor) -> object:
+        *mean, scale = given
+        x = x.float() - mean[0] if mean else x
+        return codes.pack(x * scale if statistics.is_inverse else x / scale)
+
+    def restore(packed: Tensor, groups: Tensor, scale: Tensor) -> object:
+        restored: Any = codes.restore(packed, groups)
+        restored = restored / scale if statistics.is_inverse else restored * scale
+        return restored.to(torch.float32 if statistics.mean is not None else tensor.dtype)
+
+    variant = "standardized", statistics.mean is None, statistics.is_inverse
+    return Plan("codes", codes.parts, pack, restore, None, variant, statistics=statistics)
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:

@@ -17,6 +17,7 @@ from .masks import hoist
 from .plans import Plan, plans_of
 from .rows import is_summed_by_rows
 from .sharing import first_use, share_casts, share_views
+from .standardized import differences_of
 
 
 def rewrite(
@@ -72,9 +73,12 @@ def _store(
     assert tensor is not None
     gelu = gelu_of(node, traces) if plan.group_size else None
     packing = plan if gelu is None else replace(plan, pack=gelu.packing(plan.group_size), variant=gelu.variant)
-    place = first_operator(forward) if node.op == "placeholder" else node.next
+    sources = [node, *_statistics(forward, plan)]
+    last = next(maker for maker in reversed(forward.graph.nodes) if maker in sources)
+    place = first_operator(forward) if last.op == "placeholder" else last.next
     with forward.graph.inserting_before(place):
-        stored = _inline(forward, _traced(packing, "pack", tensor, (tensor,), traces), [node])
+        values = [source.meta["val"] for source in sources]
+        stored = _inline(forward, _traced(packing, "pack", tensor, values, traces), sources)
     if gelu is not None:
         gelu.replace_by(stored.pop())
     entries = []
@@ -86,15 +90,48 @@ def _store(
             placeholder = backward.graph.placeholder(part.name)
         placeholder.meta = {key: part.meta[key] for key in ("val", "tensor_meta") if key in part.meta}
         entries.append(placeholder)
-    parts = [part.meta["val"] for part in stored]
+    if plan.statistics is not None:
+        entries.append(_handed_over(sources[-1], backward, entry, stored))
+    parts = [part.meta["val"] for part in entries]
     by_kernel = plan.restore_by_kernel is not None and is_summed_by_rows(entry)
     with backward.graph.inserting_before(first_use(backward, entry)):
         function = _traced(plan, "restore_by_kernel" if by_kernel else "restore", tensor, parts, traces)
         restored = _inline(backward, function, entries)[0]
     restored._rename(f"restored_{node.name}")
-    entry.replace_all_uses_with(restored)
-    backward.graph.erase_node(entry)
+    differences = None if plan.statistics is None or plan.statistics.mean is None else differences_of(entry)
+    for read in [entry] if differences is None else differences:
+        read.replace_all_uses_with(restored)
+    _erase(entry)
     return stored
+
+
+def _statistics(forward: fx.GraphModule, plan: Plan) -> list[fx.Node]:
+    """Return the forward's nodes of the mean, if it is to be subtracted, and the scale of standardized values."""
+    if plan.statistics is None:
+        return []
+    names = [name for name in plan.statistics[:2] if name is not None]
+    named = {node.name: node for node in forward.graph.nodes if node.name in names}
+    return [named[name] for name in names]
+
+
+def _handed_over(node: fx.Node, backward: fx.GraphModule, entry: fx.Node, stored: list[fx.Node]) -> fx.Node:
+    """Return the backward's input of a node, which is added to what is stored if there is none."""
+    placeholder: fx.Node
+    for placeholder in backward.graph.find_nodes(op="placeholder"):
+        if placeholder.name == node.name:
+            return placeholder
+    stored.append(node)
+    with backward.graph.inserting_before(entry):
+        placeholder = backward.graph.placeholder(node.name)
+    placeholder.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+    return placeholder
+
+
+def _erase(entry: fx.Node) -> None:
+    """Erase an input of a graph with the views and the differences that nothing reads any more."""
+    for user in list(entry.users):
+        _erase(user)
+    entry.graph.erase_node(entry)
 
 
 def _traced(plan: Plan, name: str, tensor: Tensor, arguments: Sequence[Tensor], traces: Traces) -> fx.GraphModule:
@@ -103,7 +140,8 @@ def _traced(plan: Plan, name: str, tensor: Tensor, arguments: Sequence[Tensor], 
     layout = (*tensor.shape, *tensor.stride())
     if not all(isinstance(size, int) for size in layout):
         return traced(function, *arguments)
-    key = (name, plan.form, plan.parts, plan.variant, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    given = tuple((argument.shape, argument.dtype) for argument in arguments)
+    key = (name, plan.form, plan.parts, plan.variant, given, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if key not in traces:
         traces[key] = traced(function, *arguments)
     return traces[key]

@@ -97,6 +97,7 @@ LOG = Form("saturating float16", RELATIVE)
 LOG_PROBABILITY = Form("16-bit logit of the probability", RELATIVE)
 PROBABILITY = Form("16-bit logit", RELATIVE)
 EXPONENTIAL = Form("bfloat16 distance from zero or one", RELATIVE)
+STANDARDIZED = Form("codes of the values less their mean, over their deviation", RELATIVE)
 ARTANH = Form("float16 inverse hyperbolic tangent", RELATIVE)
 ITSELF = Form("as it is", EXACT)
 
