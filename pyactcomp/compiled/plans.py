@@ -317,13 +317,19 @@ def _standardized_plan(tensor: Tensor, order: list[int], group_size: int, statis
         x = x.float() - mean[0] if mean else x
         return codes.pack(x * scale if statistics.is_inverse else x / scale)
 
-    def restore(packed: Tensor, groups: Tensor, scale: Tensor) -> object:
-        restored: Any = codes.restore(packed, groups)
+    def scaled(restored: Any, scale: Tensor) -> object:
         restored = restored / scale if statistics.is_inverse else restored * scale
         return restored.to(torch.float32 if statistics.mean is not None else tensor.dtype)
 
+    def restore(packed: Tensor, groups: Tensor, scale: Tensor) -> object:
+        return scaled(codes.restore(packed, groups), scale)
+
+    def restore_by_kernel(packed: Tensor, groups: Tensor, scale: Tensor) -> object:
+        assert codes.restore_by_kernel is not None
+        return scaled(codes.restore_by_kernel(packed, groups), scale)
+
     variant = "standardized", statistics.mean is None, statistics.is_inverse
-    return Plan("codes", codes.parts, pack, restore, None, variant, statistics=statistics)
+    return Plan("codes", codes.parts, pack, restore, restore_by_kernel, variant, statistics=statistics)
 
 
 def _bit_plan(tensor: Tensor, order: list[int]) -> Plan | str:
