@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from compiled_backend import gradients, off
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from pyactcomp.compiled.joint import is_view, name_of
 from pyactcomp.config import Config
 
 INT8 = Config(min_bytes=1)
@@ -76,3 +78,10 @@ def test_what_inductor_pads_takes_no_more_than_without_pads(form: str, monkeypat
     # The partition may differ, as probabilities can be recomputed from scores or from statistics of their rows.
     assert all(stored <= unpadded[form] for form, stored in padded.items())
     assert off(compressed, exact) <= BAR
+
+
+@pytest.mark.parametrize("number", [0.0, 2.0])
+def test_probabilities_beside_another_number_are_none(number: float) -> None:
+    graph = make_fx(lambda p: F.pad(p, (0, 3), value=number), tracing_mode="fake")(torch.rand(4, 5)).graph
+    (pad,) = (node for node in graph.nodes if name_of(node) == "constant_pad_nd")
+    assert is_view(pad) == (number == 0)

@@ -37,8 +37,14 @@ def name_of(node: object) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a value has the elements of another one, its first argument: a view, a copy, a cast or a pad."""
-    return name_of(node) in VIEWS - MERGING
+    """Return whether a value has the elements of another one, its first argument, and zeros at most beside them.
+
+    Such are views, copies, casts and pads by zero.
+    """
+    name = name_of(node)
+    if name == "constant_pad_nd":
+        return not any(node.args[2:])
+    return name in VIEWS - MERGING
 
 
 def unviewed(node: fx.Node) -> fx.Node:
