@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, fx
 
@@ -18,9 +18,6 @@ from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
 from .joint import VIEWS, fewest, is_elementwise, is_multiple, is_view, name_of, value
 
-if TYPE_CHECKING:
-    from .standardized import Statistics
-
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
 # The first factor of a matrix product: each element of the result sums over a row of this factor.
@@ -29,6 +26,23 @@ REDUCTIONS = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vecto
 # Of every norm the input has a row or a channel for each statistic.
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"}
 _NORMS |= {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
+
+
+class Statistics(NamedTuple):
+    """What standardizes a value of ``standardized.py``.
+
+    Attributes
+    ----------
+    mean : str or None
+        Name of the mean of each row; None of values from which it is subtracted.
+    scale : str
+        Name of the deviation of each row, or of its inverse.
+    is_inverse : bool
+    """
+
+    mean: str | None
+    scale: str
+    is_inverse: bool
 
 
 class Behind(NamedTuple):
@@ -49,7 +63,7 @@ class Behind(NamedTuple):
     short : set of str
         Operands of ``products.py``: 16 bits or more.
     standardized : dict of str to Statistics
-        Values of ``standardized.py``, with what standardizes them.
+        Values with a scale for each row, with what standardizes them.
     """
 
     factors: set[str]

@@ -42,11 +42,11 @@ from .codec import (
 )
 from .context import is_skipped
 from .costs import FLOATS
-from .divisors import Behind
+from .divisors import Behind, Statistics
 from .joint import Joint, hint, nbytes, outputs_of, storage_order, value
 from .needs import Need, needs
 from .rounding import is_read_in_halves
-from .standardized import Statistics, differences_of
+from .standardized import differences_of
 
 Function = Callable[..., object]
 SKIPPED = "skipped"

@@ -9,12 +9,11 @@ times the deviation: the value less its mean, which is all that backward reads.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from .divisors import REDUCTIONS, adjacent
+from .divisors import REDUCTIONS, Statistics, adjacent
 from .joint import Joint, fewest, is_multiple, is_view, name_of, unscaled, value
 
 _CASTS = {"_to_copy", "convert_element_type"}
@@ -22,23 +21,6 @@ _CASTS = {"_to_copy", "convert_element_type"}
 _SCALES = {"mul": {"rsqrt", "reciprocal"}, "div": {"sqrt"}}
 # Operators from a deviation back to the values, views among them.
 _WALK = 16
-
-
-class Statistics(NamedTuple):
-    """What standardizes a value.
-
-    Attributes
-    ----------
-    mean : str or None
-        Name of the mean of each row; None of values from which it is subtracted.
-    scale : str
-        Name of the deviation of each row, or of its inverse.
-    is_inverse : bool
-    """
-
-    mean: str | None
-    scale: str
-    is_inverse: bool
 
 
 def standardized(graph: fx.Graph, known: Joint, group_size: int) -> dict[str, Statistics]:
