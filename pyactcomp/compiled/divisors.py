@@ -16,7 +16,7 @@ from ..codec.layouts import row_of, spans_rows
 from ..readers.forms import Form
 from ..readers.table import AMPLIFYING, SOLUTIONS
 from .checkpointed import Block
-from .joint import VIEWS, fewest, is_elementwise, is_multiple, is_view, name_of, value
+from .joint import VIEWS, fewest, is_elementwise, is_multiple, is_smaller, is_view, name_of, value
 
 _NAMES = frozenset(name.removeprefix("aten::").split(".")[0] for name in AMPLIFYING)
 _BOTH = {"atan2", "xlogy", "addcdiv", "_linalg_solve_ex", "_cdist_forward"}
@@ -104,8 +104,9 @@ def behind_divisors(graph: fx.Graph, tangent: Collection[str], group_size: int) 
     for node in graph.nodes:
         if name_of(node) in SOLUTIONS:
             found.factors.add(node.name)
-        if name_of(node) in VIEWS or name_of(node) == "getitem" or is_multiple(node) or _is_from_mean(node):
-            sources = node.all_input_nodes[:1] if _is_from_mean(node) else node.all_input_nodes
+        from_mean = name_of(node) == "sub" and is_smaller(node.args[1], node.args[0])
+        if name_of(node) in VIEWS or name_of(node) == "getitem" or is_multiple(node) or from_mean:
+            sources = node.all_input_nodes[:1] if from_mean else node.all_input_nodes
             for names in (found.factors, found.rows):
                 if any(source.name in names for source in sources):
                     names.add(node.name)
@@ -178,14 +179,6 @@ def _gathers(node: fx.Node, group_size: int) -> bool:
 def _first_result(node: fx.Node) -> Tensor | None:
     """Return the result of an operator; of several, as those of ``var_mean``, the first one read."""
     return next((tensor for result in (node, *node.users) if (tensor := value(result)) is not None), None)
-
-
-def _is_from_mean(node: fx.Node) -> bool:
-    """Return whether a value is the difference of another one from a value with fewer elements."""
-    if name_of(node) != "sub":
-        return False
-    tensor, other = value(node.args[0]), value(node.args[1])
-    return tensor is not None and other is not None and fewest(other.shape) < fewest(tensor.shape)
 
 
 def _is_squared_distance(product: fx.Node) -> bool:

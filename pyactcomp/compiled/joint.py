@@ -12,10 +12,11 @@ from torch import Tensor, fx
 
 from ..torch_private.partitions import input_infos, is_primal, is_tangent
 
+CASTS = {"_to_copy", "convert_element_type"}
 # Operators whose result has the elements of their operands.
 MERGING = {"cat", "where"}
 VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "squeeze", "unsqueeze", "slice"}
-VIEWS |= {"select", "clone", "alias", "detach", "_to_copy", "convert_element_type", "split", "split_with_sizes"}
+VIEWS |= {"select", "clone", "alias", "detach", "split", "split_with_sizes"} | CASTS
 # Where it is faster, Inductor pads the operands of a matrix product and slices its result.
 VIEWS |= {"unbind", "constant_pad_nd"} | MERGING
 
@@ -82,6 +83,12 @@ def is_elementwise(node: fx.Node) -> bool:
 def fewest(shape: Iterable[object]) -> int:
     """Return the elements of a shape; a dynamic size counts as one, the fewest."""
     return math.prod(size if isinstance(size, int) else 1 for size in shape)
+
+
+def is_smaller(other: object, node: object) -> bool:
+    """Return whether a value has fewer elements than another one, as a statistic that rows share."""
+    small, large = value(other), value(node)
+    return small is not None and large is not None and fewest(small.shape) < fewest(large.shape)
 
 
 def first_operator(graph: fx.GraphModule) -> fx.Node:

@@ -74,7 +74,7 @@ def _store(
     gelu = gelu_of(node, traces) if plan.group_size else None
     packing = plan if gelu is None else replace(plan, pack=gelu.packing(plan.group_size), variant=gelu.variant)
     sources = [node, *_statistics(forward, plan)]
-    last = next(maker for maker in reversed(forward.graph.nodes) if maker in sources)
+    last = max(sources)
     place = first_operator(forward) if last.op == "placeholder" else last.next
     with forward.graph.inserting_before(place):
         values = [source.meta["val"] for source in sources]
@@ -86,10 +86,7 @@ def _store(
         part._rename(f"{prefix}{node.name}")
         if node.meta.get("saved_tensor_with_no_vc_check"):
             part.meta["saved_tensor_with_no_vc_check"] = True
-        with backward.graph.inserting_before(entry):
-            placeholder = backward.graph.placeholder(part.name)
-        placeholder.meta = {key: part.meta[key] for key in ("val", "tensor_meta") if key in part.meta}
-        entries.append(placeholder)
+        entries.append(_input(backward, entry, part))
     if plan.statistics is not None:
         entries.append(_handed_over(sources[-1], backward, entry, stored))
     parts = [part.meta["val"] for part in entries]
@@ -121,9 +118,14 @@ def _handed_over(node: fx.Node, backward: fx.GraphModule, entry: fx.Node, stored
         if placeholder.name == node.name:
             return placeholder
     stored.append(node)
+    return _input(backward, entry, node)
+
+
+def _input(backward: fx.GraphModule, entry: fx.Node, stored: fx.Node) -> fx.Node:
+    """Return a new input of the backward for a node of the forward, in front of an entry."""
     with backward.graph.inserting_before(entry):
-        placeholder = backward.graph.placeholder(node.name)
-    placeholder.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+        placeholder = backward.graph.placeholder(stored.name)
+    placeholder.meta = {key: stored.meta[key] for key in ("val", "tensor_meta") if key in stored.meta}
     return placeholder
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .joint import VIEWS, Joint, name_of, value
+from .joint import CASTS, VIEWS, Joint, name_of, value
 
-_CASTS = {"_to_copy", "convert_element_type"}
 # Views, and operators that move elements, as the roll of a shifted window.
-_MOVES = (VIEWS - _CASTS) | {"index", "gather", "index_select", "roll", "flip"}
+_MOVES = (VIEWS - CASTS) | {"index", "gather", "index_select", "roll", "flip"}
 
 
 def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
@@ -35,7 +34,7 @@ def is_read_in_halves(node: fx.Node, known: Joint) -> bool:
             if user in seen or user.op == "output":
                 continue
             seen.add(user)
-            if result is not None and name in _CASTS:
+            if result is not None and name in CASTS:
                 if result.dtype not in (torch.bfloat16, torch.float16):
                     return False
                 cast = True

@@ -14,9 +14,8 @@ import torch
 from torch import fx
 
 from .divisors import REDUCTIONS, Statistics, adjacent
-from .joint import Joint, fewest, is_multiple, is_view, name_of, unscaled, value
+from .joint import CASTS, Joint, is_multiple, is_smaller, is_view, name_of, unscaled, value
 
-_CASTS = {"_to_copy", "convert_element_type"}
 # What makes the other operand, by the operator that standardizes.
 _SCALES = {"mul": {"rsqrt", "reciprocal"}, "div": {"sqrt"}}
 # Operators from a deviation back to the values, views among them.
@@ -50,7 +49,7 @@ def differences_of(node: fx.Node) -> list[fx.Node] | None:
     for user in node.users:
         if name_of(user) == "sub" and user.args[0] is node:
             found.append(user)
-        elif name_of(user) in _CASTS and (further := differences_of(user)) is not None:
+        elif name_of(user) in CASTS and (further := differences_of(user)) is not None:
             found.extend(further)
         else:
             return None
@@ -60,7 +59,7 @@ def differences_of(node: fx.Node) -> list[fx.Node] | None:
 def _values(centered: fx.Node, statistics: Statistics, tangent: Collection[str]) -> Iterator[tuple[str, Statistics]]:
     yield from ((cast.name, statistics) for cast in _casts(centered))
     source, mean = centered.args[:2] if _is_difference(centered) else (None, None)
-    if not isinstance(source, fx.Node) or not isinstance(mean, fx.Node) or not _is_broadcast(mean, centered):
+    if not isinstance(source, fx.Node) or not isinstance(mean, fx.Node) or not is_smaller(mean, centered):
         return
     # Backward casts the value and subtracts the mean again.
     for read in _casts(source):
@@ -71,18 +70,18 @@ def _values(centered: fx.Node, statistics: Statistics, tangent: Collection[str])
 
 def _casts(node: fx.Node) -> Iterator[fx.Node]:
     """Yield a value in each dtype that the graph has of it."""
-    while name_of(node) in _CASTS and isinstance(node.args[0], fx.Node):
+    while name_of(node) in CASTS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     waiting = [node]
     while waiting:
         node = waiting.pop()
         yield node
-        waiting.extend(user for user in node.users if name_of(user) in _CASTS)
+        waiting.extend(user for user in node.users if name_of(user) in CASTS)
 
 
 def _is_of_rows(statistic: object, node: object, group_size: int) -> bool:
     """Return whether a value is one number for each row of a node, in which groups of codes would span rows."""
-    if not isinstance(statistic, fx.Node) or not isinstance(node, fx.Node) or not _is_broadcast(statistic, node):
+    if not isinstance(statistic, fx.Node) or not isinstance(node, fx.Node) or not is_smaller(statistic, node):
         return False
     small, large = value(statistic), value(node)
     if small is None or large is None:
@@ -111,11 +110,6 @@ def _is_computed_from(scale: fx.Node, centered: fx.Node) -> bool:
 def _is_buffer(scale: fx.Node, known: Joint) -> bool:
     """Return whether a scale depends on neither data nor parameters, as that of a frozen batch norm."""
     return scale.name not in known.data and scale.name not in known.learns
-
-
-def _is_broadcast(statistic: object, node: fx.Node) -> bool:
-    small, large = value(statistic), value(node)
-    return small is not None and large is not None and fewest(small.shape) < fewest(large.shape)
 
 
 def _uncast(node: fx.Node) -> fx.Node:
@@ -151,7 +145,7 @@ def _is_only_centered(node: fx.Node, mean: fx.Node, tangent: Collection[str]) ->
     """Return whether a value, or a cast of it, is read for statistics and for its difference from the mean alone."""
     return all(
         _is_only_centered(user, mean, tangent)
-        if name_of(user) in _CASTS
+        if name_of(user) in CASTS
         else _subtracts(user, node, mean) or (name_of(user) in REDUCTIONS and user.name not in tangent)
         for user in node.users
     )
