@@ -60,8 +60,11 @@ def test_packing_breaks_no_fusion_and_restoring_fuses(kind: type[nn.Module]) -> 
     assert len(packed_backward) <= len(backward) + len(restored)
 
 
-def test_masks_are_computed_where_the_activation_is() -> None:
-    """Computed at the end of the forward, or in another order of memory, a mask reads what ReLU reads again."""
+def test_convolutions_norms_and_activations_keep_their_launches() -> None:
+    """Computed at the end of the forward, or in another order of memory, a mask reads what ReLU reads again.
+
+    And an expression with too many operators is written out before the sums of a norm's derivative.
+    """
     torch.manual_seed(0)
 
     def stage(inputs: int) -> list[nn.Module]:
@@ -70,13 +73,15 @@ def test_masks_are_computed_where_the_activation_is() -> None:
     # Deep enough that Inductor fuses nothing from both ends.
     layers = nn.Sequential(*stage(3), *(part for _ in range(15) for part in stage(64)), nn.Conv2d(64, 64, 1))
     sums: list[int] = []
+    backwards: list[list[Launch]] = []
     saved: list[SavedValue] = []
     for compressed in (False, True):
         model = copy.deepcopy(layers).to(memory_format=torch.channels_last)
         if compressed:
             pyactcomp.compress(model, min_bytes=4096)
-        forward, _ = launches_of(lambda x, model=model: model(x).square().mean(), torch.randn(2, 3, 16, 16))
+        forward, backward = launches_of(lambda x, model=model: model(x).mean(), torch.randn(64, 3, 32, 32))
         sums.append(_sum(forward))
+        backwards.append(backward)
         if compressed:
             saved = list(pyactcomp.report(model).graphs[0].saved)
     # Beside the activations the kernel writes 16 bits of each standardized result of a convolution, for the codec, and
@@ -86,6 +91,8 @@ def test_masks_are_computed_where_the_activation_is() -> None:
     assert halves
     assert masks
     assert sums[1] <= sums[0] + halves + masks
+    # In the backward each convolution's input is restored by one launch, but the first one's, which is kept.
+    assert len(backwards[1]) <= len(backwards[0]) + len(list(layers)) // 3
 
 
 def test_inductor_counts_stored_parts_by_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

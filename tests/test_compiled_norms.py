@@ -129,6 +129,36 @@ def test_scales_that_are_no_statistic_of_the_values_standardize_nothing() -> Non
     assert float((found - exact).norm() / exact.norm()) <= BAR
 
 
+def clamped(x: Tensor) -> Tensor:
+    """Return values over a deviation that an infinity among them leaves finite."""
+    return x * torch.rsqrt(x.pow(2).mean(ALL, keepdim=True).clamp(max=100.0) + 1e-6)
+
+
+def inverse(x: Tensor) -> Tensor:
+    """Return values over a deviation to whose inverse a number is added: with an infinity the number is left."""
+    return x * ((x.pow(2).mean(ALL, keepdim=True).reciprocal() + 1e-2).reciprocal()).rsqrt()
+
+
+@pytest.mark.parametrize("norm", ["batch", "batch, frozen", "var_mean", "root mean square", clamped, inverse])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_infinities_and_nan_reach_the_gradients(norm: str | Callable[[Tensor], Tensor], bad: float) -> None:
+    torch.manual_seed(0)
+    module = NORMS[norm](torch.ones(1, CHANNELS, 1, 1)) if isinstance(norm, str) else Written(norm)
+    assert isinstance(module.weight, Tensor)
+    x, weights = (torch.randn(8, CHANNELS, SIZE, SIZE).to(memory_format=torch.channels_last) for _ in range(2))
+    x[1, 2, 3, 4] = bad
+
+    # Each element by itself; no backward recomputes a convolution.
+    copied = nn.Conv2d(CHANNELS, CHANNELS, 1, groups=CHANNELS)
+
+    def loss(x: Tensor, weights: Tensor) -> Tensor:
+        return (module(copied(x)) * weights).sum()
+
+    exact, found = (gradients(loss, [module.weight], config, x, weights)[1][0].flatten() for config in (None, INT8))
+    assert not exact[2].isfinite()
+    assert torch.equal(found.isfinite(), exact.isfinite())
+
+
 class Bottleneck(nn.Module):
     """Three convolutions with batch norms around a residual, as in ResNet-50."""
 

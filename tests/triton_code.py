@@ -72,8 +72,10 @@ def _counted(launches: list[Launch]) -> Iterator[None]:
         def run(self, *arguments: Any, **_: Any) -> None:
             launches.append(Launch(self.name, [a for a in arguments if isinstance(a, Tensor)]))
 
+    # The rules for writing out an expression that is inlined elsewhere, as for a GPU.
+    inlining = {"realize_opcount_threshold": 30, "realize_acc_reads_threshold": 8}
     with (
-        config.patch({"cpu_backend": "triton", "fx_graph_cache": False, "compile_threads": 1}),
+        config.patch({"cpu_backend": "triton", "fx_graph_cache": False, "compile_threads": 1, **inlining}),
         torch._functorch.config.patch({"enable_autograd_cache": False}),
         mock.patch.object(triton.runtime.driver, "_active", _Driver(), create=True),
         mock.patch.object(DeviceProperties, "create", return_value=DeviceProperties(**H100)),

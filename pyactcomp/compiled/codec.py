@@ -74,17 +74,22 @@ def in_own_shape(stored: Tensor, dims: int) -> Tensor:
     return stored.squeeze(0) if dims == 4 else stored
 
 
-def dequantize(codes: Tensor, groups: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Restore a tensor packed by :func:`quantize`, contiguous."""
+def dequantize(codes: Tensor, groups: Tensor, group_size: int, dtype: torch.dtype, finite: bool = False) -> Tensor:
+    """Restore a tensor packed by :func:`quantize`, contiguous; with ``finite``, infinities and NaN as finite numbers.
+
+    Without the codes of infinities the expression has half the operators. Inductor writes out an expression of more
+    than 30 before a reduction in several steps.
+    """
     # Elements in the order of the codes: loops over groups and their elements would not fuse with the readers' loops.
     parameters = groups.unsqueeze(-1).expand(-1, group_size).reshape(-1)
     parameters = parameters[: codes.numel()].view(codes.shape)
     numbers = codes.to(torch.float32)
     values = numbers * _number(parameters & _HALF) + _number(parameters << 16)
-    first = fmt.flagged_levels(8)
-    # -inf, inf and NaN for the next three codes.
-    special = (numbers - (first + 1.5)) * (first + 3 - numbers) * float("inf")
-    values = torch.where((parameters < 0) & (codes > first), special, values)
+    if not finite:
+        first = fmt.flagged_levels(8)
+        # -inf, inf and NaN for the next three codes.
+        special = (numbers - (first + 1.5)) * (first + 3 - numbers) * float("inf")
+        values = torch.where((parameters < 0) & (codes > first), special, values)
     if dtype is torch.float16:
         values = saturate(values)
     return values.to(dtype)

@@ -38,11 +38,14 @@ class Statistics(NamedTuple):
     scale : str
         Name of the deviation of each row, or of its inverse.
     is_inverse : bool
+    spreads : bool
+        Whether an infinity or NaN in a row leaves the scale zero, infinite or NaN, and so every restored value.
     """
 
     mean: str | None
     scale: str
     is_inverse: bool
+    spreads: bool
 
 
 class Behind(NamedTuple):

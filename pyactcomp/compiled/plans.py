@@ -276,7 +276,9 @@ def _halves_plan(form: object) -> Plan | str:
     return Plan("16 bits", ("halves_of_",), pack, lambda x: x.to(torch.float32), variant=dtype)
 
 
-def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool, rounded: bool) -> Plan:
+def _code_plan(
+    tensor: Tensor, order: list[int], group_size: int, positive: bool, rounded: bool, finite: bool = False
+) -> Plan:
     dtype, dims = tensor.dtype, tensor.dim()
     ordered = tensor.permute(order)
     dense = ordered.is_contiguous()
@@ -298,7 +300,7 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
     back = [order.index(dim) for dim in range(dims)]
 
     def restore(codes: Tensor, groups: Tensor) -> Tensor:
-        return in_own_shape(dequantize(codes, groups, group_size, dtype), dims).permute(back)
+        return in_own_shape(dequantize(codes, groups, group_size, dtype, finite), dims).permute(back)
 
     def restore_by_kernel(codes: Tensor, groups: Tensor) -> Tensor:
         halves: Tensor = restore_codes(codes, groups, torch.bfloat16 if rounded else dtype, group_size)
@@ -306,11 +308,11 @@ def _code_plan(tensor: Tensor, order: list[int], group_size: int, positive: bool
 
     kernel = restore_by_kernel if rounded or dtype.itemsize == 2 else None
     size = group_size if not positive and not rounded and order == sorted(order) else 0
-    return Plan("codes", ("codes_of_", SHARED_PARTS[0]), pack, restore, kernel, (positive, rounded), size)
+    return Plan("codes", ("codes_of_", SHARED_PARTS[0]), pack, restore, kernel, (positive, rounded, finite), size)
 
 
 def _standardized_plan(tensor: Tensor, order: list[int], group_size: int, statistics: Statistics) -> Plan:
-    codes = _code_plan(tensor.float(), order, group_size, False, True)
+    codes = _code_plan(tensor.float(), order, group_size, False, True, statistics.spreads)
 
     def pack(x: Tensor, *given: Tensor) -> object:
         *mean, scale = given

@@ -18,6 +18,8 @@ from .joint import CASTS, Joint, is_multiple, is_smaller, is_view, name_of, unsc
 
 # What makes the other operand, by the operator that standardizes.
 _SCALES = {"mul": {"rsqrt", "reciprocal"}, "div": {"sqrt"}}
+# Of one operand and numbers, they pass on infinities and NaN, or their inverse.
+_SPREADING = {"var", "var_mean", "getitem", "mean", "sum", "add", "mul", "div", "pow", "sqrt", "rsqrt", "reciprocal"}
 # Operators from a deviation back to the values, views among them.
 _WALK = 16
 
@@ -34,12 +36,13 @@ def standardized(graph: fx.Graph, known: Joint, group_size: int) -> dict[str, St
             if not _is_of_rows(scale, centered, group_size) or name_of(unscaled(scale)) not in makers:
                 continue
             if _is_computed_from(scale, centered) or (_is_difference(centered) and _is_buffer(scale, known)):
-                found.update(_values(centered, Statistics(None, scale.name, is_inverse), known.tangent))
+                statistics = Statistics(None, scale.name, is_inverse, _spreads(scale, centered))
+                found.update(_values(centered, statistics, known.tangent))
     # As twice the operand of a square.
     for node in graph.nodes:
-        statistics = found.get(node.args[0].name) if is_multiple(node) and isinstance(node.args[0], fx.Node) else None
-        if statistics is not None and statistics.mean is None:
-            found.setdefault(node.name, statistics)
+        of_operand = found.get(node.args[0].name) if is_multiple(node) and isinstance(node.args[0], fx.Node) else None
+        if of_operand is not None and of_operand.mean is None:
+            found.setdefault(node.name, of_operand)
     return found
 
 
@@ -93,9 +96,7 @@ def _is_of_rows(statistic: object, node: object, group_size: int) -> bool:
 
 def _is_computed_from(scale: fx.Node, centered: fx.Node) -> bool:
     """Return whether a scale is a statistic of the values, not one of its own, as by the degrees of a graph's nodes."""
-    sources = set(_casts(centered))
-    if name_of(centered) == "sub" and isinstance(centered.args[0], fx.Node):
-        sources.update(_casts(centered.args[0]))
+    sources = _sources(centered)
     waiting = [scale]
     for _ in range(_WALK):
         if not waiting:
@@ -105,6 +106,35 @@ def _is_computed_from(scale: fx.Node, centered: fx.Node) -> bool:
             return True
         waiting.extend(node.all_input_nodes)
     return False
+
+
+def _spreads(scale: fx.Node, centered: fx.Node) -> bool:
+    """Return whether an infinity or NaN among the values leaves the scale zero, infinite or NaN."""
+    sources = _sources(centered)
+    node, is_added_to = scale, False
+    while node not in sources:
+        if len(node.all_input_nodes) != 1 or not (name_of(node) in _SPREADING or is_view(node)):
+            return False
+        # A number added to the inverse of an infinity is finite.
+        if is_added_to and _is_inverse(node):
+            return False
+        is_added_to = is_added_to or name_of(node) == "add"
+        node = node.all_input_nodes[0]
+    return True
+
+
+def _is_inverse(node: fx.Node) -> bool:
+    name, first, last = name_of(node), node.args[0], node.args[-1]
+    negative = name == "pow" and not (isinstance(last, (int, float)) and last > 0)
+    return name in ("rsqrt", "reciprocal") or negative or (name == "div" and not isinstance(first, fx.Node))
+
+
+def _sources(centered: fx.Node) -> set[fx.Node]:
+    """Return a difference from a mean and what the mean is subtracted from, in each dtype."""
+    sources = set(_casts(centered))
+    if name_of(centered) == "sub" and isinstance(centered.args[0], fx.Node):
+        sources.update(_casts(centered.args[0]))
+    return sources
 
 
 def _is_buffer(scale: fx.Node, known: Joint) -> bool:
