@@ -28,11 +28,12 @@ from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.recipes import Recipe
 from pyactcomp.functional import Codes, dropout, new_gelu, relu, rope, silu_mul
 from pyactcomp.functional import launch as shared_launch
+from pyactcomp.functional.activations import gelu_kernels
 from pyactcomp.functional.activations import launch as activation_launch
 from pyactcomp.functional.attention import launch as rope_launch
 from pyactcomp.functional.masks import launch as mask_launch
 from pyactcomp.functional.norms import launch as norm_launch
-from pyactcomp.functional.saving import Saving
+from pyactcomp.functional.saving import Saving, saving
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 EXACT = Codes(bits=None, impl="triton")
@@ -87,6 +88,31 @@ def test_gelu_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size
     assert again.dtype == dtype
     # As of check_gelu.
     assert_within(again, F.gelu(exact, approximate=approximate), 12 * EPS * exact.abs())
+
+
+@pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
+@pytest.mark.parametrize("group_size", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [NUMEL, 2 * kernels.TILE, 16 * 67])
+def test_the_derivative_and_gelu_are_computed_in_one_pass(
+    numel: int, dtype: torch.dtype, group_size: int, tanh: bool
+) -> None:
+    x, grad = on_device(3 * normal(numel), dtype), on_device(normal(numel), dtype)
+    x[5], x[6] = float("inf"), float("nan")
+    how = saving(Codes(group_size=group_size, impl="triton"))
+    packed = activation_launch.unary(x, gelu_kernels, "gelu", (tanh,), how)[1]
+    derivative, again = activation_launch.unary_backward(packed, grad, gelu_kernels, "gelu", (tanh,), how)
+    assert derivative.dtype == again.dtype == dtype
+    exact = restored(packed, numel, 8, group_size)
+    approximate = "tanh" if tanh else "none"
+    # torch's float64 GELU of infinity is exact in the derivative alone.
+    finite = exact.isfinite()
+    assert not again.cpu()[~finite].isfinite().any()
+    assert derivative.cpu()[6].isnan()
+    slope = torch.ops.aten.gelu_backward(grad.cpu().double(), exact, approximate=approximate)
+    # As of check_gelu.
+    assert_within(again[finite], F.gelu(exact[finite], approximate=approximate), 12 * EPS * exact[finite].abs())
+    assert_within(derivative[finite], slope[finite], (12 * EPS * (1 + exact.abs()) * grad.cpu().double().abs())[finite])
 
 
 def test_a_redo_keeps_the_strides_of_the_output() -> None:

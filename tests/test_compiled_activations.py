@@ -1,7 +1,11 @@
-"""GELU in compiled graphs: one kernel computes it and packs its operand, where products alone read the result."""
+"""GELU in compiled graphs, where products alone read the result.
+
+One kernel computes it and packs its operand, one restores the operand and computes GELU and the derivative.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +14,15 @@ import torch
 from compiled_backend import gradients, off
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
 from pyactcomp.codec import reference
+from pyactcomp.codec.ops import quantize, restore
 from pyactcomp.compiled import partition
+from pyactcomp.compiled.codec import parts_of
 from pyactcomp.config import Config
-from pyactcomp.functional.activations.operator import gelu_quantize
+from pyactcomp.functional.activations.operator import gelu_quantize, gelu_restore
 
 INT8 = Config(min_bytes=4096)
 HALF_AN_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -43,6 +50,7 @@ PACKED_WITH = {
     "tanh": lambda x: F.gelu(x, approximate="tanh"),
     "views": lambda x: F.gelu(x.view(4, 16, 4, 256)).view(16, 16, 256),
 }
+FORWARD, BACKWARD = "pyactcomp.gelu_quantize.default", "pyactcomp.gelu_restore.default"
 PACKED_APART = {
     "other constants": tanh_by_hand,
     "SiLU": F.silu,
@@ -56,13 +64,13 @@ PACKED_APART = {
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """Return the forward graphs; a kernel serves the CPU, whose operator calls torch's function."""
+    """Return the forward and backward graphs; a kernel serves the CPU, whose operators call torch's functions."""
     found: list[fx.GraphModule] = []
     rewrite, reason = partition.rewrite, codec.unavailable_reason
 
-    def note(forward: fx.GraphModule, *arguments: Any) -> Any:
-        saved = rewrite(forward, *arguments)
-        found.append(forward)
+    def note(forward: fx.GraphModule, backward: fx.GraphModule, *arguments: Any) -> Any:
+        saved = rewrite(forward, backward, *arguments)
+        found.extend((forward, backward))
         return saved
 
     monkeypatch.setattr(partition, "rewrite", note)
@@ -94,23 +102,26 @@ def test_gelu_is_computed_where_its_operand_is_packed(
     name: str, dtype: torch.dtype, autocast: bool, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got = run(PACKED_WITH[name], dtype, autocast, INT8)
-    targets = _targets(graphs[0])
-    assert targets.count("pyactcomp.gelu_quantize.default") == 1
-    assert not {"aten.erf.default", "aten.tanh.default"} & set(targets)
+    for graph, operator in zip(graphs, (FORWARD, BACKWARD), strict=True):
+        targets = _targets(graph)
+        assert targets.count(operator) == 1
+        assert not {"aten.erf.default", "aten.tanh.default", "aten.exp.default"} & set(targets)
     monkeypatch.setattr("pyactcomp.compiled.rewrite.gelu_of", lambda *_: None)
+    monkeypatch.setattr("pyactcomp.compiled.rewrite.differentiate", lambda *_: None)
     apart = run(PACKED_WITH[name], dtype, autocast, INT8)
-    assert "pyactcomp.gelu_quantize.default" not in _targets(graphs[1])
+    assert not {FORWARD, BACKWARD} & {*_targets(graphs[2]), *_targets(graphs[3])}
     # Of 256 operands of a sum each may round the other way.
     rounding = HALF_AN_ULP[torch.bfloat16 if autocast else dtype]
     torch.testing.assert_close(got[0], apart[0], rtol=0, atol=2 * rounding)
-    assert off(got[1], apart[1]) <= 2 * rounding
+    # Ten operators of float32 make the derivative, and torch's own rounds each the other way.
+    assert off(got[1], apart[1]) <= 2 * rounding + math.sqrt(10) * HALF_AN_ULP[torch.float32]
     assert off(got[1], run(PACKED_WITH[name], dtype, autocast, None)[1]) <= 0.02
 
 
 @pytest.mark.parametrize("name", PACKED_APART)
 def test_other_functions_and_readers_keep_their_operators(name: str, graphs: list[fx.GraphModule]) -> None:
     run(PACKED_APART[name], torch.bfloat16, False, INT8)
-    assert "pyactcomp.gelu_quantize.default" not in _targets(graphs[0])
+    assert not {FORWARD, BACKWARD} & {*_targets(graphs[0]), *_targets(graphs[1])}
 
 
 def test_a_graph_without_a_kernel_keeps_the_operators(
@@ -118,7 +129,41 @@ def test_a_graph_without_a_kernel_keeps_the_operators(
 ) -> None:
     monkeypatch.setattr(codec, "unavailable_reason", lambda *_: "none serves this device")
     run(F.gelu, torch.bfloat16, False, INT8)
-    assert "pyactcomp.gelu_quantize.default" not in _targets(graphs[0])
+    assert not {FORWARD, BACKWARD} & {*_targets(graphs[0]), *_targets(graphs[1])}
+
+
+def test_a_gradient_that_depends_on_gelu_is_computed_after_it(graphs: list[fx.GraphModule]) -> None:
+    """A checkpointed block recomputes the second projection for the gradient."""
+
+    class Checkpointed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y * y.sin()
+
+    torch.manual_seed(0)
+    model = Checkpointed(F.gelu)
+    x, weights = torch.randn(16, 16, 64), torch.randn(16, 16, 64)
+
+    def step(x: Tensor) -> Tensor:
+        up = model.up(x)
+        down = checkpoint(lambda up: (y := model.down(F.gelu(up))) * y.sin(), up, use_reentrant=False)
+        return (down * weights).mean()
+
+    exact, found = (gradients(step, list(model.parameters()), config, x)[1] for config in (None, INT8))
+    assert BACKWARD not in _targets(graphs[1])
+    assert off(found, exact) <= 0.02
+
+
+def test_gradients_in_float32_of_operands_in_bfloat16_keep_the_operators(graphs: list[fx.GraphModule]) -> None:
+    model = Mlp(lambda x: x).bfloat16()
+    weight = nn.Parameter(torch.randn(256, 64))
+
+    def step(x: Tensor) -> Tensor:
+        return (F.gelu(model.up(x)).float() @ weight).square().mean()
+
+    x = torch.randn(16, 16, 64, dtype=torch.bfloat16)
+    exact, found = (gradients(step, [*model.up.parameters(), weight], config, x)[1] for config in (None, INT8))
+    assert off(found, exact) <= 0.02
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -140,8 +185,43 @@ def test_operator_gives_gelu_and_the_codes_of_the_reference(tanh: bool, dtype: t
     assert torch.equal(out.isinf(), theirs.isinf())
 
 
-def test_operator_passes_torchs_checks_and_refuses_gaps() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", HALF_AN_ULP, ids=str)
+@pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
+@pytest.mark.parametrize("apart", [False, True], ids=["views", "copies"])
+def test_operator_gives_the_derivative_and_gelu_of_the_codes(
+    tanh: bool, dtype: torch.dtype, apart: bool, device: str
+) -> None:
+    x, grad = (4 * torch.randn(37, 192)).to(dtype).to(device), torch.randn(37, 192).to(dtype).to(device)
+    x[0, 0], x[1, 1] = float("inf"), float("nan")
+    codes, groups = parts_of(quantize(x, 8, 64, False, 0, "auto"), x.shape)
+    parts = (codes.clone(), groups.clone()) if apart else (codes, groups)
+    derivative, out = gelu_restore(*parts, grad, tanh, 64)
+    # The kernel computes from float32, torch's operators from the restored value in the dtype.
+    restored = restore(codes, groups, torch.float32, 64)
+    exact = restored.double().requires_grad_()
+    expected = F.gelu(exact, approximate="tanh" if tanh else "none")
+    slopes = torch.autograd.grad(expected, exact, grad.double())[0]
+    half, size = HALF_AN_ULP[dtype], restored.double().abs()
+    # An operand rounded to the dtype changes GELU by its slope, at most 1.13, and the slope by its own, at most 0.8.
+    of_gelu = half * (expected.abs() + 1.13 * size) + (ERF + 2.0**-21) * size
+    of_slope = half * (slopes.abs() + 0.8 * size * grad.abs()) + (ERF + 2.0**-19) * grad.abs() * (1 + size)
+    finite = expected.isfinite() & slopes.isfinite()
+    assert not bool(finite[1, 1])
+    for got, wanted, bound in ((out, expected, of_gelu), (derivative, slopes, of_slope)):
+        assert bool(((got.double() - wanted).abs() <= bound)[finite].all())
+    assert bool(out[1, 1].isnan())
+    assert bool(derivative[1, 1].isnan())
+
+
+def test_operators_pass_torchs_checks_and_refuse_gaps() -> None:
     x = torch.randn(8, 192, dtype=torch.bfloat16)
     torch.library.opcheck(torch.ops.pyactcomp.gelu_quantize.default, (x, False, 64))
     with pytest.raises(ValueError, match="contiguous"):
         gelu_quantize(x.t(), False, 64)
+    parts = parts_of(quantize(x, 8, 64, False, 0, "auto"), x.shape)
+    torch.library.opcheck(torch.ops.pyactcomp.gelu_restore.default, (*parts, x, False, 64))
+    with pytest.raises(ValueError, match="contiguous"):
+        gelu_restore(*parts, x.t().contiguous().t(), False, 64)
+    with pytest.raises(ValueError, match="1536 elements"):
+        gelu_restore(*parts, x[:4], False, 64)

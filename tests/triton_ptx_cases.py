@@ -37,6 +37,7 @@ CODEC_KERNELS = [
 FUSED_KERNELS = [
     gelu_kernels.gelu_forward_kernel,
     gelu_kernels.gelu_backward_kernel,
+    gelu_kernels.gelu_backward_redo_kernel,
     gelu_kernels.gelu_redo_kernel,
     gelu_kernels.new_gelu_kernel,
     gelu_kernels.new_gelu_backward_kernel,
@@ -201,6 +202,7 @@ WARPS = 4
 ELEMENTWISE = [
     (gelu_kernels.gelu_forward_kernel, "*bf16 *bf16 *u8 i64 u32 u32", 1, 1, 2, 64, {**CODES, "TANH": True}),
     (gelu_kernels.gelu_backward_kernel, "*u8 *bf16 *bf16 i64", 1, 1, 2, None, {**CODES, "TANH": True}),
+    (gelu_kernels.gelu_backward_redo_kernel, "*u8 *bf16 *bf16 *bf16 i64", 1, 2, 2, None, {**CODES, "TANH": False}),
     (gelu_kernels.gelu_redo_kernel, "*u8 *bf16 i64", 0, 1, 2, None, {**CODES, "TANH": True}),
     (gelu_kernels.new_gelu_kernel, "*bf16 *bf16 i64", 1, 1, WARPS, None, {"WIDE": False}),
     (gelu_kernels.new_gelu_backward_kernel, "*bf16 *bf16 *bf16 i64", 2, 1, WARPS, None, {"WIDE": False}),

@@ -100,8 +100,8 @@ def _dequantize_fake(
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=packed.device)
 
 
-def _restore(codes: Tensor, groups: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
-    _check_format(dtype, 8, group_size)
+def joined(codes: Tensor, groups: Tensor, group_size: int) -> Tensor:
+    """Return the packed tensor that 8-bit codes and the parameters of groups are views of; a copy if they are not."""
     nbytes, at = fmt.packed_nbytes(codes.numel(), 8, group_size), fmt.parameters_offset(codes.numel(), 8)
     if codes.dtype is not torch.uint8 or groups.dtype is not torch.int32 or groups.numel() * 4 != nbytes - at:
         raise TypeError(
@@ -109,12 +109,17 @@ def _restore(codes: Tensor, groups: Tensor, dtype: torch.dtype, group_size: int)
             f"{group_size}, got {codes.dtype} and {groups.numel()} {groups.dtype}"
         )
     if codes.is_contiguous() and groups.is_contiguous() and groups.data_ptr() == codes.data_ptr() + at:
-        packed = codes.as_strided((nbytes,), (1,))
-    else:
-        # A hook, as one that offloads, has copied the two.
-        packed = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
-        packed[: codes.numel()] = codes.reshape(-1)
-        packed[at:] = groups.contiguous().view(torch.uint8)
+        return codes.as_strided((nbytes,), (1,))
+    # A hook, as one that offloads, has copied the two.
+    packed = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
+    packed[: codes.numel()] = codes.reshape(-1)
+    packed[at:] = groups.contiguous().view(torch.uint8)
+    return packed
+
+
+def _restore(codes: Tensor, groups: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+    _check_format(dtype, 8, group_size)
+    packed = joined(codes, groups, group_size)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     codec.bind("auto", dtype, 8, group_size, False, False, codes.device).decode(packed, out)
     return out

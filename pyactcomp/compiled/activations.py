@@ -1,12 +1,15 @@
-"""GELU in the kernel that packs its operand: the operand is read once, not once by each of two kernels.
+"""GELU in the kernel that packs its operand, and its derivative in the kernel that restores the operand.
 
 Packing is the library's kernel, so Inductor cannot fuse it with what else reads the operand. On an H200, GELU of
-16384 x 4096 bfloat16 takes 100 us and packing 52.
+16384 x 4096 bfloat16 takes 100 us and packing 52. In backward Inductor's code takes 168 us for GELU and the derivative
+from codes, bound by arithmetic: it reads a group's parameters for each element, and computes the error function and the
+codes of infinities for all of them. The bytes take 113 us at a copy's rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +17,14 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from .. import codec
-from ..functional.activations.operator import gelu_quantize
+from ..functional.activations.operator import gelu_quantize, gelu_restore
 from ..torch_private.partitions import traced
 from .codec import parts_of
 from .joint import is_elementwise, name_of, value
 
 _VIEWS = {"view", "_unsafe_view"}
+_ORDERS = {"permute", "t", "transpose"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 Traces = dict[tuple[object, ...], fx.GraphModule]
 
 
@@ -46,14 +51,18 @@ class Gelu(NamedTuple):
 
     def replace_by(self, computed: fx.Node) -> None:
         """Let the readers read what packing computed, and remove the operators of GELU."""
-        self.result.replace_all_uses_with(computed)
-        waiting = [self.result]
-        while waiting:
-            node = waiting.pop()
-            if not node.users:
-                sources = [source for source in node.all_input_nodes if source.op == "call_function"]
-                node.graph.erase_node(node)
-                waiting.extend(sources)
+        _replace(self.result, computed)
+
+
+def _replace(result: fx.Node, computed: fx.Node) -> None:
+    result.replace_all_uses_with(computed)
+    waiting = {result: None}
+    while waiting:
+        node, _ = waiting.popitem()
+        if not node.users:
+            sources = [source for source in node.all_input_nodes if source.op == "call_function"]
+            node.graph.erase_node(node)
+            waiting.update(dict.fromkeys(sources))
 
 
 def gelu_of(node: fx.Node, traces: Traces) -> Gelu | None:
@@ -61,32 +70,138 @@ def gelu_of(node: fx.Node, traces: Traces) -> Gelu | None:
 
     With a pointwise reader Inductor computes GELU in the reader's kernel and writes no result.
     """
+    if not _is_served(node):
+        return None
+    operands = _views_of(node)
+    results = [result for result in _computed_from(operands) if _is_read_by(result, _PRODUCTS)]
+    return next((found for tanh in (False, True) for found in _gelus(results, operands, tanh, node, traces)), None)
+
+
+def differentiate(restored: fx.Node, parts: Sequence[fx.Node], group_size: int, traces: Traces) -> None:
+    """Let the kernel that restores an operand compute the derivative of GELU, and GELU again, for products.
+
+    Parameters
+    ----------
+    restored : fx.Node
+        The operand in the backward graph.
+    parts : two fx.Node
+        The codes and the parameters of the groups of ``group_size`` elements that the operand is restored from.
+    """
+    if not _is_served(restored):
+        return
+    operands = _views_of(restored)
+    for tanh in (False, True):
+        derivative = _derivative_of(operands, tanh, restored, traces)
+        again = [found.result for found in _gelus(_computed_from(operands), operands, tanh, restored, traces)]
+        if derivative is not None and again and all(_is_read_by(result, _PRODUCTS) for result in again):
+            _compute_together(*derivative, again, parts, tanh, group_size)
+            return
+
+
+def _compute_together(
+    derivative: fx.Node, grad: fx.Node, again: list[fx.Node], parts: Sequence[fx.Node], tanh: bool, group_size: int
+) -> None:
+    graph, like = grad.graph, value(derivative)
+    assert like is not None
+    earlier = _readers(again, grad)
+    if grad in earlier:
+        # Backward recomputes the second projection for the gradient.
+        return
+    with graph.inserting_after(grad):
+        both = graph.call_function(gelu_restore, (*parts, grad, tanh, group_size))
+    results = [like.new_empty(like.shape) for _ in range(2)]
+    both.meta["val"] = tuple(results)
+    last = both
+    for index, replaced in ((0, [derivative]), (1, again)):
+        for node in replaced:
+            with graph.inserting_after(last):
+                last = part = graph.call_function(operator.getitem, (both, index))
+            part.meta["val"] = results[index]
+            if _shape(node) != like.shape:
+                with graph.inserting_after(last):
+                    last = part = graph.call_function(torch.ops.aten.view.default, (part, list(_shape(node))))
+                part.meta["val"] = results[index].view(_shape(node))
+            _replace(node, part)
+    for node in earlier:
+        last.append(node)
+        last = node
+
+
+def _readers(results: Collection[fx.Node], last: fx.Node) -> list[fx.Node]:
+    """Return the nodes up to a last one that are computed from results."""
+    found = dict.fromkeys(results)
+    for node in last.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found[node] = None
+        if node is last:
+            break
+    return [node for node in found if node not in results]
+
+
+def _is_served(node: fx.Node) -> bool:
+    """Return whether a kernel serves a contiguous value."""
     tensor = value(node)
     assert tensor is not None
     static = all(isinstance(size, int) for size in tensor.shape)
-    if not static or not tensor.is_contiguous() or codec.unavailable_reason("triton", tensor.device) is not None:
-        return None
+    return static and tensor.is_contiguous() and codec.unavailable_reason("triton", tensor.device) is None
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
     operands = [node]
     for each in operands:
         operands.extend(user for user in each.users if name_of(user) in _VIEWS)
-    results = [result for result in _computed_from(operands) if _is_read_by_products(result)]
-    for tanh in (False, True) if results else ():
-        wanted = _decomposed(tensor, tanh, traces)
-        for result in results:
-            if _matches(result, wanted, operands):
-                return Gelu(result, tanh)
+    return operands
+
+
+def _gelus(
+    results: Iterable[fx.Node], operands: Collection[fx.Node], tanh: bool, node: fx.Node, traces: Traces
+) -> Iterator[Gelu]:
+    """Yield the results that are GELU of one of the operands."""
+    (x,), wanted = _decomposed(_gelu, node, 1, tanh, traces)
+    return (Gelu(result, tanh) for result in results if _matches(result, wanted, {x: operands}, {}))
+
+
+def _derivative_of(
+    operands: Collection[fx.Node], tanh: bool, node: fx.Node, traces: Traces
+) -> tuple[fx.Node, fx.Node] | None:
+    """Return the derivative of GELU at one of the operands and the gradient, if products read the derivative."""
+    (grad, x), wanted = _decomposed(_gelu_backward, node, 2, tanh, traces)
+    waiting, seen = list(operands), set(operands)
+    while waiting:
+        for user in waiting.pop().users:
+            if user in seen or not is_elementwise(user):
+                continue
+            found: dict[fx.Node, fx.Node] = {}
+            if _matches(user, wanted, {x: operands}, found):
+                is_written = _is_read_by(user, _PRODUCTS | {"sum"}) and not _is_read_by(user, {"sum"})
+                return (user, found[grad]) if is_written and _is_alike(found[grad], user) else None
+            seen.add(user)
+            waiting.append(user)
     return None
 
 
-def _decomposed(like: Tensor, tanh: bool, traces: Traces) -> fx.Node:
-    """Return the result of GELU in the operators that Inductor takes it for."""
-    key = ("gelu", like.dtype, like.device, tanh)
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
+    result: Tensor = torch.ops.aten.gelu_backward.default(grad, x, approximate=approximate)
+    return result
+
+
+def _decomposed(
+    function: Callable[..., Tensor], node: fx.Node, operands: int, tanh: bool, traces: Traces
+) -> tuple[list[fx.Node], fx.Node]:
+    """Return a function's operands and result in the operators that Inductor takes it for."""
+    tensor = value(node)
+    assert tensor is not None
+    key = (function.__name__, tensor.dtype, tensor.device, tanh)
     if key not in traces:
-        approximate = "tanh" if tanh else "none"
-        traces[key] = traced(lambda x: F.gelu(x, approximate=approximate), like.new_empty(8))
+        given = [tensor.new_empty(8) for _ in range(operands)]
+        traces[key] = traced(lambda *x: function(*x, approximate="tanh" if tanh else "none"), *given)
     result = traces[key].graph.find_nodes(op="output")[0].args[0]
     assert isinstance(result, fx.Node)
-    return result
+    return list(traces[key].graph.find_nodes(op="placeholder")), result
 
 
 def _computed_from(operands: Collection[fx.Node]) -> Iterator[fx.Node]:
@@ -100,26 +215,36 @@ def _computed_from(operands: Collection[fx.Node]) -> Iterator[fx.Node]:
                 yield user
 
 
-def _matches(node: object, wanted: object, operands: Collection[fx.Node]) -> bool:
-    """Return whether a node is computed by the operators of another, from one of the operands."""
-    if not isinstance(wanted, fx.Node):
-        return not isinstance(node, fx.Node) and node == wanted
+def _matches(
+    node: object, wanted: object, given: dict[fx.Node, Collection[fx.Node]], found: dict[fx.Node, fx.Node]
+) -> bool:
+    """Return whether a node is computed by the operators of another, from given operands; note the other operands."""
+    if not isinstance(wanted, fx.Node) or not isinstance(node, fx.Node):
+        return type(node) is type(wanted) and node == wanted
     if wanted.op == "placeholder":
-        return node in operands
-    if not isinstance(node, fx.Node) or node.target != wanted.target or node.kwargs != wanted.kwargs:
+        return node in given[wanted] if wanted in given else found.setdefault(wanted, node) is node
+    if node.target != wanted.target or node.kwargs != wanted.kwargs:
         return False
     return len(node.args) == len(wanted.args) and all(
-        _matches(each, other, operands) for each, other in zip(node.args, wanted.args, strict=True)
+        _matches(each, other, given, found) for each, other in zip(node.args, wanted.args, strict=True)
     )
 
 
-def _is_read_by_products(result: fx.Node) -> bool:
+def _is_read_by(result: fx.Node, names: Collection[str]) -> bool:
+    """Return whether operators of these names alone read a value, or a view of it."""
     readers: list[fx.Node] = []
     waiting = [result]
     while waiting:
         for user in waiting.pop().users:
-            (waiting if name_of(user) in _VIEWS else readers).append(user)
-    return bool(readers) and all(name_of(reader) in ("mm", "addmm", "bmm", "baddbmm") for reader in readers)
+            (waiting if name_of(user) in _VIEWS | _ORDERS else readers).append(user)
+    return bool(readers) and all(name_of(reader) in names for reader in readers)
+
+
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    a, b = value(node), value(other)
+    assert a is not None
+    assert b is not None
+    return a.dtype is b.dtype and a.shape == b.shape and a.is_contiguous()
 
 
 def _shape(node: fx.Node) -> torch.Size:

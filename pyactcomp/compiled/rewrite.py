@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from ..config import Config
 from ..torch_private.partitions import traced
-from .activations import Traces, gelu_of
+from .activations import Traces, differentiate, gelu_of
 from .divisors import Behind
 from .graphs import SavedValue
 from .joint import Joint, first_operator, name_of, nbytes, outputs_of, value
@@ -99,6 +99,8 @@ def _store(
     for read in [entry] if differences is None else differences:
         read.replace_all_uses_with(restored)
     _erase(entry)
+    if plan.group_size:
+        differentiate(restored, entries, plan.group_size, traces)
     return stored
 
 

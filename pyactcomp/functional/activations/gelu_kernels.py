@@ -58,25 +58,23 @@ def _sigmoid_two_u(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
-    if TANH:
-        y = x * _sigmoid_two_u(x, COMPILED)
-    else:
-        phi, _ = _normal(x, COMPILED)
-        y = x * phi
-    return y
-
-
-@triton.jit
-def _gelu_derivative(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
+def _gelu_and_derivative(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
     if TANH:
         s = _sigmoid_two_u(x, COMPILED)
         slope = tl.fma(x * x, 3.0 * _CUBIC * _TWO_SQRT_TWO_OVER_PI, _TWO_SQRT_TWO_OVER_PI)
-        d = tl.fma(x * s * (1.0 - s), slope, s)
+        y = x * s
+        d = tl.fma(y * (1.0 - s), slope, s)
     else:
         phi, exponential = _normal(x, COMPILED)
+        y = x * phi
         d = tl.fma(x * exponential, _INV_SQRT_TWO_PI, phi)
-    return d
+    return y, d
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
+    y, _ = _gelu_and_derivative(x, TANH, COMPILED)
+    return y
 
 
 @triton.jit(do_not_specialize=["numel", "key0", "key1"])
@@ -127,7 +125,33 @@ def gelu_backward_kernel(
     start, left = place(numel, GROUPS * GROUP, UNIT)
     x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
     g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    store_raw(out + start, to_raw(g * _gelu_derivative(x, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
+    _, derivative = _gelu_and_derivative(x, TANH, COMPILED)
+    store_raw(out + start, to_raw(g * derivative, DTYPE, COMPILED), left, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def gelu_backward_redo_kernel(
+    packed,
+    grad,
+    out,
+    again,
+    numel: tl.int64,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Compute the gradient of gelu and gelu itself from codes."""
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
+    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
+    y, derivative = _gelu_and_derivative(x, TANH, COMPILED)
+    store_raw(out + start, to_raw(g * derivative, DTYPE, COMPILED), left, PARTIAL)
+    store_raw(again + start, to_raw(y, DTYPE, COMPILED), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])

@@ -87,6 +87,19 @@ class _Unary:
         )
         return out
 
+    def backward_and_recompute(self, packed: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient and the output, for kernels with a ``{name}_backward_redo_kernel``."""
+        grad_x, out = self.on.empty(grad.dtype), self.on.empty(grad.dtype)
+        self.on.launch(
+            self.kernels,
+            f"{self.name}_backward_redo_kernel",
+            self._form(codec_kernels.TILE, self.how.bits),
+            (packed, grad, grad_x, out),
+            tile=codec_kernels.TILE,
+            warps=codec_kernels.WARPS,
+        )
+        return grad_x, out
+
 
 _unary_of = functools.lru_cache(maxsize=256)(_Unary)
 
@@ -104,6 +117,13 @@ def unary(
     fused = _unary_of(elementwise(x), kernels, name, constants, how)
     out, packed = fused.forward(x)
     return out, packed, fused.backward, functools.partial(_Unary.recompute, fused, packed)
+
+
+def unary_backward(
+    packed: Tensor, grad: Tensor, kernels: ModuleType, name: str, constants: tuple[object, ...], how: Saving
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of :func:`unary` and its output again, for a packed x and a contiguous gradient."""
+    return _unary_of(elementwise(grad), kernels, name, constants, how).backward_and_recompute(packed, grad)
 
 
 def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:
