@@ -106,6 +106,28 @@ def gelu_forward_kernel(
     store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
 
 
+@triton.jit
+def _backward(
+    packed,
+    grad,
+    numel,
+    TANH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Return gelu and its gradient from the codes of the program's tile, the first element, and how many are left."""
+    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
+    RUN: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
+    start, left = place(numel, GROUPS * GROUP, UNIT)
+    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
+    y, derivative = _gelu_and_derivative(x, TANH, COMPILED)
+    return y, g * derivative, start, left
+
+
 @triton.jit(do_not_specialize=["numel"])
 def gelu_backward_kernel(
     packed,
@@ -120,13 +142,8 @@ def gelu_backward_kernel(
     COMPILED: tl.constexpr,
 ):
     """Compute the gradient of gelu from codes."""
-    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    start, left = place(numel, GROUPS * GROUP, UNIT)
-    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
-    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    _, derivative = _gelu_and_derivative(x, TANH, COMPILED)
-    store_raw(out + start, to_raw(g * derivative, DTYPE, COMPILED), left, PARTIAL)
+    _, g, start, left = _backward(packed, grad, numel, TANH, BITS, GROUP, GROUPS, UNIT, COMPILED)
+    store_raw(out + start, to_raw(g, out.dtype.element_ty, COMPILED), left, UNIT != GROUPS * GROUP)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -144,14 +161,9 @@ def gelu_backward_redo_kernel(
     COMPILED: tl.constexpr,
 ):
     """Compute the gradient of gelu and gelu itself from codes."""
-    PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    start, left = place(numel, GROUPS * GROUP, UNIT)
-    x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
-    g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    y, derivative = _gelu_and_derivative(x, TANH, COMPILED)
-    store_raw(out + start, to_raw(g * derivative, DTYPE, COMPILED), left, PARTIAL)
-    store_raw(again + start, to_raw(y, DTYPE, COMPILED), left, PARTIAL)
+    y, g, start, left = _backward(packed, grad, numel, TANH, BITS, GROUP, GROUPS, UNIT, COMPILED)
+    store_raw(out + start, to_raw(g, out.dtype.element_ty, COMPILED), left, UNIT != GROUPS * GROUP)
+    store_raw(again + start, to_raw(y, again.dtype.element_ty, COMPILED), left, UNIT != GROUPS * GROUP)
 
 
 @triton.jit(do_not_specialize=["numel"])
