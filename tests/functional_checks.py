@@ -93,3 +93,9 @@ def check_gelu(x: Tensor, grad: Tensor, approximate: str, bits: int, group_size:
     cancelled = 2 * EPS * a * 1.6 * (1 + 0.1342 * a * a) if approximate == "tanh" else 0.0
     assert_within(out, exact.detach(), 12 * EPS * wide.detach().abs())
     assert_within(leaf.grad, wide.grad, 0.8 * error_of(x, bits, group_size) * g + (1.2 * 12 * EPS + cancelled) * g)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Return the halves of each row, the second one negated, in front of one another, as rope does."""
+    low, high = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-high, low), -1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from functional_checks import normal
+from functional_checks import normal, turned
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,11 +31,6 @@ class Pair(NamedTuple):
     shape: tuple[int, ...]
     ours: Callable[..., Tensor]
     torch: Callable[[Tensor], Tensor]
-
-
-def turned(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
 def rotated(x: Tensor, heads: int) -> Tensor:

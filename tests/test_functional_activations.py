@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from child_pytest import run_cases
-from functional_checks import SEED, assert_codes_saved, normal, saved_by
+from functional_checks import SEED, assert_codes_saved, normal, saved_by, turned
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -28,9 +28,10 @@ from pyactcomp.torch_private import top_saved_tensor_hooks
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize("cases", ["activation", "rope"])
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_activation_kernels(interpret: bool) -> None:
-    run_cases("functional_activation_cases.py", interpret=interpret)
+def test_activation_kernels(interpret: bool, cases: str) -> None:
+    run_cases(f"functional_{cases}_cases.py", interpret=interpret)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -40,11 +41,6 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 def tables(tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angles = 10 * normal(1, tokens, dim, seed=5)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def turned(x: Tensor) -> Tensor:
-    low, high = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return torch.cat((-high, low), -1)
 
 
 def rope_of(x: Tensor, codes: Codes = INT8) -> Tensor:
