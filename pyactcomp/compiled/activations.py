@@ -70,15 +70,21 @@ def gelu_of(node: fx.Node, traces: Traces) -> Gelu | None:
 
     With a pointwise reader Inductor computes GELU in the reader's kernel and writes no result.
     """
-    if not _is_served(node):
+    tensor = value(node)
+    assert tensor is not None
+    static = all(isinstance(size, int) for size in tensor.shape)
+    if not static or not tensor.is_contiguous() or codec.unavailable_reason("triton", tensor.device) is not None:
         return None
     operands = _views_of(node)
     results = [result for result in _computed_from(operands) if _is_read_by(result, _PRODUCTS)]
-    return next((found for tanh in (False, True) for found in _gelus(results, operands, tanh, node, traces)), None)
+    for tanh in (False, True) if results else ():
+        for result in _gelus(results, operands, tanh, traces):
+            return Gelu(result, tanh)
+    return None
 
 
-def differentiate(restored: fx.Node, parts: Sequence[fx.Node], group_size: int, traces: Traces) -> None:
-    """Let the kernel that restores an operand compute the derivative of GELU, and GELU again, for products.
+def differentiate(restored: fx.Node, parts: Sequence[fx.Node], tanh: bool, group_size: int, traces: Traces) -> None:
+    """Let the kernel that restores the operand of a GELU of :func:`gelu_of` compute the derivative, and GELU again.
 
     Parameters
     ----------
@@ -86,16 +92,14 @@ def differentiate(restored: fx.Node, parts: Sequence[fx.Node], group_size: int, 
         The operand in the backward graph.
     parts : two fx.Node
         The codes and the parameters of the groups of ``group_size`` elements that the operand is restored from.
+    tanh : bool
+        As of the forward's GELU.
     """
-    if not _is_served(restored):
-        return
     operands = _views_of(restored)
-    for tanh in (False, True):
-        derivative = _derivative_of(operands, tanh, restored, traces)
-        again = [found.result for found in _gelus(_computed_from(operands), operands, tanh, restored, traces)]
-        if derivative is not None and again and all(_is_read_by(result, _PRODUCTS) for result in again):
-            _compute_together(*derivative, again, parts, tanh, group_size)
-            return
+    again = _gelus(_computed_from(operands), operands, tanh, traces)
+    derivative = _derivative_of(operands, tanh, traces) if again else None
+    if derivative is not None:
+        _compute_together(*derivative, again, parts, tanh, group_size)
 
 
 def _compute_together(
@@ -112,16 +116,15 @@ def _compute_together(
     results = [like.new_empty(like.shape) for _ in range(2)]
     both.meta["val"] = tuple(results)
     last = both
-    for index, replaced in ((0, [derivative]), (1, again)):
-        for node in replaced:
+    for node, index in [(derivative, 0), *((result, 1) for result in again)]:
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (both, index))
+        last.meta["val"] = results[index]
+        if _shape(node) != like.shape:
             with graph.inserting_after(last):
-                last = part = graph.call_function(operator.getitem, (both, index))
-            part.meta["val"] = results[index]
-            if _shape(node) != like.shape:
-                with graph.inserting_after(last):
-                    last = part = graph.call_function(torch.ops.aten.view.default, (part, list(_shape(node))))
-                part.meta["val"] = results[index].view(_shape(node))
-            _replace(node, part)
+                last = graph.call_function(torch.ops.aten.view.default, (last, list(_shape(node))))
+            last.meta["val"] = results[index].view(_shape(node))
+        _replace(node, last)
     for node in earlier:
         last.append(node)
         last = node
@@ -138,14 +141,6 @@ def _readers(results: Collection[fx.Node], last: fx.Node) -> list[fx.Node]:
     return [node for node in found if node not in results]
 
 
-def _is_served(node: fx.Node) -> bool:
-    """Return whether a kernel serves a contiguous value."""
-    tensor = value(node)
-    assert tensor is not None
-    static = all(isinstance(size, int) for size in tensor.shape)
-    return static and tensor.is_contiguous() and codec.unavailable_reason("triton", tensor.device) is None
-
-
 def _views_of(node: fx.Node) -> list[fx.Node]:
     operands = [node]
     for each in operands:
@@ -153,30 +148,20 @@ def _views_of(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
-def _gelus(
-    results: Iterable[fx.Node], operands: Collection[fx.Node], tanh: bool, node: fx.Node, traces: Traces
-) -> Iterator[Gelu]:
-    """Yield the results that are GELU of one of the operands."""
-    (x,), wanted = _decomposed(_gelu, node, 1, tanh, traces)
-    return (Gelu(result, tanh) for result in results if _matches(result, wanted, {x: operands}, {}))
+def _gelus(results: Iterable[fx.Node], operands: Sequence[fx.Node], tanh: bool, traces: Traces) -> list[fx.Node]:
+    """Return the results that are GELU of one of the operands."""
+    (x,), wanted = _decomposed(_gelu, operands[0], 1, tanh, traces)
+    return [result for result in results if _matches(result, wanted, {x: operands}, {})]
 
 
-def _derivative_of(
-    operands: Collection[fx.Node], tanh: bool, node: fx.Node, traces: Traces
-) -> tuple[fx.Node, fx.Node] | None:
+def _derivative_of(operands: Sequence[fx.Node], tanh: bool, traces: Traces) -> tuple[fx.Node, fx.Node] | None:
     """Return the derivative of GELU at one of the operands and the gradient, if products read the derivative."""
-    (grad, x), wanted = _decomposed(_gelu_backward, node, 2, tanh, traces)
-    waiting, seen = list(operands), set(operands)
-    while waiting:
-        for user in waiting.pop().users:
-            if user in seen or not is_elementwise(user):
-                continue
-            found: dict[fx.Node, fx.Node] = {}
-            if _matches(user, wanted, {x: operands}, found):
-                is_written = _is_read_by(user, _PRODUCTS | {"sum"}) and not _is_read_by(user, {"sum"})
-                return (user, found[grad]) if is_written and _is_alike(found[grad], user) else None
-            seen.add(user)
-            waiting.append(user)
+    (grad, x), wanted = _decomposed(_gelu_backward, operands[0], 2, tanh, traces)
+    for node in _computed_from(operands, alone=False):
+        found: dict[fx.Node, fx.Node] = {}
+        if _matches(node, wanted, {x: operands}, found):
+            is_written = _is_read_by(node, _PRODUCTS | {"sum"}) and not _is_read_by(node, {"sum"})
+            return (node, found[grad]) if is_written and _is_alike(found[grad], node) else None
     return None
 
 
@@ -204,12 +189,12 @@ def _decomposed(
     return list(traces[key].graph.find_nodes(op="placeholder")), result
 
 
-def _computed_from(operands: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Yield what the forward computes from each element of a value alone."""
+def _computed_from(operands: Collection[fx.Node], alone: bool = True) -> Iterator[fx.Node]:
+    """Yield what a graph computes from each element of a value, ``alone`` or with others."""
     waiting, seen = list(operands), set(operands)
     while waiting:
         for user in waiting.pop().users:
-            if user not in seen and is_elementwise(user) and seen.issuperset(user.all_input_nodes):
+            if user not in seen and is_elementwise(user) and (not alone or seen.issuperset(user.all_input_nodes)):
                 seen.add(user)
                 waiting.append(user)
                 yield user
@@ -220,7 +205,7 @@ def _matches(
 ) -> bool:
     """Return whether a node is computed by the operators of another, from given operands; note the other operands."""
     if not isinstance(wanted, fx.Node) or not isinstance(node, fx.Node):
-        return type(node) is type(wanted) and node == wanted
+        return node == wanted
     if wanted.op == "placeholder":
         return node in given[wanted] if wanted in given else found.setdefault(wanted, node) is node
     if node.target != wanted.target or node.kwargs != wanted.kwargs:

@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from ..readers.forms import BFLOAT16, LOG, Form
-from .joint import VIEWS, is_elementwise, name_of
+from .joint import CASTS, VIEWS, is_elementwise, name_of
 
 _SATURATING = {"tanh", "sigmoid"}
 # Each element of a result is the operand's at the same place.
-_IN_PLACE = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach", "_to_copy", "convert_element_type"}
+_IN_PLACE = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach"} | CASTS
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "reciprocal"}
 # Operators of an activation, as written by hand or decomposed; Mish takes 12.
 _WALK = 24

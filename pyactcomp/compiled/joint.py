@@ -97,6 +97,14 @@ def first_operator(graph: fx.GraphModule) -> fx.Node:
     return first
 
 
+def new_input(backward: fx.GraphModule, place: fx.Node | None, stored: fx.Node) -> fx.Node:
+    """Return a new input of the backward for a node of the forward, in front of a node."""
+    with backward.graph.inserting_before(place):
+        placeholder = backward.graph.placeholder(stored.name)
+    placeholder.meta = {key: stored.meta[key] for key in ("val", "tensor_meta") if key in stored.meta}
+    return placeholder
+
+
 def outputs_of(graph: fx.GraphModule) -> list[Any]:
     """Return the outputs of a graph, symbolic sizes and None among them."""
     found: Any = graph.graph.find_nodes(op="output")[0].args[0]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..torch_private.partitions import is_tangent
-from .joint import first_operator, name_of, outputs_of, value
+from .joint import first_operator, name_of, new_input, outputs_of, value
 from .needs import COMPARISONS
 
 _LOGICAL = {"logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not"}
@@ -41,10 +41,7 @@ def hoist(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, r
     for comparison in moved:
         mask = copier.copy(comparison)
         mask._rename(f"mask_{comparison.name}")
-        with backward.graph.inserting_before(first):
-            entry = backward.graph.placeholder(mask.name)
-        entry.meta = {key: mask.meta[key] for key in ("val", "tensor_meta") if key in mask.meta}
-        comparison.replace_all_uses_with(entry)
+        comparison.replace_all_uses_with(new_input(backward, first, mask))
         backward.graph.erase_node(comparison)
         masks.append(mask)
     if masks:

@@ -39,7 +39,7 @@ from ..readers.observer import FEWER
 from .checkpointed import CHECKPOINT, Block
 from .divisors import NONE_BEHIND, Behind, adjacent, is_at_least_one, row_along
 from .gates import is_sigmoid
-from .joint import VIEWS, fewest, is_multiple, name_of, unscaled, unviewed, value
+from .joint import CASTS, VIEWS, fewest, is_multiple, name_of, unscaled, unviewed, value
 from .probabilities import is_log_probability, is_probability
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
@@ -49,7 +49,7 @@ _SHORT = "sums over fewer elements than a group do not average the errors of cod
 _LINEAR = {"neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mul", "add", "div", "sub"}
 # Each element of a result is one of the operand's, as in the rolls of shifted windows.
 SELECTING = {"index", "index_select", "gather"}
-_COPIES = {"clone", "_to_copy", "convert_element_type"}
+_COPIES = {"clone"} | CASTS
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution_backward", "mul", "fma"}
 _ACTIVATIONS = {"gelu_backward", "silu_backward", "mish_backward", "glu_backward"}
 _SHAPES = {"max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"}

@@ -12,7 +12,7 @@ from ..torch_private.partitions import traced
 from .activations import Traces, differentiate, gelu_of
 from .divisors import Behind
 from .graphs import SavedValue
-from .joint import Joint, first_operator, name_of, nbytes, outputs_of, value
+from .joint import Joint, first_operator, name_of, nbytes, new_input, outputs_of, value
 from .masks import hoist
 from .plans import Plan, plans_of
 from .rows import is_summed_by_rows
@@ -86,7 +86,7 @@ def _store(
         part._rename(f"{prefix}{node.name}")
         if node.meta.get("saved_tensor_with_no_vc_check"):
             part.meta["saved_tensor_with_no_vc_check"] = True
-        entries.append(_input(backward, entry, part))
+        entries.append(new_input(backward, entry, part))
     if plan.statistics is not None:
         entries.append(_handed_over(sources[-1], backward, entry, stored))
     parts = [part.meta["val"] for part in entries]
@@ -99,8 +99,8 @@ def _store(
     for read in [entry] if differences is None else differences:
         read.replace_all_uses_with(restored)
     _erase(entry)
-    if plan.group_size:
-        differentiate(restored, entries, plan.group_size, traces)
+    if gelu is not None:
+        differentiate(restored, entries, gelu.tanh, plan.group_size, traces)
     return stored
 
 
@@ -120,15 +120,7 @@ def _handed_over(node: fx.Node, backward: fx.GraphModule, entry: fx.Node, stored
         if placeholder.name == node.name:
             return placeholder
     stored.append(node)
-    return _input(backward, entry, node)
-
-
-def _input(backward: fx.GraphModule, entry: fx.Node, stored: fx.Node) -> fx.Node:
-    """Return a new input of the backward for a node of the forward, in front of an entry."""
-    with backward.graph.inserting_before(entry):
-        placeholder = backward.graph.placeholder(stored.name)
-    placeholder.meta = {key: stored.meta[key] for key in ("val", "tensor_meta") if key in stored.meta}
-    return placeholder
+    return new_input(backward, entry, node)
 
 
 def _erase(entry: fx.Node) -> None:

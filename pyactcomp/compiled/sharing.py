@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from .costs import FLOATS
-from .joint import Joint, first_operator, name_of, outputs_of, storage_order, value
+from .joint import CASTS, Joint, first_operator, name_of, new_input, outputs_of, storage_order, value
 from .masks import drop
 
 # Views of all elements of a tensor, in the same memory.
@@ -104,7 +104,7 @@ def share_casts(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: 
     entries = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     gone = set()
     for name, node in names.items():
-        source = node.args[0] if name_of(node) in ("convert_element_type", "_to_copy") else None
+        source = node.args[0] if name_of(node) in CASTS else None
         wide, narrow = value(node), value(source)
         if wide is None or narrow is None or not isinstance(source, fx.Node) or source.name not in names:
             continue
@@ -139,9 +139,7 @@ def share_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: 
         if all(chain for _, chain in found):
             first = found[0][0]
             outputs[outputs.index(first)] = base
-            with backward.graph.inserting_before(entries[first.name]):
-                entries[base.name] = backward.graph.placeholder(base.name)
-            entries[base.name].meta = {key: base.meta[key] for key in ("val", "tensor_meta") if key in base.meta}
+            entries[base.name] = new_input(backward, entries[first.name], base)
             if first.meta.get("saved_tensor_with_no_vc_check"):
                 base.meta["saved_tensor_with_no_vc_check"] = True
         for node, chain in found:

@@ -41,16 +41,12 @@ def _compute(x: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
     return gelu_of_torch(x, approximate="tanh" if tanh else "none"), packed
 
 
-def _check_gradient(codes: Tensor, grad: Tensor) -> None:
+def _restore(codes: Tensor, groups: Tensor, grad: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
     if not grad.is_contiguous() or grad.numel() != codes.numel():
         raise ValueError(
             f"the operator takes a contiguous gradient of {codes.numel()} elements, got shape {tuple(grad.shape)}, "
             f"strides {grad.stride()}"
         )
-
-
-def _restore(codes: Tensor, groups: Tensor, grad: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
-    _check_gradient(codes, grad)
     how = saving(Codes(group_size=group_size))
     if how.fuses(grad):
         from . import gelu_kernels, launch
