@@ -32,6 +32,7 @@ from pyactcomp.readers.forms import (
 from pyactcomp.readers.lookup import register_reader
 from pyactcomp.readers.observer import observer
 from pyactcomp.readers.table import READERS
+from pyactcomp.torch_private import extensions
 
 N = 16
 
@@ -374,7 +375,18 @@ def stored(call: Callable[[Tensor, Tensor], Tensor], **options: Any) -> tuple[py
 WHOLE, HALF, CODES = 64 * 64 * 4, 64 * 64 * 2, 64 * 64 + 64 * 4
 
 
-@pytest.mark.usefixtures("_registry")
+@pytest.fixture(params=["frame", "name"])
+def _class_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the class of an autograd function is found: from torch 2.14 on by the name alone, which the library tells."""
+    if request.param == "name":
+        monkeypatch.setattr(readers, "_APPLY", None)
+        if extensions.load("_observer")[0] is None:
+            pytest.skip("needs the observer: without it no one tells the name")
+    elif readers._APPLY is None:
+        pytest.skip("no frame of Python runs apply under this torch")
+
+
+@pytest.mark.usefixtures("_registry", "_class_by")
 def test_a_function_is_exact_until_it_is_registered() -> None:
     name = f"{__name__}.Scaled"
     report, exact = stored(Scaled.apply)
@@ -391,7 +403,35 @@ def test_a_function_is_exact_until_it_is_registered() -> None:
         assert 0 < float((a - b).norm()) <= 0.02 * float(b.norm())
 
 
-@pytest.mark.usefixtures("_registry")
+def twin(module: str) -> Any:
+    """Return a class of its own with the name that all twins have."""
+    return type(Scaled)("Twin", (Scaled,), {"__module__": module})
+
+
+@pytest.mark.usefixtures("_registry", "_class_by")
+def test_of_classes_with_one_name_the_strictest_reading_serves() -> None:
+    """Where the name alone tells the class, a registered function is exact while another class has its name."""
+    by_frame = readers._APPLY is not None
+    first, other = twin("first"), twin("other")
+    register_reader(first, {0: "linear", 1: "linear"})
+    report, _ = stored(first.apply)
+    assert [t.stored_bytes for t in report.tensors] == [CODES if by_frame else WHOLE] * 2
+    # What is registered as exact stays so under options for the unknown.
+    register_reader(other, {0: "exact", 1: "linear"})
+    report, _ = stored(first.apply, unknown="int8")
+    assert [t.stored_bytes for t in report.tensors] == [CODES if by_frame else WHOLE, CODES]
+
+
+@pytest.mark.usefixtures("_class_by")
+def test_what_our_own_functions_save_is_known() -> None:
+    def gelu(x: Tensor, y: Tensor) -> Tensor:
+        return pyactcomp.functional.gelu(x) + y
+
+    report, _ = stored(gelu, unknown="int8")
+    assert [t.unknown_reader for t in report.tensors] == [None] * len(report.tensors)
+
+
+@pytest.mark.usefixtures("_registry", "_class_by")
 def test_a_position_that_is_not_registered_is_exact_and_known() -> None:
     register_reader(Scaled, {1: "linear"})
     report, _ = stored(Scaled.apply)

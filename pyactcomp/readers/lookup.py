@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
 from typing import Literal, get_args
 
 import torch
 
 from ..errors import check_choice
+from ..torch_private import functions
 from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, VECTORS, Comparison, Form, Reading, strictest
 from .table import ELEMENTWISE, FUNCTIONS, NAMESPACES, READERS
 
@@ -93,39 +95,61 @@ def of_operator(name: str, overload: str) -> Row:
     return tuple(arguments), result, strictest((*found.values(), exact)), statistic, by_scalars
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY = functions.code_of_apply()
 _FRAMES = 8
+# Whose frames are between a saved tensor's hook and the call of an autograd function's apply.
+_HOOKS = ("pyactcomp.engine.", "pyactcomp.readers.", "pyactcomp.verify.")
+# The callers of our own autograd functions.
+_OWN = ("pyactcomp.functional.", "pyactcomp.fusions.")
 
 
-def _calling_function() -> tuple[type | None, str]:
-    """Return the autograd function whose ``apply`` runs the hook, or None with the name of the calling module."""
+def _calling_function() -> tuple[type | None, CodeType | None, str]:
+    """Return the autograd function whose ``apply`` runs the hook, if a frame tells, else the code that called it.
+
+    The last value is the name of the caller's module.
+    """
     frame = sys._getframe(1)
-    caller = ""
+    caller: FrameType | None = None
     for _ in range(_FRAMES):
         if frame is None:
             break
         if frame.f_code is _APPLY:
             cls: type = frame.f_locals["cls"]
-            return cls, ""
-        module = frame.f_globals.get("__name__", "")
-        if not caller and not module.startswith("pyactcomp."):
-            caller = module
+            return cls, None, ""
+        if caller is None and not frame.f_globals.get("__name__", "").startswith(_HOOKS):
+            caller = frame
+            if _APPLY is None:
+                break
         frame = frame.f_back  # type: ignore[assignment]
-    return None, caller
+    return (None, None, "") if caller is None else (None, caller.f_code, caller.f_globals.get("__name__", ""))
 
 
 def of_function(name: str, position: int) -> Reading:
-    """Return the reading of the tensor at a position of a Python autograd function's ``save_for_backward``."""
-    cls, _ = _calling_function()
-    return OUTSIDE if cls is None else _of_class(cls, position)
+    """Return the reading of the tensor at a position of a Python autograd function's ``save_for_backward``.
+
+    Where no frame tells the class, all classes with the name may be it, and the strictest reading serves.
+    """
+    cls, _, caller = _calling_function()
+    if cls is not None:
+        return _of_class(cls, position)
+    if caller.startswith(_OWN):
+        return _OURS
+    readings = [_of_class(each, position) for each in functions.functions_named(name)]
+    # Options for unknown readers serve only if every class is unknown.
+    return strictest(sorted(readings, key=lambda reading: not reading.known)) if readings else OUTSIDE
 
 
 def of_no_operator() -> Reading:
     """Return the reading of a tensor saved outside of any operator, for example by torch.utils.checkpoint."""
-    cls, caller = _calling_function()
+    cls, code, caller = _calling_function()
     if cls is not None:
         return _of_class(cls, None)
-    return CHECKPOINT if caller == "torch.utils.checkpoint" else OUTSIDE
+    if code is None or not caller.startswith((*_OWN, "torch.utils.checkpoint")):
+        return OUTSIDE
+    if caller.startswith(_OWN):
+        return _OURS
+    # Reentrant checkpointing's function is called from `checkpoint` itself.
+    return CHECKPOINTED if code.co_name == "checkpoint" else CHECKPOINT
 
 
 def _of_class(cls: type, position: int | None) -> Reading:
