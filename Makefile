@@ -24,7 +24,7 @@ ARGS ?=
 PROGRAMS ?= 100000
 SOAKED := $(addprefix build/soak/seed-,$(shell seq 0 119))
 
-LINTED := _pyactcomp_startup.py bench docs/site examples pyactcomp requirements setup.py tests
+LINTED := _pyactcomp_command.py _pyactcomp_startup.py bench docs/site examples pyactcomp requirements setup.py tests
 NATIVE := CMakeLists.txt setup.py pyproject.toml pyactcomp.pth $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
@@ -96,7 +96,7 @@ $(SOAKED): build/soak/seed-%: build/soak/allocator_stress
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info pyactcomp/*.so pyactcomp/torch_libraries pyactcomp-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/torch: requirements/present.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
@@ -111,7 +111,7 @@ $(VENV)/package: $(VENV)/torch requirements/build.txt requirements/constraints.t
 	@echo "installing cmake, ninja, pybind11 and, for the allocator, CUDA's headers"
 	$(PIP) $(PINNED) --requirement requirements/build.txt
 	@echo "compiling pyactcomp: about a minute, with CUDA kernels three; two libraries for torch: half a minute each"
-	$(PIP) $(PINNED) --no-build-isolation --editable '.[cli,bench]'
+	$(PIP) $(PINNED) --no-build-isolation --editable '.[bench]'
 	touch $@
 
 $(VENV)/docs: $(VENV)/torch requirements/docs.txt requirements/constraints.txt

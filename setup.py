@@ -1,5 +1,7 @@
 """Builds pyactcomp._core with CMake and ninja, and the libraries for torch; everything else is in pyproject.toml.
 
+The libraries for torch are built where this interpreter has a torch; otherwise their first use builds them.
+
 ``PAC_CUDA=AUTO|ON|OFF`` in the environment decides about the CUDA kernels; AUTO builds them where nvcc is found. A
 wheel with ``ON`` has the build number ``1cuda``, which pip prefers to a wheel without one. The allocator is in both: it
 needs cuda.h alone, of ``CUDA_HOME``, of /usr/local/cuda or of NVIDIA's packages.
@@ -31,9 +33,9 @@ try:
     from pyactcomp.torch_private import extensions
     from pyactcomp.allocator.build import build_torch_allocator
     if name == "_observer":
-        extensions.build(name, package, source=root / "csrc")
+        extensions.build(name, package / "torch_libraries", source=root / "csrc")
     else:
-        build_torch_allocator(package, source=root / "csrc")
+        build_torch_allocator(package / "torch_libraries", source=root / "csrc")
 except Exception as error:
     sys.exit(str(error))
 """
@@ -50,6 +52,15 @@ def _cuda_packages() -> list[str]:
     spec = importlib.util.find_spec("nvidia")
     locations = (spec and spec.submodule_search_locations) or ()
     return [str(folder) for location in locations for folder in sorted(Path(location).glob("*"))]
+
+
+def _seeing_torch() -> dict[str, str]:
+    """Return an environment in which this interpreter sees the torch that the package will run with.
+
+    pip's build isolation hides it by these two variables.
+    """
+    hiding = () if importlib.util.find_spec("torch") else ("PYTHONPATH", "PYTHONNOUSERSITE")
+    return {name: value for name, value in os.environ.items() if name not in hiding}
 
 
 class CMakeBuild(build_ext):
@@ -78,14 +89,11 @@ class CMakeBuild(build_ext):
         subprocess.run([_tool("cmake"), "--build", str(build)], check=True)
         # An editable install copies back only the extensions that setuptools knows, so there it goes where it stays.
         package = ROOT / "pyactcomp" if self.editable_mode else output
-        for name, otherwise in (
-            ("_torch_allocator", "everything else works"),
-            ("_observer", "more tensors stay exact without it"),
-        ):
+        for name in ("_torch_allocator", "_observer"):
             library = [sys.executable, "-c", BUILD_FOR_TORCH, name, str(ROOT), str(output), str(package)]
-            done = subprocess.run(library, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(library, stderr=subprocess.PIPE, text=True, env=_seeing_torch())
             if done.returncode != 0:
-                self.warn(f"pyactcomp.{name} was not built, {otherwise}: {done.stderr.strip()}")
+                self.warn(f"pyactcomp.{name} was not built, and its first use will try: {done.stderr.strip()}")
 
 
 class BuildWithSources(build_py):

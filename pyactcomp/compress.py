@@ -32,6 +32,7 @@ from .fusions import FusionState, unfuse
 from .fusions.replaced import calls_are_replaced
 from .fusions.scriptable import Scriptable
 from .fusions.tampering import tampering_reason
+from .readers.observer import prepare
 
 MODULE_OPTIONS = ("fuse", "fuse_head", "compile_blocks")
 """The options of compress that compressed does not have."""
@@ -347,6 +348,7 @@ on_conflict, compile_blocks
         on_conflict=on_conflict,
         compile_blocks=compile_blocks,
     )
+    prepare()
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
     _check_not_shared(model)
@@ -501,4 +503,5 @@ def compressed(
     )
     if model is None and config.skip:
         raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
+    prepare()
     return Compressed(model, config)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import pyactcomp
 from pyactcomp import PyactcompError, _core, allocator
 from pyactcomp.allocator import AllocatorConfig, attach, plain
 from pyactcomp.torch_private import extensions
@@ -212,10 +211,9 @@ def test_disabled_by_the_environment_nothing_happens_and_nothing_raises(
 
 @pytest.fixture
 def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the subclass would be looked for, and found first."""
-    monkeypatch.setattr(pyactcomp, "__path__", [str(tmp_path)])
+    """Where the subclass would be looked for."""
+    monkeypatch.setattr(extensions, "_folders", lambda name: [tmp_path])
     monkeypatch.delitem(sys.modules, "pyactcomp._torch_allocator", raising=False)
-    monkeypatch.delattr(pyactcomp, "_torch_allocator", raising=False)
     return tmp_path / "_torch_allocator.py"
 
 

@@ -13,7 +13,6 @@ import torch
 
 from pyactcomp.allocator import attach, variable
 from pyactcomp.cli import examine
-from pyactcomp.torch_private import extensions
 
 
 def _python(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -116,7 +115,7 @@ def test_run_says_what_is_wrong_before_it_starts_anything(
 def test_doctor_tells_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine._allocator() == {
         "unavailable_reason": attach.unavailable_reason(),
-        "torch_subclass": extensions.load("_torch_allocator")[1],
+        "torch_subclass": examine._library("_torch_allocator"),
         "settings": None,
         "variable": variable.state(),
     }

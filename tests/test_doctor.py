@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 
 from pyactcomp import codec
+from pyactcomp.allocator import build
 from pyactcomp.cli import examine
 from pyactcomp.codec import reference
+from pyactcomp.errors import PyactcompError
 from pyactcomp.torch_private import extensions
 from pyactcomp.torch_private import tests as torch_private_tests
 
+NO_COMPILER = ". It cannot be compiled here: there is no compiler; "
+NO_OBSERVER = f"its observer of operators is not built{NO_COMPILER}more tensors stay exact without it"
+NO_SUBCLASS = (
+    f"the allocator: its torch subclass is not built{NO_COMPILER}some of torch's memory functions raise without it"
+)
 ALL_WORKS = "everything that should work here works"
 
 
@@ -78,30 +86,23 @@ def test_examine_reports_a_device_that_only_the_reference_serves(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("cuda", "missing", "problems"),
+    ("cuda", "missing", "compiler", "problems"),
     [
-        ("13.0", (), []),
-        (
-            "13.0",
-            ("_torch_allocator", "_observer"),
-            [
-                "its observer of operators is not built; more tensors stay exact without it",
-                "the allocator: its torch subclass is not built; some of torch's memory functions raise without it",
-            ],
-        ),
-        (
-            "13.0",
-            ("_torch_allocator",),
-            ["the allocator: its torch subclass is not built; some of torch's memory functions raise without it"],
-        ),
-        (None, ("_torch_allocator",), []),
-        (None, ("_observer",), ["its observer of operators is not built; more tensors stay exact without it"]),
+        ("13.0", (), False, []),
+        ("13.0", ("_torch_allocator", "_observer"), False, [NO_OBSERVER, NO_SUBCLASS]),
+        ("13.0", ("_torch_allocator",), False, [NO_SUBCLASS]),
+        (None, ("_torch_allocator",), False, []),
+        (None, ("_observer",), False, [NO_OBSERVER]),
+        (None, ("_observer",), True, []),
     ],
 )
-def test_doctor_fails_without_a_library_that_the_torch_takes(
-    cuda: str | None, missing: tuple[str, ...], problems: list[str], monkeypatch: pytest.MonkeyPatch
+def test_doctor_fails_without_a_library_that_the_torch_takes_and_no_first_use_compiles(
+    cuda: str | None,
+    missing: tuple[str, ...],
+    compiler: bool,
+    problems: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("typer")
     from typer.testing import CliRunner
 
     from pyactcomp.cli.commands import app
@@ -110,11 +111,43 @@ def test_doctor_fails_without_a_library_that_the_torch_takes(
         purpose = extensions.LIBRARIES[name].purpose
         return (None, f"its {purpose} is not built") if name in missing else (object(), None)
 
+    def compile_command(name: str) -> list[str]:
+        if not compiler:
+            raise PyactcompError("there is no compiler")
+        return []
+
     # torch's own functions, which the tests of private names call, do not work under another's version.
     monkeypatch.setattr(examine.torch_private_tests, "self_test", dict)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(extensions, "load", load)
-    ran = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
+    monkeypatch.setattr(extensions, "compile_command", compile_command)
+    monkeypatch.setattr(build, "cuda_headers", lambda: ())
+    ran = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor"])
     lines = ran.stdout.splitlines()
     assert [line for line in lines if line.startswith("problem:")] == [f"problem: {each}" for each in problems]
     assert (ran.exit_code, ALL_WORKS in lines) == ((1, False) if problems else (0, True))
+    assert ("the first use compiles it, in about half a minute" in ran.stdout) == compiler
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "said"),
+    [
+        ("sys.modules['torch'] = None", "ModuleNotFoundError: "),
+        ("import torch; del torch.nn.Module", "ImportError: cannot import name 'Module'"),
+        (
+            "import torch; torch.autograd.Function.apply = 3; torch.nn.functional.gelu = None; del torch.Tensor",
+            "Error: ",
+        ),
+    ],
+)
+def test_doctor_explains_an_import_that_fails(sabotage: str, said: str) -> None:
+    """The tool that tells what is wrong imported the engine before it said anything."""
+    code = f"import sys; sys.argv = ['pyactcomp', 'doctor']; {sabotage}; import _pyactcomp_command as c; c.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    versions, problem, remedy = done.stderr.splitlines()[-3:]
+    assert f"torch {metadata.version('torch')}" in versions
+    assert problem.startswith("problem: pyactcomp does not import: ")
+    assert said in problem
+    assert "pip install 'torch" in remedy
+    assert "Traceback" not in done.stderr

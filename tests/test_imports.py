@@ -21,7 +21,7 @@ ALLOWED = {
     "integrations": {"compress", "report"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
     "report": {"compiled", "compress", "engine", "fusions"},
-    "compress": {"codec", "compiled", "config", "engine", "errors", "fusions"},
+    "compress": {"codec", "compiled", "config", "engine", "errors", "fusions", "readers"},
     "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},

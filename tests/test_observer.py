@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -552,14 +553,17 @@ def test_a_library_for_another_torch_is_left_alone_and_told(monkeypatch: pytest.
     assert "is built for torch 1.0.0, and this is" in reason
     assert "pyactcomp build-observer" in reason
     assert isinstance(observer.__wrapped__(), WithoutLibrary)
-    assert examine.examine()["observer"] == reason
+    assert str(examine.examine()["observer"]).startswith(reason)
 
 
 def test_a_library_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(extensions, "_folders", lambda name: [])
+    monkeypatch.delitem(sys.modules, "pyactcomp._observer", raising=False)
     found, reason = extensions.load("_observer")
     assert found is None
-    assert reason == "its observer of operators is not built: run pyactcomp build-observer"
+    assert reason == (
+        f"its observer of operators is not built for torch {torch.__version__}: run pyactcomp build-observer"
+    )
     assert isinstance(observer.__wrapped__(), WithoutLibrary)
 
 

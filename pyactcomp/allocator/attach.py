@@ -13,6 +13,7 @@ from .._core import AllocatorConfig
 from ..errors import PyactcompError
 from ..torch_private import extensions
 from . import plain, runtime_settings, settings
+from .build import build_torch_allocator
 
 _active: AllocatorConfig | None = None
 _by_variable = False
@@ -79,7 +80,8 @@ def enable(
 
     Notes
     -----
-    ``pyactcomp build-allocator`` compiles the subclass of torch's allocator for the installed torch. The subclass
+    The first call under a torch compiles the subclass of torch's allocator, with one line in the log, as ``pyactcomp
+    build-allocator`` does: ten seconds, once, with a C++ compiler and CUDA's headers. The subclass
     implements the whole interface of torch's allocators, and can be installed after CUDA was initialised too. Without
     the subclass, the allocator is attached through ``torch.cuda.memory.CUDAPluggableAllocator``. This works only before
     CUDA is initialised, and torch does not forward everything: recording of memory history, out-of-memory observers,
@@ -176,7 +178,7 @@ def activate(config: AllocatorConfig) -> None:
     reason = unavailable_reason()
     if reason is not None:
         raise PyactcompError(f"the allocator cannot be enabled: {reason}")
-    extension, missing = extensions.load("_torch_allocator")
+    extension, missing = extensions.load_or_build("_torch_allocator", build_torch_allocator)
     if extension is not None:
         _install(extension, config)
     else:
@@ -189,7 +191,7 @@ def attach_by_variable(config: AllocatorConfig) -> None:
     global _by_variable
     if not _core.has_cuda_allocator:
         raise PyactcompError(_NO_RUNTIME)
-    extension, missing = extensions.load("_torch_allocator")
+    extension, missing = extensions.load_or_build("_torch_allocator", build_torch_allocator)
     if extension is None:
         raise PyactcompError(missing)
     _install(extension, config)

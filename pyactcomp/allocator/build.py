@@ -18,7 +18,7 @@ _CUDA_HEADERS = ("cuda_runtime_api.h", "crt/host_defines.h")
 
 
 def build_torch_allocator(directory: Path | None = None, *, source: Path | None = None) -> Path:
-    """Compile ``pyactcomp._torch_allocator`` for the running torch; no other version can load the module.
+    """Compile ``pyactcomp._torch_allocator`` for the running torch; the module fits no other.
 
     Takes a C++ compiler (``CXX``, or ``c++``) and CUDA's headers, no nvcc, and about ten seconds. An existing module is
     replaced; a process that has loaded the old one keeps it.
@@ -26,10 +26,11 @@ def build_torch_allocator(directory: Path | None = None, *, source: Path | None 
     Parameters
     ----------
     directory : Path, optional
-        Where the module goes: the installed package by default.
+        Where the module goes, in a folder for this torch: by default ``torch_libraries`` in the installed package, or
+        ``pyactcomp`` in the user's cache where the package is not writable.
     source : Path, optional
-        The folder ``csrc`` of pyactcomp's sources. By default the folder beside the package, present
-        after ``pip install --editable``.
+        The folder ``csrc`` of pyactcomp's sources. By default the folder in the installed package, or beside it in a
+        checkout.
 
     Returns
     -------
@@ -46,7 +47,7 @@ def build_torch_allocator(directory: Path | None = None, *, source: Path | None 
     --------
     >>> from pyactcomp.allocator.build import build_torch_allocator
     >>> build_torch_allocator()  # doctest: +SKIP
-    PosixPath('/home/me/pyactcomp/pyactcomp/_torch_allocator.cpython-312-x86_64-linux-gnu.so')
+    PosixPath('/home/me/.cache/pyactcomp/2.13.0+cu130-0123456789ab/_torch_allocator.cpython-312-x86_64-linux-gnu.so')
     """
     if torch.version.cuda is None:
         raise PyactcompError(

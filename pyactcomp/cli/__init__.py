@@ -1,4 +1,4 @@
-"""Entry point of the ``pyactcomp`` command; works without the ``cli`` extra, to name the missing packages."""
+"""Entry point of the command line; names a package that is missing after an installation without dependencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("pyactcomp"):
             raise
-        sys.exit(f"the command line needs {error.name}, which is not installed; run: pip install 'pyactcomp[cli]'")
+        sys.exit(f"the command line needs {error.name}, which is not installed; run: pip install {error.name}")
     program = None
     try:
         commands.app(prog_name="pyactcomp")

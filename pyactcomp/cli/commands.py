@@ -1,4 +1,4 @@
-"""The command line: ``run``, ``build-*``, and the commands from the other modules here. Needs the ``cli`` extra."""
+"""The command line: ``run``, ``build-*``, and the commands from the other modules here."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def run(
     raise Program(target, arguments or [], module)
 
 
-def _build(compile_from: Callable[[Path | None], Path], duration: str) -> None:
-    console.print(f"compiling for torch {torch.__version__}: about {duration}", soft_wrap=True)
-    # A wheel has csrc inside; in a checkout the build finds csrc by default.
-    inside = Path(__file__).parents[1] / "csrc"
+def _build(name: str, compile_library: Callable[[], Path]) -> None:
+    from ..torch_private.extensions import LIBRARIES
+
+    console.print(f"compiling for torch {torch.__version__}: about {LIBRARIES[name].duration}", soft_wrap=True)
     try:
-        path = compile_from(inside if inside.exists() else None)
+        path = compile_library()
     except PyactcompError as error:
         fail(error)
     console.print(f"built for torch {torch.__version__}: {path}", soft_wrap=True)
@@ -104,7 +104,7 @@ def build_allocator() -> None:
     """Compile the subclass of torch's allocator for the installed torch."""
     from ..allocator.build import build_torch_allocator
 
-    _build(lambda source: build_torch_allocator(source=source), "ten seconds")
+    _build("_torch_allocator", build_torch_allocator)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def build_observer() -> None:
     """Compile the observer, which names the operator saving a tensor, for the installed torch."""
     from ..torch_private import extensions
 
-    _build(lambda source: extensions.build("_observer", source=source), "half a minute")
+    _build("_observer", lambda: extensions.build("_observer"))
 
 
 for command in (demo, doctor, replay, tune, explain):

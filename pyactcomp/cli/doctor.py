@@ -60,7 +60,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
 
 def _allocator_lines(entry: dict[str, Any]) -> str:
     missing, variable = entry["torch_subclass"], entry["variable"]
-    works = f"attached through torch's plain interface: {missing}" if missing else "works"
+    works = f"works; {missing}" if missing else "works"
     reason = entry["unavailable_reason"]
     line = f"allocator: {f'not available: {reason}' if reason else works}"
     return f"{line}\n{_variable_line(variable)}" if variable else line

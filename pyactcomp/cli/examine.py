@@ -12,6 +12,7 @@ import torch
 from .. import codec
 from .._version import __version__
 from ..codec import reference
+from ..errors import PyactcompError
 from ..torch_private import extensions
 from ..torch_private import tests as torch_private_tests
 
@@ -33,9 +34,9 @@ def examine() -> dict[str, Any]:
         ``versions``: name to version or None; ``devices``: a list of ``device``, ``name``, ``memory_bytes``;
         ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
         sentence (``self_test`` is None if the test passed or could not run); ``allocator``: ``unavailable_reason``,
-        ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not used, the error in
+        ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not there, the error in
         the environment's settings), and ``variable``, the state of ``PYACTCOMP_ALLOCATOR``; ``observer``: None or
-        why the observer is not used;
+        why the observer is not there;
         ``torch_private``: name to None or the deviation; ``problems``: a sentence for every failure.
 
     Examples
@@ -48,14 +49,14 @@ def examine() -> dict[str, Any]:
     implementations = {name: _implementation(name, device) for name, device in _IMPLEMENTATIONS.items()}
     allocator = _allocator()
     private = torch_private_tests.self_test()
-    observer = extensions.load("_observer")[1]
+    observer = _library("_observer")
     problems = [
         f"{name}: {entry['self_test']}" for name, entry in implementations.items() if entry["self_test"] is not None
     ]
-    problems += [f"{observer}; more tensors stay exact without it"] if observer else []
+    problems += _lost("_observer", observer)
     # A torch without CUDA has no allocator to subclass.
-    missing = allocator["torch_subclass"] if torch.version.cuda is not None else None
-    problems += [f"the allocator: {missing}; some of torch's memory functions raise without it"] if missing else []
+    subclass = allocator["torch_subclass"] if torch.version.cuda is not None else None
+    problems += [f"the allocator: {lost}" for lost in _lost("_torch_allocator", subclass)]
     problems += [f"the allocator's settings: {allocator['settings']}"] if allocator["settings"] else []
     if allocator["variable"] and allocator["variable"]["problem"]:
         problems.append(f"PYACTCOMP_ALLOCATOR has no effect: {allocator['variable']['problem']}")
@@ -75,6 +76,36 @@ def examine() -> dict[str, Any]:
         "torch_private": private,
         "problems": problems,
     }
+
+
+def _library(name: str) -> str | None:
+    """Return None if a library loads, otherwise the reason and what will happen or what to do."""
+    reason = extensions.load(name)[1]
+    if reason is None:
+        return None
+    lacking = _lacking(name)
+    first_use = f"; the first use compiles it, in about {extensions.LIBRARIES[name].duration}"
+    return reason + (first_use if lacking is None else f". It cannot be compiled here: {lacking}")
+
+
+def _lacking(name: str) -> str | None:
+    """Return what is missing to compile a library, and what to install, or None."""
+    try:
+        if name == "_torch_allocator":
+            from ..allocator.build import cuda_headers
+
+            cuda_headers()
+        extensions.compile_command(name)
+    except PyactcompError as missing:
+        return str(missing)
+    return None
+
+
+def _lost(name: str, reason: str | None) -> list[str]:
+    """Return what a missing library costs, unless the first use compiles the library."""
+    if reason is None or _lacking(name) is None:
+        return []
+    return [f"{reason}; {extensions.LIBRARIES[name].price}"]
 
 
 def _versions() -> dict[str, str | None]:
@@ -126,7 +157,7 @@ def _allocator() -> dict[str, Any]:
         malformed = str(error)
     return {
         "unavailable_reason": attach.unavailable_reason(),
-        "torch_subclass": extensions.load("_torch_allocator")[1],
+        "torch_subclass": _library("_torch_allocator"),
         "settings": malformed,
         "variable": variable.state(),
     }

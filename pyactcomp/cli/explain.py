@@ -43,7 +43,7 @@ def explain(
     """Say where the memory was at the peak or where it ran out, by call stack, size and age."""
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
-            "the picture is drawn with matplotlib; run: pip install 'pyactcomp[bench]'", param_hint="--plot"
+            "the picture is drawn with matplotlib; run: pip install matplotlib", param_hint="--plot"
         )
     if plot is not None and plot.is_dir():
         fail(f"{plot}: is a folder; --plot takes the file to write")

@@ -50,7 +50,7 @@ def demo(
 ) -> None:
     """Train a small transformer plain, compressed, checkpointed and both, and compare memory, speed and loss."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("the demo draws a picture with matplotlib; run: pip install 'pyactcomp[bench]'")
+        raise typer.BadParameter("the demo draws a picture with matplotlib; run: pip install matplotlib")
     from . import measured, plot, training
 
     try:
