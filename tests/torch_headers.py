@@ -19,7 +19,7 @@ _DOWNLOAD = (
 # Half a gigabyte, over a slow network.
 _LIMIT_S = 600
 # The words of pip where no index answers, and where a download breaks off; of Python where there is no pip.
-_UNREACHABLE = ("(from versions: none)", "connection broken by", "timed out", "No module named pip")
+UNREACHABLE = ("(from versions: none)", "connection broken by", "timed out", "No module named pip")
 
 
 def folder(release: str, cache: pytest.Cache) -> Path:
@@ -43,7 +43,7 @@ def _wheel(release: str, directory: Path) -> Path:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
     except subprocess.TimeoutExpired:
         pytest.skip(f"pip did not download the headers of torch {release} within {_LIMIT_S} s")
-    if ran.returncode != 0 and any(words in ran.stderr for words in _UNREACHABLE):
+    if ran.returncode != 0 and any(words in ran.stderr for words in UNREACHABLE):
         pytest.skip(f"pip does not reach the headers of torch {release}: {ran.stderr.strip()}")
     assert ran.returncode == 0, ran.stderr
     [wheel] = directory.glob("*.whl")
