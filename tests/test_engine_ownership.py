@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -445,6 +446,33 @@ def test_bits_tell_the_side_of_a_bound_in_each_dtype(
     assert torch.equal(gradient, exact)
     stored = fmt.packed_nbytes(x.numel(), 1, 64) if dtype.itemsize > 2 else x.nbytes
     assert pyactcomp.report(c).stored_bytes == stored
+
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        (0.5, None),
+        (None, 0.5),
+        (0.5, INF),
+        (-INF, 0.5),
+        (-INF, INF),
+        (0.5, 0.5),
+        (0.5, 0.5000001),
+        (-0.5, 0.5),
+        (-INF, None),
+    ],
+    ids=str,
+)
+def test_clamps_of_infinities_and_between_near_bounds(bounds: tuple[float | None, float | None]) -> None:
+    at = torch.tensor([-INF, -0.5, 0.0, 0.5, INF, math.nan] * 16)
+    x = torch.cat([at, *(torch.nextafter(at, torch.full_like(at, end)) for end in (-9.0, 9.0))]).requires_grad_()
+    (exact,) = torch.autograd.grad((x * 1).clamp(*bounds).sum(), x)
+    with pyactcomp.compressed(min_bytes=0, mode="lossless"):
+        out = (x * 1).clamp(*bounds)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -287,10 +287,10 @@ def test_a_bound_that_16_bits_do_not_hold_is_compared_as_torch_does(bound: float
         assert pyactcomp.report(c).stored_bytes == kept
 
 
-@pytest.mark.parametrize("relation", ["above", "not below", "between", "within", "not outside"])
+@pytest.mark.parametrize("relation", ["above", "below", "not below", "between", "within", "not outside"])
 def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str) -> None:
     # A pair for each: the two sides of one bound, or inside of two.
-    yes, no = {"above": (2.0, -2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
+    yes, no = {"above": (2.0, -2.0), "below": (-2.0, 2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
     comparison = Comparison(relation, -0.5, 0.5, yes, no)  # type: ignore[arg-type]
     packing = pyactcomp.engine.packing.Packing(pyactcomp.Config())
     kernel = packing.storing(torch.empty(1), Form("1 bit", 1, comparison)).kernel
@@ -299,6 +299,7 @@ def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str) -> 
     low, high = x > -0.5, x < 0.5
     expected = {
         "above": low,
+        "below": high,
         "not below": ~(x <= -0.5),
         "between": low & high,
         "within": (x >= -0.5) & (x <= 0.5),

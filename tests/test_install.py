@@ -65,7 +65,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as content:
-        content.extractall(folder)
+        content.extractall(folder, filter="data")
     return folder / archive.name.removesuffix(".tar.gz")
 
 

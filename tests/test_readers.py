@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyactcomp
-from pyactcomp.readers import forms
+from pyactcomp.readers import forms, table
 from pyactcomp.readers import lookup as readers
 from pyactcomp.readers.forms import (
     AS_CODES,
@@ -198,6 +198,27 @@ def test_bounds_become_the_question_that_a_bit_answers(
     # What elements come back as answers as they do.
     answers = form.comparison(torch.tensor([form.comparison.yes, form.comparison.no]))
     assert answers.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0.5, None), (None, 0.5), (-0.5, 0.5), (0.0, 1e-30), (0.5, float("inf")), (0.5, 0.5)]
+)
+def test_a_clamp_whose_derivative_is_zero_at_its_bounds(
+    bounds: tuple[float | None, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from torch 2.14 on: a bit for "within the bounds" gave no element between them a gradient."""
+    monkeypatch.setattr(table, "CLAMP_DROPS_BOUNDS", True)
+    form, _ = table._between(1, 2)({1: bounds[0], 2: bounds[1]})
+    if form is ITSELF:
+        assert bounds in ((0.5, float("inf")), (0.5, 0.5))
+        return
+    x = torch.tensor([-float("inf"), -0.5, 0.0, 1e-31, 1e-30, 0.25, 0.5, 1.0, float("inf"), float("nan")])
+    inside = torch.ones(len(x), dtype=torch.bool)
+    for bound, strictly in zip(bounds, (torch.gt, torch.lt), strict=True):
+        inside = inside if bound is None else inside & strictly(x, bound)
+    assert form.comparison is not None
+    assert torch.equal(form.comparison(x), inside & ~x.isnan())
+    assert form.comparison(torch.tensor([form.comparison.yes, form.comparison.no])).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("repeats", [7, 8, 64])

@@ -23,15 +23,15 @@ class Comparison:
 
     Attributes
     ----------
-    relation : {"above", "not below", "between", "within", "not outside"}
-        ``x > low``; ``not x <= low``; ``low < x < high``; ``low <= x <= high``; ``not (x <= low or x >= high)``. The
-        relations differ where x is NaN, as torch's derivatives do.
+    relation : {"above", "below", "not below", "between", "within", "not outside"}
+        ``x > low``; ``x < high``; ``not x <= low``; ``low < x < high``; ``low <= x <= high``; ``not (x <= low or x >=
+        high)``. The relations differ where x is NaN, as torch's derivatives do.
     low, high : float
     yes, no : float
         Restored value of an element if the comparison is true, and if it is false.
     """
 
-    relation: Literal["above", "not below", "between", "within", "not outside"]
+    relation: Literal["above", "below", "not below", "between", "within", "not outside"]
     low: float
     high: float
     yes: float
@@ -47,6 +47,8 @@ class Comparison:
         """Return a boolean tensor: where the comparison is true."""
         if self.relation == "above":
             return x > self.low
+        if self.relation == "below":
+            return x < self.high
         if self.relation == "not below":
             return (x <= self.low).logical_not_()
         if self.relation == "between":

@@ -106,6 +106,7 @@ def prepare() -> None:
             stacklevel=3,
         )
     library, missing = extensions.load_or_build("_observer", lambda: extensions.build("_observer"))
+    observer.cache_clear()  # what was compiled now serves what asked before, too
     if library is None:
         warnings.warn(
             f"pyactcomp stores more than it need: {missing}. More tensors stay exact: a block with its own RMSNorm, "

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..torch_private.functions import CLAMP_DROPS_BOUNDS
 from .forms import (
     ARTANH,
     AS_CODES,
@@ -316,14 +317,35 @@ def _between(low: int | None, high: int | None) -> Callable[[Mapping[int, object
     """Return the decision for a clamp: one bit for "within the bounds"; ``low`` and ``high`` are argument positions."""
 
     def decide(scalars: Mapping[int, object]) -> tuple[Form, str]:
-        bottom = _number(scalars.get(low) if low is not None else None, -math.inf)
-        top = _number(scalars.get(high) if high is not None else None, math.inf)
+        given = [None if position is None else scalars.get(position) for position in (low, high)]
+        bottom, top = _number(given[0], -math.inf), _number(given[1], math.inf)
         if bottom is None or top is None or bottom > top:
             return ITSELF, _NO_BOUNDS
+        if CLAMP_DROPS_BOUNDS:
+            infinite = any(
+                number is not None and math.isinf(bound) for number, bound in zip(given, (bottom, top), strict=True)
+            )
+            return (ITSELF, _NO_BOUNDS) if infinite else _strictly_between(bottom, top)
         # NaN stands for "outside": any comparison with NaN is false.
         return _bits("within", bottom, top, bottom if math.isfinite(bottom) else min(top, 0.0), math.nan)
 
     return decide
+
+
+def _strictly_between(low: float, high: float) -> tuple[Form, str]:
+    """Return the decision for a clamp whose derivative is zero at a bound; an infinite one stands for none."""
+    if math.isinf(high) and math.isfinite(low):
+        return _bits("above", low, high, math.inf, math.nan)
+    if math.isinf(low) and math.isfinite(high):
+        return _bits("below", low, high, -math.inf, math.nan)
+    # The value in the middle is between the bounds in any dtype in which they are not neighbours.
+    if math.isfinite(high - low) and high - low > _NEIGHBOURS * max(abs(low), abs(high)):
+        return _bits("between", low, high, low + (high - low) / 2, math.nan)
+    return ITSELF, _NO_BOUNDS
+
+
+# Two bfloat16 are less apart, in parts of the larger.
+_NEIGHBOURS = 2**-6
 
 
 def _hardtanh(scalars: Mapping[int, object]) -> tuple[Form, str]:

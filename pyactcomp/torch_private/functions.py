@@ -1,4 +1,4 @@
-"""The classes of autograd functions written in Python: by the frame of ``apply``, or by name."""
+"""Autograd functions: the classes of those in Python, by the frame of ``apply`` or by name; what clamp's reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+CLAMP_DROPS_BOUNDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+"""Whether the derivative of ``clamp`` is zero at a bound that is a number; one there before torch 2.14."""
 
 
 def code_of_apply() -> CodeType | None:
@@ -40,8 +43,18 @@ def _derived(cls: type) -> Iterator[type]:
         yield from _derived(derived)
 
 
-def _test_functions() -> None:
+def _test_clamp() -> None:
+    x = torch.tensor([-torch.inf, 0.0, 1.0, torch.inf], requires_grad=True)
+    at_bound = 0.0 if CLAMP_DROPS_BOUNDS else 1.0
+    for out, expected in (
+        (x.clamp(0, 1), [0.0, at_bound, at_bound, 0.0]),
+        (x.clamp(min=0), [0.0, at_bound, 1.0, 1.0]),
+        (x.clamp(max=1), [1.0, 1.0, at_bound, 0.0]),
+    ):
+        assert torch.autograd.grad(out.sum(), x)[0].tolist() == expected
 
+
+def _test_functions() -> None:
     def define() -> type:
         class Mine(torch.autograd.Function):
             @staticmethod
