@@ -140,13 +140,16 @@ def test_names_of_torch_are_those_that_the_doctor_tests() -> None:
     assert set(torch_private_tests.INITIALISING) == set(_pyactcomp_startup.INITIALISING)
 
 
+MODULES = ("_pyactcomp_command.py", "_pyactcomp_startup.py")
+
+
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_the_file_is_installed(kind: str, tmp_path: Path) -> None:
     """Wheels of the package in a tree of its own, without the native module: a compiler takes minutes."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "pyactcomp", tree / "pyactcomp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copytree(ROOT / "csrc", tree / "csrc")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "_pyactcomp_startup.py", "pyactcomp.pth"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *MODULES, "pyactcomp.pth"):
         shutil.copy(ROOT / name, tree)
     code = (
         "import sys; from setuptools import build_meta; from setuptools.command.build_ext import build_ext\n"
