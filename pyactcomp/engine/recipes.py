@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ..codec.layouts import arranged, layout_of
 from ..readers.forms import AS_CODES
-from .saved import Kept, ModifiedError, Recent, Region, Shared, Storing, Versioned, check_reader, check_version
+from .saved import (
+    Kept,
+    LeafMemory,
+    ModifiedError,
+    Recent,
+    Region,
+    Shared,
+    Storing,
+    Versioned,
+    check_reader,
+    check_version,
+)
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -44,17 +55,16 @@ class Recipe:
         Whether the operands stay in the form they have: the output itself is stored if a divisor needs more.
     forms : tuple of stored forms
         The forms of the operator's saved operands. Their node holds them until its backward has run, and a saved output
-        holds them by :meth:`forms`. The recipe does not: a program may hold the output, and with it the node, for long.
-    copies_read : tuple of Kept
-        Those of ``forms`` that no node holds.
+        holds them by :meth:`forms`. The recipe holds only those that no node holds: a program may hold the output, and
+        with it the node, for long.
     """
 
     __slots__ = (
         "_casts",
         "_compute",
         "_copies",
-        "_copies_read",
         "_forms",
+        "_held",
         "_operands",
         "_out",
         "_stored",
@@ -78,11 +88,10 @@ class Recipe:
         exact: bool = False,
         fixed: bool = False,
         forms: tuple[Any, ...] = (),
-        copies_read: tuple[Kept, ...] = (),
     ) -> None:
         self._compute = compute
         self._forms = tuple(map(ref, forms))
-        self._copies_read = copies_read
+        self._held = tuple(form for form in forms if isinstance(form, LeafMemory))
         self._operands = operands
         self._out = ref(out)
         self._versions = tuple(operand._version for operand in operands)

@@ -30,6 +30,7 @@ from .recipes import Compute, FromRecipe, Recipe
 from .record import is_recording
 from .saved import (
     Kept,
+    LeafMemory,
     Pending,
     Region,
     Same,
@@ -210,6 +211,9 @@ def _operand(node: Node, name: str) -> Stored | None:
     stored = saved_form(node, name)
     if isinstance(stored, (Same, Pending)):
         stored = stored.stored
+    if isinstance(stored, Kept) and stored.is_leaf:
+        intact = stored.unchanged and stored.has_its_memory
+        return LeafMemory(observer().bare(stored.tensor)) if intact else None
     return stored if isinstance(stored, (Kept, Region, View, FromRecipe)) and _depth(stored) < _DEEPEST else None
 
 
@@ -217,14 +221,13 @@ def _operand(node: Node, name: str) -> Stored | None:
 _COPIED = 64
 
 
-def _lasting(stored: Stored | None, node: Node | None, out: Tensor) -> Stored | None:
+def _lasting(stored: Stored | None, out: Tensor) -> Stored | None:
     """Return a stored factor of ``out`` that stays valid until backward ends: FSDP may free a leaf, so clone a leaf."""
-    is_leaf = node is None or type(node).__name__ == "AccumulateGrad"
-    if not is_leaf or not isinstance(stored, Kept):
+    if not isinstance(stored, LeafMemory):
         return stored
     # FSDP may have freed the leaf already.
     copied = stored.tensor.untyped_storage().nbytes() > 0 and stored.tensor.numel() * _COPIED <= out.numel()
-    return Kept(stored.tensor.clone()) if copied else None
+    return LeafMemory(stored.tensor.clone()) if copied else None
 
 
 def _shared(stored: object) -> object:
@@ -271,21 +274,14 @@ def _silu(out: Tensor, node: Node) -> Recipe | None:
 
 
 def _mul(out: Tensor, node: Node) -> Recipe | None:
-    a, b = saved = _operand(node, "self"), _operand(node, "other")
+    a, b = _operand(node, "self"), _operand(node, "other")
     if _may_be_freed():
-        (of_a, _), (of_b, _) = node.next_functions
-        a, b = _lasting(a, of_a, out), _lasting(b, of_b, out)
+        a, b = _lasting(a, out), _lasting(b, out)
     if a is None or b is None:
         return None
     depth, exact = max(_depth(a), _depth(b)) + 1, is_exact(a) and is_exact(b)
-    clones = tuple(each for each in (a, b) if each not in saved and isinstance(each, Kept))
     return Recipe(
-        out,
-        lambda dtype, a, b: (a.restore() * b.restore()).to(dtype),
-        depth=depth,
-        exact=exact,
-        forms=(a, b),
-        copies_read=clones,
+        out, lambda dtype, a, b: (a.restore() * b.restore()).to(dtype), depth=depth, exact=exact, forms=(a, b)
     )
 
 

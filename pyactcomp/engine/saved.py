@@ -130,15 +130,23 @@ _BACKWARD = frozenset({"torch.autograd.graph", "torch.autograd"})
 
 
 class Kept(StoredForm):
-    """A tensor held unpacked, with the version check that autograd omits under hooks."""
+    """A tensor held unpacked, with the version check that autograd omits under hooks.
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    A leaf is held by itself, as in torch: ZeRO-3 gathers a parameter for a forward, frees the memory by assigning to
+    ``.data``, and gathers the parameter again for backward. The memory of any other tensor is held without the graph:
+    an operator that saves its own output would otherwise hold itself, out of gc's reach.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without the graph: an operator that saves its own output would otherwise hold itself, out of gc's reach.
-        # Recomputation must read this storage even if a parameter's ``.data`` is reassigned later.
-        self.tensor = observer().bare(tensor)
         self.version = tensor._version
+        if tensor.is_leaf:
+            self.tensor = tensor
+            self._memory = _reference(tensor)
+        else:
+            self.tensor = observer().bare(tensor)
+            self._memory = None
 
     @property
     def layout(self) -> Layout:
@@ -150,10 +158,34 @@ class Kept(StoredForm):
         """Whether the tensor was not written to since."""
         return self.tensor._version == self.version
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the tensor is a leaf with memory, whose ``.data`` may change."""
+        return self._memory is not None
+
+    @property
+    def has_its_memory(self) -> bool:
+        """Whether a leaf's ``.data`` still is what was saved."""
+        return self._memory is not None and self._memory() is self.tensor.untyped_storage()
+
     def restore(self) -> Tensor:
         """Return the tensor, or raise autograd's error if it was written to."""
         check_version(self.tensor, self.version)
         return self.tensor
+
+
+def _reference(tensor: Tensor) -> ref[torch.UntypedStorage] | None:
+    """Return a weak reference to a tensor's storage; None for a tensor without one, as a sparse one or a wrapper."""
+    try:
+        return ref(tensor.untyped_storage())
+    except RuntimeError:
+        return None
+
+
+class LeafMemory(Kept):
+    """The memory of a leaf, or a copy, for a recipe: read whatever the leaf's ``.data`` becomes; held by no node."""
+
+    __slots__ = ()
 
 
 class Names(Protocol):
