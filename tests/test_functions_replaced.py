@@ -111,6 +111,20 @@ def test_a_function_is_replaced(
     assert compressed_and_not(name, options, step) <= (0 if "mode" in options else BAR)
 
 
+def test_a_replaced_function_stops_the_modules_that_stand_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 replaces ``linear``."""
+    own = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: own(x, weight, bias))
+    model = nn.Sequential(between_linears(nn.GELU()), between_linears(nn.LayerNorm(64)))
+    pyactcomp.compress(model, min_bytes=1, group_size=64)
+    x = torch.randn(64, 64)
+    names = [type(part[1](part[0](x)).grad_fn).__name__ for part in model]
+    assert names == ["_GeluBackward", "_LayerNormBackward"]
+    monkeypatch.setattr(F, "gelu", REPLACEMENTS["gelu"])
+    names = [type(part[1](part[0](x)).grad_fn).__name__ for part in model]
+    assert names == ["TanhBackward0", "_LayerNormBackward"]
+
+
 def test_a_function_replaced_after_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward recomputes by the function that ran."""
 

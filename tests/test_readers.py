@@ -343,6 +343,32 @@ def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         changed()
 
 
+def test_the_linear_of_zero_3_is_read_as_a_matrix_product() -> None:
+    """By the name of its class: nothing imports DeepSpeed."""
+
+    class LinearFunctionForZeroStage3(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.linear(x, weight, bias)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            x, weight, _ = ctx.saved_tensors
+            return grad @ weight, grad.t() @ x, grad.sum(0)
+
+    LinearFunctionForZeroStage3.__module__ = "deepspeed.runtime.zero.linear"
+    LinearFunctionForZeroStage3.__qualname__ = "LinearFunctionForZeroStage3"
+    x, weight = matrix().requires_grad_() * 1, matrix().requires_grad_() * 1
+    bias = torch.zeros(weight.shape[0], requires_grad=True) * 1
+    found = readings(lambda: LinearFunctionForZeroStage3.apply(x, weight, bias))
+    assert [(each.operator, each.form) for _, each in found[:2]] == [("aten::mm", AS_CODES)] * 2
+    assert found[2][1].form is ITSELF
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..engine.marks import FUSING, give_class
 from . import families, head
 from .fusion import Fused, Fusion, is_fused_class, original_of
 from .state import FusionState, LeftAlone
-from .tampering import tampering_reason
+from .tampering import replaced_reason, tampering_reason
 
 __all__ = ["FusionState", "fuse", "fused_modules", "left_alone", "unfuse"]
 
@@ -137,14 +137,14 @@ def _headless(model: Module) -> LeftAlone:
 
 
 def _by_place(model: Module) -> dict[Module, Fusion]:
-    """Return the fusions of modules by their place in a parent, if nothing else calls the modules."""
+    """Return the fusions of modules by their place in a parent, if nothing else calls the modules or sees results."""
     calls = Counter(child for module in model.modules() for child in module._modules.values())
     return {
         module: fusion
         for parent in model.modules()
         if not isinstance(parent, torch.jit.ScriptModule)  # nothing in there runs Python
         for module, fusion in families.by_place(parent).items()
-        if calls[module] == 1
+        if calls[module] == 1 and tampering_reason(module) is None
     }
 
 
@@ -152,7 +152,8 @@ def _reason_to_leave(module: Module, fusion: Fusion, exempt: set[Module]) -> str
     own = original_of(fusion.fused)
     if type(module) is not own:
         return f"its class is derived from {own.__name__}"
-    reason = tampering_reason(module)
+    # A model with a fused head returns no logits; any other fused module returns what its own forward returns.
+    reason = (tampering_reason if issubclass(fusion.fused, head.Head) else replaced_reason)(module)
     for name in fusion.bypassed if reason is None else ():
         child = getattr(module, name, None)
         if child in exempt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,7 +21,15 @@ class Fused(Module):
     """Base of the mixins before a module's own class: a ``forward`` with ``super().forward`` as the fallback.
 
     A mixin must keep no state on the module: fusing a module only changes ``__class__``.
+
+    Attributes
+    ----------
+    stands_for : tuple of str
+        Functions of :mod:`torch.nn.functional` in place of which the fused forward runs: if a program replaced one of
+        them, the module's own forward runs. Empty: any function.
     """
+
+    stands_for: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Leave out an ``__init_subclass__`` of the user's, which registers classes or takes keywords."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..torch_private import checkpointed_run, function_mode_active, function_modes
 
-_functions = attrgetter(
+_NAMES = (
     "batch_norm",
     "cross_entropy",
     "dropout",
@@ -24,8 +24,10 @@ _functions = attrgetter(
     "silu",
     "softmax",
 )
-"""The functions that fused modules stand for. One call in C reads them all, in less time than a look-up by module."""
+"""The functions that fused modules stand for."""
 
+# One call in C reads them all, in less time than a look-up by module.
+_functions = attrgetter(*_NAMES)
 _OF_IMPORT = _functions(F)
 
 # Modules that stepped aside in the first run of each checkpointed function.
@@ -33,12 +35,13 @@ _stepped_aside: WeakKeyDictionary[object, set[Module]] = WeakKeyDictionary()
 
 
 def calls_are_replaced(module: Module) -> bool:
-    """Return whether a torch function mode is active, or a function of :mod:`torch.nn.functional` was replaced.
+    """Return whether a torch function mode is active, or a function that the module's forward may call was replaced.
 
-    A mode may replace any function: to simulate quantisation, or to count. The rerun of a checkpointed function steps
-    aside where the first run did: a mode may have ended before backward.
+    A mode may replace any function: to simulate quantisation, or to count. A fused class says in ``stands_for`` which
+    functions of :mod:`torch.nn.functional` it stands for; DeepSpeed's ZeRO-3 replaces ``linear``, which no norm calls.
+    The rerun of a checkpointed function steps aside where the first run did: a mode may have ended before backward.
     """
-    replaced = (function_modes() and function_mode_active()) or _functions(F) != _OF_IMPORT
+    replaced = (function_modes() and function_mode_active()) or _function_is_replaced(module)
     if not replaced and not _stepped_aside:  # most programs skip the search for the run
         return False
     run = checkpointed_run()
@@ -47,3 +50,15 @@ def calls_are_replaced(module: Module) -> bool:
     if replaced:
         _stepped_aside.setdefault(run, set()).add(module)
     return module in _stepped_aside.get(run, ())
+
+
+def _function_is_replaced(module: Module) -> bool:
+    now = _functions(F)
+    if now == _OF_IMPORT:
+        return False
+    stands_for = getattr(type(module), "stands_for", None) or _NAMES
+    return any(
+        of_import is not other
+        for name, of_import, other in zip(_NAMES, _OF_IMPORT, now, strict=True)
+        if name in stands_for
+    )

@@ -19,20 +19,34 @@ _OURS = __name__.split(".")[0]
 
 
 def tampering_reason(module: Module) -> str | None:
-    """Return why nothing may run in place of the module's ``forward``, or None if a fused forward may.
+    """Return why a module may not be bypassed, nor return another result than its own, or None if it may.
 
-    Hooks of this package do not count. Parametrizations need no check here: they change the class of the module.
+    Then its hooks, those of this package aside, would not run, or see another result.
+    """
+    return replaced_reason(module) or _reason_of_hooks(module, _HOOKS)
+
+
+def replaced_reason(module: Module) -> str | None:
+    """Return why nothing may run in place of the module's ``forward``, or None if a forward with the same result may.
+
+    Hooks run before and after whatever the forward is. But a backward hook of the old kind (not a full one) gets the
+    gradients that the last autograd node computes, of its weights too. Parametrizations need no check here: they change
+    the class of the module.
     """
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if module._compiled_call_impl is not None:
         return "it is compiled"
-    for hooks in _HOOKS:
-        for hook in getattr(module, hooks).values():
-            if _package(hook) != _OURS:
-                return f"it has a hook: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
     cls: Any = original_of(type(module))
-    return None if _is_own(cls, cls.forward) else f"the forward of {cls.__name__} was replaced"
+    if not _is_own(cls, cls.forward):
+        return f"the forward of {cls.__name__} was replaced"
+    return _reason_of_hooks(module, ("_backward_hooks",)) if module._is_full_backward_hook is False else None
+
+
+def _reason_of_hooks(module: Module, kinds: tuple[str, ...]) -> str | None:
+    hooks = (hook for kind in kinds for hook in getattr(module, kind).values() if _package(hook) != _OURS)
+    hook = next(hooks, None)
+    return None if hook is None else f"it has a hook: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
 
 
 def bypassable_as(module: object, *classes: type[Module]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from ..errors import check_choice
 from ..torch_private import functions
 from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, VECTORS, Comparison, Form, Reading, strictest
-from .table import ELEMENTWISE, FUNCTIONS, NAMESPACES, READERS
+from .table import ELEMENTWISE, FUNCTION_READERS, FUNCTIONS, NAMESPACES, READERS
 
 Exactness = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
 Row = tuple[tuple[Reading, ...] | None, Reading, Reading, Reading | None, bool]
@@ -153,12 +153,12 @@ def of_no_operator() -> Reading:
 
 
 def _of_class(cls: type, position: int | None) -> Reading:
-    registered = _registered_functions.get(cls)
     name = f"{cls.__module__}.{cls.__qualname__}"
-    if registered is not None:
+    known = _registered_functions.get(cls) or FUNCTION_READERS.get(name)
+    if known is not None:
         if position is None:
-            return strictest(registered.values())
-        return registered.get(position, Reading(name, f"saved {position}", ITSELF, "registered without this position"))
+            return strictest(known.values())
+        return known.get(position, Reading(name, f"saved {position}", ITSELF, "registered without this position"))
     if cls.__module__ == "torch.utils.checkpoint":
         # Reentrant checkpointing saves the inputs after the block has run, the other kind before.
         return CHECKPOINTED if cls is torch.utils.checkpoint.CheckpointFunction else CHECKPOINT

@@ -531,3 +531,9 @@ def _table() -> dict[str, dict[str, Reading]]:
 
 READERS = _table()
 """Operator name, with the overload where overloads differ, to readings by operand."""
+
+FUNCTION_READERS: dict[str, dict[int, Reading]] = {
+    # ZeRO-3 runs it in place of torch.nn.functional.linear. Of both factors mm saves mat2 first, and this the input.
+    "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3": {0: READERS["mm"]["mat2"], 1: READERS["mm"]["self"]},
+}
+"""Autograd functions of other packages that read what they save as an operator does, by position."""

@@ -52,6 +52,8 @@ def _normalise(
 class BatchNorm2d(Fused, nn.BatchNorm2d):
     """``nn.BatchNorm2d``."""
 
+    stands_for = ("batch_norm",)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input``."""
         codes = codes_for(self, input)
@@ -62,6 +64,8 @@ class BatchNorm2d(Fused, nn.BatchNorm2d):
 
 class MaxPool2d(Fused, nn.MaxPool2d):
     """``nn.MaxPool2d`` without dilation, rounding up or indices."""
+
+    stands_for = ("max_pool2d",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Take the maximum of each window."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from ..tampering import bypassable_as, tampering_reason
 
 class LayerNorm(Fused, nn.LayerNorm):
     """``nn.LayerNorm``; like torch's, the output is float32 under autocast."""
+
+    stands_for: ClassVar[tuple[str, ...]] = ("layer_norm",)
 
     @staticmethod
     def row_length(module: Module) -> int | None:
@@ -40,6 +42,8 @@ class LayerNorm(Fused, nn.LayerNorm):
 class LayerNormForLinear(LayerNorm):
     """A layer norm read by Linears only: under autocast the output has the dtype of the Linears' cast."""
 
+    stands_for = ("layer_norm", "linear")
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
         return self._normalise(x, linear_dtype(x))
@@ -47,6 +51,8 @@ class LayerNormForLinear(LayerNorm):
 
 class RMSNorm(Fused, nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension, with a weight and an ``eps`` of its own."""
+
+    stands_for = ("rms_norm",)
 
     @staticmethod
     def row_length(module: Module) -> int | None:
@@ -73,6 +79,8 @@ class RMSNorm(Fused, nn.RMSNorm):
 class GELU(Fused, nn.GELU):
     """``nn.GELU``."""
 
+    stands_for = ("gelu",)
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
         codes = codes_for(self, input)
@@ -81,6 +89,8 @@ class GELU(Fused, nn.GELU):
 
 class Dropout(Fused, nn.Dropout):
     """``nn.Dropout``, but not in place."""
+
+    stands_for = ("dropout",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements."""

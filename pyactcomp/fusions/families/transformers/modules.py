@@ -37,6 +37,8 @@ _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
 class RMSNorm(Fused):
     """The norm of Llama and its descendants."""
 
+    stands_for = ("rms_norm",)
+
     weight: Tensor
     variance_epsilon: float
     _copy = False
@@ -68,6 +70,8 @@ class RMSNormForGatedMLP(RMSNorm):
 class NewGELU(Fused):
     """``NewGELUActivation``: the tanh GELU, eight operators in eager code."""
 
+    stands_for = ("gelu",)
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
         codes = codes_for(self, input)
@@ -76,6 +80,8 @@ class NewGELU(Fused):
 
 class GELU(Fused):
     """``GELUActivation`` and ``GELUTanh``, if configured to call torch's function."""
+
+    stands_for = ("gelu",)
 
     act: Any
 
