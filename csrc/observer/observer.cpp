@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -407,6 +408,21 @@ PyObject* contradiction(PyObject*, PyObject* argument) {
   return PyUnicode_FromString(running.name().c_str());
 }
 
+/// Return of each input of the running node whether this backward computes its gradient; None if it computes all.
+PyObject* asked(PyObject*, PyObject*) {
+  const auto* const tasks = torch::autograd::get_current_graph_task_exec_info();
+  if (!tasks || tasks->empty()) Py_RETURN_NONE;
+  const auto node = torch::autograd::get_current_node();
+  if (!node) Py_RETURN_NONE;
+  const auto count = static_cast<Py_ssize_t>(node->num_outputs());
+  PyObject* const answers = PyTuple_New(count);
+  for (Py_ssize_t index = 0; answers && index < count; ++index) {
+    const bool computed = node->task_should_compute_output(static_cast<size_t>(index));
+    PyTuple_SET_ITEM(answers, index, PyBool_FromLong(computed));
+  }
+  return answers;
+}
+
 /// Return the elements of the largest divisor in this thread since the last call of this function.
 PyObject* take_divisor(PyObject*, PyObject*) { return PyLong_FromLongLong(std::exchange(thread.largest_divisor, 0)); }
 
@@ -503,6 +519,8 @@ PyMethodDef methods[] = {
     {"take_divisor", take_divisor, METH_NOARGS,
      "Return the elements of the largest divisor in this thread since the last call of this function."},
     {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
+    {"asked", asked, METH_NOARGS,
+     "Return of each input of the running node whether this backward computes its gradient; None if it computes all."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -97,9 +97,8 @@ from .saved import (
     Shapeless,
     Storing,
     View,
-    unpack,
-    unpack_profiled,
 )
+from .unpacking import unpack, unpack_profiled
 from .zeros import LOSING, loses_small, squares_similarities
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.

@@ -22,7 +22,7 @@ from ..codec.layouts import Layout, layout_of
 from ..errors import PyactcompError
 from ..readers.forms import AS_SHAPE, CODES, EXACT, ITSELF, RELATIVE, Form
 from ..readers.observer import Version, observer
-from ..torch_private import StoredForm, current_raw_stream, never_traced, running_node
+from ..torch_private import StoredForm, current_raw_stream, running_node
 
 
 class Saved(Protocol):
@@ -30,19 +30,6 @@ class Saved(Protocol):
 
     def restore(self) -> Tensor:
         """Return a tensor with the values, shape, strides, dtype and device of the original."""
-
-
-@never_traced
-def unpack(saved: Saved) -> Tensor:
-    """Restore a saved tensor: the unpack hook."""
-    return saved.restore()
-
-
-@never_traced
-def unpack_profiled(saved: Saved) -> Tensor:
-    """Restore a saved tensor, and show the restoring as a range in the profile."""
-    with torch.profiler.record_function("pyactcomp::unpack"):
-        return saved.restore()
 
 
 def _modified(what: str, version: int, expected: int) -> str:
@@ -116,7 +103,7 @@ def warn_of_differentiated_gradients() -> None:
 
 def _refuse(node: str, form: Form, shape: torch.Size) -> None:
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
+    while frame is not None and frame.f_globals.get("__name__") in _UNPACKING:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None or frame.f_globals.get("__name__") in _BACKWARD:
         raise PyactcompError(
@@ -126,6 +113,7 @@ def _refuse(node: str, form: Form, shape: torch.Size) -> None:
         )
 
 
+_UNPACKING = frozenset({__name__, f"{__package__}.unpacking"})
 _BACKWARD = frozenset({"torch.autograd.graph", "torch.autograd"})
 
 

@@ -19,7 +19,7 @@ from ..torch_private import hooks_on_top, saved_tensor_hooks_enabled, top_saved_
 from .frame import Frame
 from .packing import Packing
 from .record import Recorder
-from .saved import unpack
+from .unpacking import unpack
 
 
 def close_abandoned() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear as linear_of_torch
 
 from .codes import INT8, Codes, one_option
-from .saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from .saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wanted
 
 
 class _Linear(torch.autograd.Function):
@@ -39,15 +39,16 @@ class _Linear(torch.autograd.Function):
         count = ctx.shape[:-1].numel()
         rows = grad.reshape(count, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
+        wants = wanted(ctx)
         with torch.autocast(grad.device.type, enabled=False):
-            if weight is not None:
+            if weight is not None and wants[0]:
                 matrix = weight.to(grad.dtype)
                 # As in torch, the gradient of a column-major matrix is column-major.
                 grad_x = (matrix.t() @ rows.t()).t() if ctx.by_column else (rows @ matrix).view(ctx.shape)
                 grad_x = grad_x.to(x_dtype)
-            if kept is not None:
+            if kept is not None and wants[1]:
                 grad_weight = (rows.t() @ ctx.restore(kept).reshape(count, ctx.shape[-1])).to(weight_dtype)
-            if ctx.needs_input_grad[2]:
+            if wants[2]:
                 grad_bias = rows.sum(0).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from ..torch_private import (
     forward_ad_active,
     function_mode_active,
     function_modes,
+    graph_is_retained,
     inside_functorch,
     is_batch,
     saves_are_dropped,
@@ -284,9 +286,66 @@ def differentiable_once(backward: Backward) -> Backward:
                 "differentiated only once; use the function of torch.nn.functional there, or compress the model with "
                 "fuse=False"
             )
-        return backward(ctx, *grads)
+        asked = None if torch.compiler.is_compiling() else observer().asked()
+        return backward(ctx, *grads) if asked is None else _part(backward, ctx, grads, asked)
 
     return checked
+
+
+def wanted(ctx: Any) -> tuple[bool, ...]:
+    """Return of each argument of ``forward`` whether the running ``backward`` is asked for its gradient.
+
+    A ``backward`` that computes its gradients one by one leaves out the others. What it returns of the others all the
+    same, as a kernel computes them together, is kept for the backward that will ask for it, if it is small.
+    """
+    answers: tuple[bool, ...] = getattr(ctx, "wanted", ctx.needs_input_grad)
+    return answers
+
+
+class _Rest:
+    """The small gradients that a backward computed and was not asked for, and of which incoming gradients."""
+
+    def __init__(self, grads: tuple[Tensor | None, ...], found: tuple[Tensor | None, ...]) -> None:
+        self._of = [None if grad is None else (ref(grad.untyped_storage()), _view_of(grad)) for grad in grads]
+        self.found = found
+
+    def serves(self, grads: tuple[Tensor | None, ...], asked: tuple[bool, ...]) -> bool:
+        """Return whether they are of ``grads``, provably the same memory, and all that is asked for."""
+        known = all(grad is not None for grad, want in zip(self.found, asked, strict=True) if want)
+        return known and all(
+            grad is None
+            if of is None
+            else grad is not None and of[0]() is grad.untyped_storage() and of[1] == _view_of(grad)
+            for of, grad in zip(self._of, grads, strict=True)
+        )
+
+
+def _view_of(grad: Tensor) -> tuple[object, ...]:
+    return grad.data_ptr(), grad._version, grad.dtype, grad.size(), grad.stride()
+
+
+# A gradient is kept for a later backward if the incoming one has this many times its elements.
+_SMALL = 8
+
+
+def _part(
+    backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...], asked: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients that this backward is asked for, from an earlier one if that has computed them too."""
+    answers = iter([answer for answer, (node, _) in zip(asked, ctx.next_functions, strict=True) if node is not None])
+    wants = tuple([need and next(answers) for need in ctx.needs_input_grad])
+    rest, ctx.rest = getattr(ctx, "rest", None), None
+    if rest is not None and rest.serves(grads, wants):
+        found = rest.found
+    else:
+        ctx.wanted = wants
+        found = backward(ctx, *grads)
+        del ctx.wanted
+        most = max(0 if grad is None else grad.numel() for grad in grads) // _SMALL
+        if graph_is_retained() and all(grad is None or type(grad) is Tensor for grad in grads):
+            later = (None if want or g is None or g.numel() > most else g for g, want in zip(found, wants, strict=True))
+            ctx.rest = _Rest(grads, tuple(later))
+    return tuple([grad if want else None for grad, want in zip(found, wants, strict=True)])
 
 
 def recorded(*tensors: Tensor | None) -> bool:

@@ -88,6 +88,9 @@ class Observer(Protocol):
     def contradiction(self, need: int) -> str | None:
         """Return the name of the node running in backward if the table says that the node needs more than ``need``."""
 
+    def asked(self) -> tuple[bool, ...] | None:
+        """Return of each input of the running node whether this backward computes its gradient; None if of all."""
+
 
 # The newest release of torch with which the tests were passed; pyproject.toml ends there too.
 NEWEST_TESTED = (2, 14)
@@ -316,6 +319,9 @@ class WithoutLibrary:
         thread = self._thread
         # Without the last count, a block inside one Python call counts as deciding if any call has decided before.
         return thread.serial, thread.decisions, 0
+
+    def asked(self) -> None:
+        """Return None: the fallback does not tell which gradients a backward computes."""
 
     def take_divisor(self) -> int:
         """Return the largest number: a Python function may divide inside."""

@@ -537,3 +537,14 @@ FUNCTION_READERS: dict[str, dict[int, Reading]] = {
     "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3": {0: READERS["mm"]["mat2"], 1: READERS["mm"]["self"]},
 }
 """Autograd functions of other packages that read what they save as an operator does, by position."""
+
+FACTORS: dict[str, dict[str, int]] = {
+    "MmBackward0": {"self": 1, "mat2": 0},
+    "AddmmBackward0": {"mat1": 2, "mat2": 1},
+    "BmmBackward0": {"self": 1, "mat2": 0},
+    "BaddbmmBackward0": {"batch1": 2, "batch2": 1},
+    "MvBackward0": {"self": 1, "vec": 0},
+    "MulBackward0": {"self": 1, "other": 0},
+    "ConvolutionBackward0": {"input": 1, "weight": 0},
+}
+"""Nodes of products: each saved factor, and the only input, by position, whose gradient reads it."""

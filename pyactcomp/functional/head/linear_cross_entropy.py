@@ -14,7 +14,7 @@ from ...codec.layouts import layout_of
 from ...errors import check_choice
 from ...torch_private import graph_is_retained
 from ..codes import one_option
-from ..saving import begin, check_float_tensor, differentiable_once, recorded, wide
+from ..saving import begin, check_float_tensor, differentiable_once, recorded, wanted, wide
 
 Reduction = Literal["mean", "sum"]
 
@@ -205,8 +205,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = (grad * power).view(1)
         once = not graph_is_retained()
         scaled = (
-            None if g is None else _scaled(g, factor, dtype, in_place=once)
-            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+            None if g is None or not want else _scaled(g, factor, dtype, in_place=once)
+            for g, dtype, want in zip(gradients, ctx.dtypes, wanted(ctx)[:3], strict=True)
         )
         return (*scaled, None, None, None, None, None)
 
