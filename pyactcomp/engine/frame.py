@@ -5,7 +5,6 @@ Longer than 400 lines: one decision with many cases, and their order matters.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -49,7 +48,8 @@ from ..readers.nodes import (
 )
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
-from ..torch_private import current_raw_stream, never_traced, profiler_enabled, source_dtype
+from ..torch_private import never_traced, profiler_enabled, source_dtype
+from ..torch_private.distributed import local_tensor, waited
 from .factors import (
     EXPONENTIALS,
     Coded,
@@ -62,8 +62,9 @@ from .factors import (
     products_behind,
     summed_behind,
 )
+from .gathered import GATHERED, Gathering, gathering, new_region
 from .marks import PACKS
-from .narrow import NarrowKernel, is_exact_cast
+from .narrow import is_exact_cast, narrow_kernel
 from .packing import HALF_BYTES, Packing
 from .policy import (
     HELD,
@@ -78,7 +79,6 @@ from .policy import (
     SHAPE_ALONE,
     SHARPENED,
     Policy,
-    local_tensor,
     shared_by_siblings,
 )
 from .recipes import FromRecipe, Recipe
@@ -97,6 +97,7 @@ from .saved import (
     Shapeless,
     Storing,
     View,
+    stream_of,
 )
 from .unpacking import unpack, unpack_profiled
 from .zeros import LOSING, loses_small, squares_similarities
@@ -117,7 +118,6 @@ _OF_ONE_RESULT = frozenset((POSITIVE, PROBABILITY, ARTANH))
 _SHARPENING = AMPLIFYING | EXPONENTIALS.keys()
 _QUOTIENT = "aten::div"
 _QUOTIENTS = frozenset((_QUOTIENT, "aten::log"))
-_narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 
@@ -242,13 +242,14 @@ class Frame:
                 return Kept(tensor)
         if type(tensor) in PLAIN:
             return self._pack_plain(tensor, tensor)
-        local = local_tensor(tensor)
-        if local is not tensor and type(local) in PLAIN:
-            return Distributed(self._pack_plain(local, tensor), tensor)
+        plain = waited(local := local_tensor(tensor))
+        if plain is not tensor and type(plain) in PLAIN:
+            stored = self._pack_plain(plain, tensor)
+            return Same(stored, tensor) if local is tensor else Distributed(stored, tensor)
         return self._keep(tensor, f"tensor subclass {type(tensor).__name__}")
 
     def _pack_plain(self, tensor: Tensor, saved: Tensor, ordinary: bool = False) -> Saved:
-        """Pack a plain tensor; ``saved`` is the tensor in the graph: the DTensor around ``tensor``, or ``tensor``.
+        """Pack a plain tensor; ``saved`` is the tensor in the graph: the subclass around ``tensor``, or ``tensor``.
 
         For an ``ordinary`` tensor the observer has answered every question but those about the model.
         """
@@ -269,7 +270,7 @@ class Frame:
         if tensor.dtype is torch.bool:
             if reading.why is NOT_DROPPED:
                 return self._keep(tensor, NOT_DROPPED)
-            return self._compress(tensor, ITSELF)
+            return self._compress(tensor, ITSELF, None)
         if not self.packing.lossless and (reading is CHECKPOINT or reading is CHECKPOINTED):
             return self._pack_for_checkpoint(tensor, saved, reading)
         return self._pack_for(tensor, saved, reading, self.packing.form_for(tensor, reading))
@@ -320,7 +321,9 @@ class Frame:
             source = source_of(tensor, name)
             if source is not None and self._serves(source[0], form):
                 return self._recomputed(tensor, *source)
-        return self._store(tensor, None, reading, form)
+        # Where the layout decides on codes, the layout of a shard may not allow them.
+        gather = gathering(tensor, saved) if name in GATHERED and form is reading.form else None
+        return self._store(tensor, None, reading, form, gather)
 
     def _pack_result_of_cast(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form) -> Saved:
         """Pack the output of a cast; of a parameter's cast nothing is stored but the parameter's name."""
@@ -337,7 +340,7 @@ class Frame:
                 return Recast(tensor, parameter, self.packing)
         if saved is tensor:
             return self._pack_cast(tensor, node, reading, form)
-        return self._store(tensor, node, reading, form)
+        return self._store(tensor, node, reading, form, gathering(tensor, saved) if form is reading.form else None)
 
     def _look_behind(self, kept: Tensor) -> None:
         """Sharpen the factors behind a tensor that is kept, mostly as it is small, if its reader amplifies errors."""
@@ -397,7 +400,7 @@ class Frame:
         if source is not None and self._serves(source[0], form):
             return self._recomputed(copy, *source)
         if known is None:
-            return self._store(copy, node, reading, form)
+            return self._store(copy, node, reading, form, None)
         copies = known[0].copies
         part = copy.dtype, copy.storage_offset(), layout_of(copy)
         reference = copies.get(part)
@@ -408,19 +411,21 @@ class Frame:
             if self.recorder is not None:
                 self.recorder.add(copy, SAME_CAST)
             return Same(stored, copy)
-        new = self._store(copy, node, reading, form)
+        new = self._store(copy, node, reading, form, None)
         if isinstance(new, (Kept, Region)):
             first: Kept | Region = new
             copies[part] = ref(first)
         return new
 
-    def _store(self, tensor: Tensor, cast: Node | None, reading: Reading, form: Form) -> Saved:
+    def _store(
+        self, tensor: Tensor, cast: Node | None, reading: Reading, form: Form, gather: Gathering | None
+    ) -> Saved:
         """Store a tensor because no recipe serves; ``cast`` is the tensor's node if the node is a cast."""
         if form is ITSELF:
             return self._narrow(tensor, cast, reading)
         if self._held and self._is_held(tensor):
             return self._keep(tensor, HELD)
-        return self._compress(tensor, form)
+        return self._compress(tensor, form, gather)
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is already kept exact for another reader."""
@@ -490,7 +495,7 @@ class Frame:
 
     def _recomputed(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
         """Return the stored form of a recomputed tensor: an output in a dtype, or a view of one."""
-        shared = recipe.stored(out, dtype, self._stream_of(tensor), self._recent)
+        shared = recipe.stored(out, dtype, stream_of(tensor), self._recent)
         if self.recorder is not None:
             self.recorder.add(tensor, RECOMPUTED)
         layout = layout_of(tensor)
@@ -511,7 +516,7 @@ class Frame:
             or not layout_of(whole).dense
         ):
             return self._keep_for(tensor, reading)
-        kernel = _narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
+        kernel = narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
         nbytes = whole.numel() * dtype.itemsize
         region, added = self._region(
             whole, Storing.of(layout_of(whole), whole.dtype, whole.dtype, ITSELF, kernel, nbytes)
@@ -519,26 +524,20 @@ class Frame:
         if self.recorder is not None:
             self.recorder.add(tensor, None, added)
         layout = layout_of(tensor)
-        if region.layout == layout:
-            return region
-        return View(region, layout, int(tensor.storage_offset()))
+        return region if region.layout == layout else View(region, layout, int(tensor.storage_offset()))
 
-    def _stream_of(self, tensor: Tensor) -> int:
-        index = tensor.get_device()
-        return current_raw_stream(index) if index >= 0 else 0
-
-    def _compress(self, tensor: Tensor, form: Form) -> Saved:
+    def _compress(self, tensor: Tensor, form: Form, gather: Gathering | None) -> Saved:
         try:
             storing = self.packing.storing(tensor, form)
         except ImplementationUnavailableError:
-            unserved = f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
-            return self._keep(tensor, unserved)
-        layout = storing.layout
-        if layout.dense:
-            region, added = self._region(tensor, storing)
+            return self._keep(tensor, f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it")
+        if (layout := storing.layout).dense:
+            region, added = self._region(tensor, storing, gather)
             if self.recorder is not None:
                 self.recorder.add(tensor, None, added)
-            return region if region.layout == layout else View(region, layout, 0)
+            stored = region if region.layout == layout else View(region, layout, 0)
+            # A region of another result of gathering the same shards has the version of that.
+            return stored if gather is None or region.storage() is tensor.untyped_storage() else Same(stored, tensor)
         return self._compress_with_gaps(tensor, layout, form)
 
     def _compress_with_gaps(self, tensor: Tensor, layout: Layout, form: Form) -> Saved:
@@ -560,9 +559,9 @@ class Frame:
             self.recorder.add(tensor, None, added)
         return Gathered(region, tensor) if gathered else View(region, layout, offset)
 
-    def _region(self, source: Tensor, storing: Storing) -> tuple[Region, int]:
+    def _region(self, source: Tensor, storing: Storing, gather: Gathering | None = None) -> tuple[Region, int]:
         """Return the packed region of a dense tensor, and by how many bytes the stored memory grew."""
-        stream = self._stream_of(source)
+        stream = stream_of(source)
         form = storing.form
         key = source.data_ptr(), source.numel()
         known = self._regions.get(key)
@@ -579,12 +578,12 @@ class Frame:
             region = None
         seed = self.packing.seeds.next() if self.packing.stochastic else 0
         if region is None:
-            region = Region(source, storing, seed, stream, self._recent)
+            region, held = new_region(source, storing, seed, stream, self._recent, self.packing, gather)
             self._regions[key] = ref(region)
         else:
             region.store(source, storing, seed)
             region.uses += 1
-        return region, storing.nbytes - held
+        return region, region.nbytes - held
 
     def _keep(self, tensor: Tensor, reason: str, reading: Reading | None = None) -> Kept:
         """Keep a tensor; a report counts codes saved by a fused function as the packed tensor."""

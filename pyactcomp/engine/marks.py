@@ -94,6 +94,9 @@ class OutputMark(Generic[T]):
 RECIPE = OutputMark[Recipe]("recipe")
 """On the node of an operator: how backward recomputes the output."""
 
+SHARDS = OutputMark[Any]("shards")
+"""On the node of a DTensor: the :class:`~pyactcomp.engine.gathered.Shards` that its gathered results share."""
+
 PACKS = TensorMark[Packs]("packs")
 """On codes saved by an autograd function: the packed tensor, for the report."""
 

@@ -30,6 +30,9 @@ class NarrowKernel:
             target.copy_(source)
 
 
+narrow_kernel = functools.lru_cache(maxsize=8)(NarrowKernel)
+
+
 def takes_triton(wide: Tensor) -> bool:
     """Return whether Triton's elementwise kernels read or write a tensor: float32 on a GPU."""
     return wide.is_cuda and wide.dtype is torch.float32 and _has_triton()

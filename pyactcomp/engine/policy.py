@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ..codec.layouts import layout_of
+from ..torch_private.distributed import local_tensor
 
 PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
@@ -50,11 +51,6 @@ _STRIDED = torch.strided
 _LARGEST_BASE = 4
 PLAIN = (Tensor, Parameter)
 """Tensor types to pack directly; of other types, only a DTensor's local tensor is packed."""
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local tensor, or any other tensor unchanged."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:

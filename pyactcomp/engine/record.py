@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from ..torch_private.distributed import local_tensor
 from . import policy
 from .marks import Packs, compiles_itself
 
@@ -187,7 +188,7 @@ class Recorder:
         self.saved.append(SavedTensor(self.module, shape, name, saved, unique, stored, kept, unknown))
 
     def _unique_bytes(self, tensor: Tensor) -> int:
-        return sum(self._unique_part_bytes(part) for part in _parts(policy.local_tensor(tensor)))
+        return sum(self._unique_part_bytes(part) for part in _parts(local_tensor(tensor)))
 
     def _unique_part_bytes(self, part: Tensor) -> int:
         try:

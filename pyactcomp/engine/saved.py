@@ -212,6 +212,12 @@ class Recast(Versioned):
         return copy.as_strided(self._layout.shape, self._layout.stride, self._offset)
 
 
+def stream_of(tensor: Tensor) -> int:
+    """Return the current stream of a tensor's device as an integer; 0 on other devices than CUDA's."""
+    index = tensor.get_device()
+    return current_raw_stream(index) if index >= 0 else 0
+
+
 class Shared(StoredForm):
     """A stored form that several operators may share, decoded or recomputed in backward.
 
@@ -507,20 +513,25 @@ class Gathered(Versioned):
         return out.copy_(dense)
 
 
-class Distributed(StoredForm):
-    """A DTensor whose local tensor is in a stored form."""
+class Distributed(Versioned):
+    """A DTensor whose local tensor is in a stored form.
+
+    A write to the DTensor moves the DTensor's version counter alone.
+    """
 
     __slots__ = ("_local", "_spec")
 
     def __init__(self, local: Saved, tensor: Any) -> None:
+        super().__init__(tensor)
         self._local = local
         self._spec = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
     def restore(self) -> Tensor:
-        """Return the DTensor around the restored local tensor."""
+        """Return the DTensor around the restored local tensor, or raise autograd's error if it was written to."""
         from torch.distributed.tensor import DTensor
 
         mesh, placements, shape, stride = self._spec
+        self.check(shape)
         restored: Tensor = DTensor.from_local(
             self._local.restore(), mesh, placements, run_check=False, shape=shape, stride=stride
         )

@@ -56,6 +56,7 @@ from . import (
     transformed,
     under_checkpoint,
 )
+from .distributed_tests import TESTS as _OF_DTENSORS
 from .functions import _test_clamp, _test_functions
 
 
@@ -569,6 +570,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._cuda_memoryStats and the like, looked up at each call": _test_entry_points,
     "torch._C._cuda_init and the like, looked up at each call": _test_initialising,
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
+    **_OF_DTENSORS,
 }
 
 
@@ -586,7 +588,7 @@ def self_test() -> dict[str, str | None]:
     >>> [name for name, wrong in tests.self_test().items() if wrong]
     []
     """
-    results: dict[str, str | None] = {}
+    results: dict[str, str | None] = dict.fromkeys(_TESTS)
     for name, test in _TESTS.items():
         try:
             test()

@@ -14,6 +14,7 @@ from ...engine.recompute import is_result_to_store
 from ...functional import dropout, gelu, layer_norm, rms_norm
 from ..formulas import children_fed, forward_of
 from ..fusion import Fused, Fusion, codes_for, fits, fused_class, linear_dtype, original_of
+from ..sharded import local_rows, of_rows
 from ..tampering import bypassable_as, tampering_reason
 
 
@@ -32,11 +33,13 @@ class LayerNorm(Fused, nn.LayerNorm):
         return self._normalise(x, None)
 
     def _normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-        codes = codes_for(self, x)
+        own, weight, bias = local_rows(x, len(self.normalized_shape), self.weight, self.bias)
+        codes = codes_for(self, own)
         # timm's layer norm may run apex's kernel, with another rounding.
-        if codes is None or getattr(self, "_fast_norm", False) or not fits(self, x):
+        if codes is None or getattr(self, "_fast_norm", False) or not fits(self, own):
             return super().forward(x)
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype, codes=codes)
+        out = layer_norm(own, self.normalized_shape, weight, bias, self.eps, dtype=dtype, codes=codes)
+        return out if own is x else of_rows(out, x)
 
 
 class LayerNormForLinear(LayerNorm):
@@ -61,7 +64,8 @@ class RMSNorm(Fused, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
-        codes = codes_for(self, x)
+        own, weight = local_rows(x, 1, self.weight)
+        codes = codes_for(self, own)
         # Under autocast torch's result is float32 on some devices only; without a weight or eps its formula differs.
         if (
             codes is None
@@ -73,7 +77,8 @@ class RMSNorm(Fused, nn.RMSNorm):
             or torch.is_autocast_enabled(x.device.type)
         ):
             return super().forward(x)
-        return rms_norm(x, self.weight, self.eps, codes=codes)
+        out = rms_norm(own, weight, self.eps, codes=codes)
+        return out if own is x else of_rows(out, x)
 
 
 class GELU(Fused, nn.GELU):

@@ -26,6 +26,7 @@ from ....torch_private import under_checkpoint
 from ...formulas import children_fed, formula, forward_of
 from ...fusion import Fused, Fusion, codes_for, fits, fused_class, original_of
 from ...products import cast_once, feeds_linears, is_matrix_product
+from ...sharded import local_rows, of_rows
 from ...state import next_codes
 from ...tampering import bypassable, bypassable_as
 from ..torch_modules import Dropout, norms_before_linears
@@ -50,10 +51,12 @@ class RMSNorm(Fused):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
-        codes = codes_for(self, hidden_states)
+        own, weight = local_rows(hidden_states, 1, self.weight)
+        codes = codes_for(self, own)
         if codes is None or hidden_states.shape[-1:] != self.weight.shape:
             return cast(Tensor, super().forward(hidden_states))
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, copy=self._copy, codes=codes)
+        out = rms_norm(own, weight, self.variance_epsilon, copy=self._copy, codes=codes)
+        return out if own is hidden_states else of_rows(out, hidden_states)
 
 
 class RMSNormForGatedMLP(RMSNorm):
