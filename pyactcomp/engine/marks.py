@@ -106,8 +106,8 @@ RECTIFIED = TensorMark[int]("rectified")
 FUSING = DictMark[Any]("fusing")
 """On a compressed model and its fused modules: the :class:`~pyactcomp.fusions.state.FusionState`."""
 
-FORM = DictMark[bool]("form")
-"""On a fused subclass: True, to tell the subclass from the user's own class."""
+FORM = DictMark[tuple[type, Any]]("form")
+"""On a fused subclass, to tell the subclass from the user's own class: that class, and its forward then."""
 
 COMPILED = DictMark[Any]("compiled")
 """On the class that a compressed module has for torch.compile: the :class:`~pyactcomp.compiled.marks.Mark`."""

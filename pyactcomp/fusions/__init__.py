@@ -118,7 +118,9 @@ def _mixes_rows(module: Module, fusion: Fusion, config: Config) -> bool:
 
     The engine stores such rows in 16 bits.
     """
-    if config.mode == "lossless" or not issubclass(fusion.fused, Fused):
+    # A derived class is left alone, and may have other parameters.
+    derived = type(module) is not original_of(fusion.fused)
+    if config.mode == "lossless" or derived or not issubclass(fusion.fused, Fused):
         return False
     length = fusion.fused.row_length(module)
     return length is not None and length < config.group_size

@@ -76,14 +76,16 @@ def fused_class(fused: type[Fused], original: type[Module]) -> type[Module]:
     Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints. torch.fx looks into
     all modules but those of classes in torch.nn.
     """
-    bases = fused, original
-    if bases not in _fused_classes:
-        space = {"__module__": original.__module__, "__qualname__": original.__qualname__, FORM.name: True}
-        _fused_classes[bases] = cast("type[Module]", type(original.__name__, bases, space))
-    return _fused_classes[bases]
+    # Another forward, which a program gives the class later, would not be the one that the fused class stands for.
+    key = fused, original, original.forward
+    if key not in _fused_classes:
+        form = original, original.forward
+        space = {"__module__": original.__module__, "__qualname__": original.__qualname__, FORM.name: form}
+        _fused_classes[key] = cast("type[Module]", type(original.__name__, (fused, original), space))
+    return _fused_classes[key]
 
 
-_fused_classes: dict[tuple[type[Fused], type[Module]], type[Module]] = {}
+_fused_classes: dict[tuple[type[Fused], type[Module], Any], type[Module]] = {}
 
 
 def is_fused_class(cls: type) -> bool:

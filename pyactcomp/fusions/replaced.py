@@ -1,4 +1,4 @@
-"""Detect functions of torch that a program replaced: a module's own forward calls them, a fused one does not."""
+"""Detect functions that a program replaced: a module's own forward runs them, a fused one does not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch.nn import Module
 from torch.nn import functional as F
 
+from ..engine.marks import FORM
 from ..torch_private import checkpointed_run, function_mode_active, function_modes
 
 _NAMES = (
@@ -37,11 +38,16 @@ _stepped_aside: WeakKeyDictionary[object, set[Module]] = WeakKeyDictionary()
 def calls_are_replaced(module: Module) -> bool:
     """Return whether a torch function mode is active, or a function that the module's forward may call was replaced.
 
+    That is one of :mod:`torch.nn.functional`, or the forward of the module's own class. A parametrization counts too:
+    it computes a parameter at each read, and a fused forward may read it more often than the module's own.
+
     A mode may replace any function: to simulate quantisation, or to count. A fused class says in ``stands_for`` which
     functions of :mod:`torch.nn.functional` it stands for; DeepSpeed's ZeRO-3 replaces ``linear``, which no norm calls.
     The rerun of a checkpointed function steps aside where the first run did: a mode may have ended before backward.
     """
     replaced = (function_modes() and function_mode_active()) or _function_is_replaced(module)
+    own = getattr(type(module), FORM.name, None)
+    replaced = replaced or (own is not None and (own[0].forward is not own[1] or "parametrizations" in module._modules))
     if not replaced and not _stepped_aside:  # most programs skip the search for the run
         return False
     run = checkpointed_run()

@@ -70,9 +70,9 @@ def active_codes(module: Module) -> Codes | None:
     """Return the codes for one call of a fused module, or None where the forward of its own class must run.
 
     The own forward runs in evaluation mode, without gradients, inside functorch transforms and forward-mode
-    differentiation, while torch.compile or make_fx traces, while compression is paused, where a torch function is
-    replaced, and under ``PYACTCOMP_DISABLE=1``. Hooks do not matter: a checkpointed function must take the same path
-    when checkpoint recomputes the function in backward.
+    differentiation, while torch.compile or make_fx traces, while compression is paused, where a function is replaced
+    (:func:`.replaced.calls_are_replaced`), and under ``PYACTCOMP_DISABLE=1``. Hooks on the module do not matter: they
+    see what the module takes and returns, fused or not.
     """
     state: FusionState | None = FUSING.get(module)
     if (

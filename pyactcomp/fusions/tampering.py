@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import Module
 
+from ..engine.marks import COMPILED
 from ..torch_private import checkpointed_run, module_hooks_are_global
 from .formulas import forward_of
-from .fusion import original_of
+from .fusion import Fused, is_fused_class, original_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OURS = __name__.split(".")[0]
@@ -30,11 +31,12 @@ def replaced_reason(module: Module) -> str | None:
     """Return why nothing may run in place of the module's ``forward``, or None if a forward with the same result may.
 
     Hooks run before and after whatever the forward is. But a backward hook of the old kind (not a full one) gets the
-    gradients that the last autograd node computes, of its weights too. Parametrizations need no check here: they change
-    the class of the module.
+    gradients that the last autograd node computes, of its weights too.
     """
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ or _is_in_front(type(module)):
         return "its forward was replaced"
+    if "parametrizations" in module._modules:
+        return "it is parametrized"
     if module._compiled_call_impl is not None:
         return "it is compiled"
     cls: Any = original_of(type(module))
@@ -47,6 +49,16 @@ def _reason_of_hooks(module: Module, kinds: tuple[str, ...]) -> str | None:
     hooks = (hook for kind in kinds for hook in getattr(module, kind).values() if _package(hook) != _OURS)
     hook = next(hooks, None)
     return None if hook is None else f"it has a hook: {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+
+
+def _is_in_front(cls: type[Module]) -> bool:
+    """Return whether a class derived from a fused one, given to a module later, has a forward of its own."""
+    for base in cls.__mro__ if issubclass(cls, Fused) else ():
+        if is_fused_class(base) or COMPILED.get(base) is not None:
+            return False
+        if "forward" in vars(base):
+            return True
+    return False
 
 
 def bypassable_as(module: object, *classes: type[Module]) -> bool:

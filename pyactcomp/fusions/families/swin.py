@@ -43,7 +43,8 @@ class WindowAttention(Fused):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows of ``x`` [windows, tokens, channels]."""
         codes = codes_for(self, x)
-        if codes is None or not self._bypassable() or x.shape[1] > _MOST_TOKENS:
+        learnt = mask is not None and mask.requires_grad  # the fused function gives a mask no gradient
+        if codes is None or learnt or not self._bypassable() or x.shape[1] > _MOST_TOKENS:
             return cast(Tensor, super().forward(x, mask))
         (bias,) = self._get_rel_pos_bias()
         kept = attention_codes(self, codes)
