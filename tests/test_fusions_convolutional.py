@@ -6,66 +6,24 @@ import copy
 import functools
 import importlib
 import pickle
-import sys
-import types
 
 import pytest
 import torch
 from functional_checks import normal
+from resnets import NAME, Block, Model, stand_in
 from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.fusions import fused_modules
-
-NAME = "torchvision.models.resnet"
-
-
-class Block(nn.Module):
-    """What is fused of torchvision's ``BasicBlock``: one ReLU for both places."""
-
-    def __init__(self, channels: int, project: bool) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        projection = nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
-        self.downsample = projection if project else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply both convolutions."""
-        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out += x if self.downsample is None else self.downsample(x)
-        return self.relu(out)
-
-
-class Model(nn.Module):
-    """What is fused of a ``ResNet``: the stem, and its blocks."""
-
-    def __init__(self, channels: int = 64) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(2)
-        self.layer1 = nn.Sequential(Block(channels, True), Block(channels, False))
-        self.fc = nn.Linear(channels, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        x = self.layer1(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
-        return self.fc(x.mean((2, 3)))
+from pyactcomp.fusions.families import resnet
+from pyactcomp.fusions.formulas import calls_in_turn, definition
 
 
 @pytest.fixture(autouse=True)
 def resnet_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the classes of this file stand where torchvision defines its own, but where the real ones are wanted."""
-    if request.node.get_closest_marker("gpu"):
-        return
-    stand_in = types.ModuleType(NAME)
-    stand_in.BasicBlock, stand_in.ResNet = Block, Model  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, NAME, stand_in)
+    """Let other classes stand where torchvision defines its own, but where the real ones are wanted."""
+    if not request.node.get_closest_marker("gpu"):
+        stand_in(monkeypatch)
 
 
 def images() -> Tensor:
@@ -105,7 +63,7 @@ def test_blocks_and_stem_are_fused_and_go_back() -> None:
     fused = pyactcomp.compress(plain)
     forms = dict(fused_modules(fused))
     assert forms["layer1.0"] == forms["layer1.1"] == "ResidualBlock"
-    assert (forms["bn1"], forms["relu"]) == ("BatchNormReLU2d", "PassingReLU")
+    assert (forms[""], forms["bn1"], "relu" in forms) == ("ResNet", "BatchNorm2d", False)
     assert forms["layer1.0.downsample.1"] == "BatchNorm2d"
     assert [type(m).__name__ for m in fused.modules()] == names
     assert list(fused.state_dict()) == list(state)
@@ -209,6 +167,139 @@ def test_hooked_children_still_run(name: str, after: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
 
 
+def rectified_norms(of: nn.Module, monkeypatch: pytest.MonkeyPatch, *inputs: Tensor) -> int:
+    """Return how many norms of a forward apply ReLU in the same pass, without an addition."""
+    found = []
+    own = resnet.batch_norm
+
+    def noted(*args: object, relu: bool, residual: Tensor | None, **options: object) -> Tensor:
+        found.append(relu and residual is None)
+        return own(*args, relu=relu, residual=residual, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resnet, "batch_norm", noted)
+        of(*inputs)
+    return sum(found)
+
+
+class Wrapper(nn.Module):
+    """A program's own model around a ResNet, of which it calls the parts."""
+
+    def __init__(self, net: Model, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = net, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the kind of wrapper makes of the stem."""
+        if self.kind == "forward_features":
+            return self.net.forward_features(x)
+        x = self.net.bn1(self.net.conv1(x))
+        if self.kind == "skip":
+            return self.net.relu(x.clone()) + x
+        if self.kind == "by hand":
+            return self.net.layer1(self.net.maxpool(self.net.relu(x)))
+        return self.net.layer1(self.net.maxpool(nn.functional.silu(x)))
+
+
+@pytest.mark.parametrize("kind", ["silu", "skip", "by hand", "forward_features"])
+def test_wrapper_that_calls_the_stem_gets_the_output_of_its_norm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Wrapper(model(), kind)
+    fused = compressed(plain)
+    # The ResNet's own method runs norm and ReLU in one pass; two more norms are those of its blocks.
+    assert rectified_norms(fused, monkeypatch, images()) == {"forward_features": 3, "skip": 0}.get(kind, 2)
+    assert torch.equal(fused(images()), plain(images()))
+    exact = copy.deepcopy(plain).double()
+    exact(images().double()).square().sum().backward()
+    wanted = [p.grad.float() for p in exact.parameters() if p.grad is not None]
+    assert relative_error(gradients(fused), wanted) < 0.02
+
+
+@pytest.mark.parametrize("name", ["bn1", "relu", "conv1", ""])
+def test_stem_runs_in_one_pass_where_nobody_looks_at_its_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = compressed(model())
+    assert rectified_norms(fused, monkeypatch, images()) == 3
+    seen: list[Tensor] = []
+    handle = fused.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    assert rectified_norms(fused, monkeypatch, images()) == (2 if name in ("bn1", "relu") else 3)
+    assert name != "relu" or float(seen[0].min()) < 0
+    handle.remove()
+    assert rectified_norms(fused, monkeypatch, images()) == 3
+
+
+def test_another_method_of_the_class_runs_instead_of_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = model()
+    fused = compressed(plain)
+
+    def forward_features(self: Model, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x))
+        return self.layer1(self.maxpool(self.relu(x) - x))
+
+    monkeypatch.setattr(Model, "forward_features", forward_features)
+    assert torch.equal(fused(images()), plain(images()))
+
+
+class Methods:
+    """Methods of which only the first one hands the norm's output to the activation alone."""
+
+    def direct(self, x):
+        """Call both in direct succession."""
+        x = self.norm(x)
+        x = self.relu(x)
+        return self.head(x)
+
+    def kept(self, x):
+        """Keep what is in between."""
+        y = self.norm(x)
+        x = self.relu(y)
+        return x + y
+
+    def again(self, x):
+        """Call the activation once more."""
+        x = self.norm(x)
+        x = self.relu(x)
+        return self.relu(self.head(x))
+
+    def by_name(self, x, name):
+        """Read a child by a name that the source does not show."""
+        x = self.norm(x)
+        x = self.relu(x)
+        return getattr(self, name)(x)
+
+    def between(self, x):
+        """Run something in between."""
+        x = self.norm(x)
+        self.head(x)
+        x = self.relu(x)
+        return x
+
+
+def test_only_what_nothing_else_can_see_is_handed_on() -> None:
+    found = {
+        name: dict(calls_in_turn(definition(method))) for name, method in vars(Methods).items() if callable(method)
+    }
+    assert found == {"direct": {"norm": "relu"}, "kept": {}, "again": {}, "by_name": {}, "between": {}}
+
+
+def test_norms_of_a_deep_stem_run_in_one_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep() -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for channels in (3, 64, 64):
+            layers += [nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers[:-2])
+
+    torch.manual_seed(0)
+    plain = model(conv1=deep())
+    fused = compressed(plain)
+    assert rectified_norms(fused, monkeypatch, images()) == 5
+    assert torch.equal(fused(images()), plain(images()))
+    fused.conv1[1].register_forward_hook(lambda *_: None)
+    assert rectified_norms(fused, monkeypatch, images()) == 4
+    # By hand, and with a hook on all of the stem, the norms are norms.
+    fused.conv1.register_forward_hook(lambda *_: None)
+    assert rectified_norms(fused, monkeypatch, images()) == 3
+    assert float(fused.conv1[:2](images()).detach().min()) < 0
+
+
 def test_copies_and_pickles_stay_fused() -> None:
     fused = compressed(model())
     for clone in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
@@ -248,7 +339,7 @@ def test_resnet_of_a_library(library: str) -> None:
     fused = pyactcomp.compress(copy.deepcopy(plain))
     forms = dict(fused_modules(fused))
     assert list(forms.values()).count("ResidualBlock") == 16
-    assert forms["bn1"] == "BatchNormReLU2d"
+    assert forms[""] == "ResNet"
     x = normal(16, 3, 96, 96).cuda().to(memory_format=torch.channels_last)
     labels = torch.arange(16, device="cuda") % 10
     grads = []

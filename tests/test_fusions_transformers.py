@@ -20,6 +20,7 @@ import pyactcomp
 from pyactcomp.config import Config
 from pyactcomp.functional import Codes
 from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
+from pyactcomp.fusions.families import torch_modules
 from pyactcomp.fusions.families.transformers import attention
 from pyactcomp.fusions.families.transformers import modules as transformers_modules
 from pyactcomp.fusions.tampering import tampering_reason
@@ -67,7 +68,7 @@ def kinds(model: nn.Module) -> set[str]:
     [
         (llama, {"DecoderLayer", "GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
         (qwen3, {"DecoderLayer", "GatedMLP", "Projections", "RMSNorm", "RMSNormForGatedMLP"}),
-        (gpt2, {"Dropout", "LayerNorm", "LayerNormForLinear", "NewGELU"}),
+        (gpt2, {"Dropout", "GPT2Block", "LayerNorm", "NewGELU"}),
         (bert, {"Dropout", "GELU", "LayerNorm", "Projections", "ResidualNorm"}),
     ],
 )
@@ -105,9 +106,9 @@ def test_lossless_step_is_the_exact_one_to_the_bit(
 def test_a_norm_of_the_same_name_behind_the_attention_keeps_codes() -> None:
     block = built(llama).model.layers[0]
     norm = block.post_attention_layernorm
-    assert list(transformers_modules._norms_before_gated_mlps(block)) == [norm]
+    assert list(transformers_modules.by_place(block)) == [norm]
     block.post_feedforward_layernorm = copy.deepcopy(norm)
-    assert transformers_modules._norms_before_gated_mlps(block) == {}
+    assert transformers_modules.by_place(block) == {}
 
 
 def test_block_adds_and_normalises_as_its_modules_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,38 +316,50 @@ def test_child_hooked_after_fusing_is_not_bypassed() -> None:
     assert seen == [1]
 
 
-def test_input_of_several_linears_is_cast_once_under_autocast() -> None:
+def test_input_of_several_linears_is_cast_once_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(bert)
     fuse(model, INT8)
-    seen = []
-    attention = model.bert.encoder.layer[0].attention.self
-    for projection in (attention.query, attention.key, attention.value):
-        projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    cast: list[torch.dtype] = []
+    own = attention.cast_once
+
+    def noted(module: nn.Module, x: Tensor) -> Tensor:
+        cast.append(own(module, x).dtype)
+        return own(module, x)
+
+    monkeypatch.setattr(attention, "cast_once", noted)
     step(model, autocast=True)
-    assert {x.dtype for x in seen} == {torch.bfloat16}
-    assert len({id(x) for x in seen}) == 1
+    assert cast == [torch.bfloat16] * 2
+    # A hook sees what it would without compress.
+    seen: list[torch.dtype] = []
+    model.bert.encoder.layer[0].attention.self.key.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    cast.clear()
+    step(model, autocast=True)
+    assert cast == [torch.float32, torch.bfloat16]
+    assert seen == [torch.float32]
 
 
-def test_norm_before_a_linear_writes_what_autocast_would_make_of_it() -> None:
-    exact = built(gpt2)
-    model = copy.deepcopy(exact)
-    fuse(model, INT8)
-    names = {name for name, kind in fused_modules(model) if kind == "LayerNormForLinear"}
-    assert names == {f"transformer.h.{i}.ln_{j}" for i in (0, 1) for j in (1, 2)}
-    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, expected = (candidate.transformer.h[0].ln_1(x) for candidate in (model, exact))
-    assert got.dtype is torch.bfloat16
-    # Float32 roundings before the cast may move an element to the neighbouring bfloat16.
-    torch.testing.assert_close(got, expected.to(torch.bfloat16), rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
-    assert model.transformer.ln_f(x).dtype is torch.float32
-
-
-def test_norm_with_two_callers_stays_float32() -> None:
+def test_norm_before_a_linear_writes_what_autocast_would_make_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(gpt2)
-    model.again = model.transformer.h[0].ln_1
     fuse(model, INT8)
-    assert dict(fused_modules(model))["transformer.h.0.ln_1"] == "LayerNorm"
+    written: list[torch.dtype | None] = []
+    own = torch_modules.layer_norm
+
+    def noted(*args: object, dtype: torch.dtype | None, **options: object) -> Tensor:
+        written.append(dtype)
+        return own(*args, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch_modules, "layer_norm", noted)
+    step(model, autocast=True)
+    # Two norms of each block, and the last one, which the head reads: no block's forward calls that.
+    assert written == [torch.bfloat16] * 4 + [None]
+    written.clear()
+    step(model)
+    assert written == [None] * 5
+    # For others that call a norm its output is float32, as without compress.
+    written.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.transformer.h[0].ln_1(torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True))
+    assert written == [None]
 
 
 def test_disabled_step_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,6 @@ SHARDS = OutputMark[Any]("shards")
 PACKS = TensorMark[Packs]("packs")
 """On codes saved by an autograd function: the packed tensor, for the report."""
 
-RECTIFIED = TensorMark[int]("rectified")
-"""On the output of a batch norm with the following ReLU already applied: the output's version."""
-
 FUSING = DictMark[Any]("fusing")
 """On a compressed model and its fused modules: the :class:`~pyactcomp.fusions.state.FusionState`."""
 

@@ -10,8 +10,9 @@ import ast
 import copy
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -77,6 +78,50 @@ def formula(function: ast.FunctionDef | None) -> str | None:
                 return ast.unparse(_Inline(values).visit(value))
             case _:
                 return None
+    return None
+
+
+@functools.cache
+def attributes_read(method: ast.FunctionDef | None) -> tuple[str, ...] | None:
+    """Return the attributes that a method reads from ``self``, once a read; None if it uses ``self`` in another way."""
+    read: list[str] = []
+    names: list[str] = []
+    for node in ast.walk(method) if method is not None else ():
+        match node:
+            case ast.Attribute(value=ast.Name("self"), attr=attribute, ctx=ast.Load()):
+                read.append(attribute)
+            case ast.Name(id=name):
+                names.append(name)
+    return tuple(read) if names.count("self") == len(read) and "super" not in names else None
+
+
+@functools.cache
+def calls_in_turn(method: ast.FunctionDef | None) -> Mapping[str, str]:
+    """Return the children whose output one other child takes, and nothing else can: {child: the one called next}.
+
+    The method is ``x = self.child(x)`` and ``x = self.next(x)`` in direct succession, calls neither once more, and
+    reads attributes of ``self`` only.
+    """
+    read = attributes_read(method) or ()
+    found: dict[str, str] = {}
+    for node in ast.walk(method) if method is not None else ():
+        body = getattr(node, "body", None)
+        for statement, following in itertools.pairwise(body if isinstance(body, list) else ()):
+            first, second = _step(statement), _step(following)
+            if first and second and first[0] == second[0] and read.count(first[1]) == read.count(second[1]) == 1:
+                found[first[1]] = second[1]
+    return found
+
+
+def _step(statement: ast.stmt) -> tuple[str, str] | None:
+    """Return the variable and the child of a statement ``x = self.child(x)``."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name(id=target)], value=ast.Call(func=called, args=[ast.Name(id=name)], keywords=[])
+        ):
+            match called:
+                case ast.Attribute(value=ast.Name("self"), attr=child) if name == target:
+                    return name, child
     return None
 
 

@@ -19,12 +19,21 @@ def is_matrix_product(linear: Module) -> bool:
 
 def feeds_linears(module: Module) -> bool:
     """Return whether several Linears read the input of a module, and nothing else does."""
+    children = _reading(module)
+    return len(children) > 1 and all(isinstance(child, nn.Linear) for child in children)
+
+
+def _reading(module: Module) -> list[Any]:
     names = children_fed(forward_of(original_of(type(module))))
-    return len(names) > 1 and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+    return [getattr(module, name, None) for name in names]
 
 
 def cast_once(module: Module, x: Any) -> Any:
-    """Return the input in autocast's dtype if several Linears and nothing else read the input, else unchanged."""
+    """Return the input in autocast's dtype if several bare Linears and nothing else read the input, else unchanged.
+
+    A hook, or a forward of another class, may read the input before the cast that torch's Linear makes.
+    """
     if type(x) is not Tensor or (dtype := autocast_dtype(x)) is None:
         return x
-    return x.to(dtype) if feeds_linears(module) else x
+    children = _reading(module)
+    return x.to(dtype) if len(children) > 1 and all(bypassable_as(each, nn.Linear) for each in children) else x

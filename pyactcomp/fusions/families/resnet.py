@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Collection
-from typing import cast
+import types
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ...engine.marks import RECTIFIED
 from ...functional import Codes
 from ...functional.convolutional.batch_norm import batch_norm
 from ...functional.convolutional.max_pool import max_pool2d
-from ..fusion import Fused, Fusion, codes_for, fused_class, of_one_dtype
-from ..state import next_codes
-from ..tampering import bypassable_as, tampering_reason
+from ..formulas import attributes_read, calls_in_turn, definition
+from ..fusion import Fused, Fusion, codes_for, fused_class, is_fused_class, of_one_dtype
+from ..stand_ins import with_children
+from ..state import active_codes, next_codes
+from ..tampering import bypassable, bypassable_as
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
 _RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
@@ -84,27 +87,70 @@ class MaxPool2d(Fused, nn.MaxPool2d):
         return max_pool2d(input, self.kernel_size, self.stride, self.padding, impl=codes.impl)
 
 
-class BatchNormReLU2d(Fused, nn.BatchNorm2d):
-    """A batch norm with ReLU: only a :class:`PassingReLU` reads the output."""
+class ResNet(Fused):
+    """A ResNet of timm or torchvision: where its own code calls ReLU on the output of a norm, both run as one."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise the channels of ``input`` and apply ReLU."""
-        codes = codes_for(self, input)
-        if codes is None or input.dim() != 4 or tampering_reason(self) is not None:
-            return super().forward(input)
-        out = _normalise(self, input, codes, relu=True)
-        RECTIFIED.set(out, out._version)
-        return out
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Override the methods that call a norm, and ReLU right after."""
+        super().__init_subclass__(**options)
+        if is_fused_class(cls):
+            for name in _fusing_methods(cls.__bases__[1]):
+                setattr(cls, name, _with_fused_pairs(cls.__bases__[1], name))
 
 
-class PassingReLU(Fused, nn.ReLU):
-    """A ReLU that returns the output of a :class:`BatchNormReLU2d` unchanged."""
+def _fusing_methods(cls: type[Module]) -> list[str]:
+    """Return the methods of a class that call a child right after another, and no other method of the class."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply ReLU unless the batch norm has."""
-        if RECTIFIED.get(input) == input._version:
-            return input
-        return super().forward(input)
+    def fuses(function: Any) -> bool:
+        method = definition(function) if isinstance(function, types.FunctionType) else None
+        return bool(calls_in_turn(method)) and not any(hasattr(cls, name) for name in attributes_read(method) or ())
+
+    return [name for name, function in vars(cls).items() if fuses(function)]
+
+
+def _with_fused_pairs(cls: type[Module], name: str) -> Callable[..., Any]:
+    """Return a method like that of a class, with each norm and the ReLU right after in one pass."""
+    method = getattr(cls, name)
+    pairs = calls_in_turn(definition(method)).items()
+
+    @functools.wraps(method)
+    def run(self: Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(cls, name)
+        # A method that was replaced may do something else between the two. A proxy of torch.fx is no tensor.
+        if own is not method or not isinstance(x, Tensor) or active_codes(self) is None:
+            return own(self, x, *args, **kwargs)
+        children: dict[str, Callable[..., Any]] = _pairs_fused(self, pairs)
+        for part, child in self._modules.items():
+            if bypassable_as(child, nn.Sequential):
+                inside = _pairs_fused(cast(Module, child), itertools.pairwise(cast(Module, child)._modules))
+                if inside:
+                    children[part] = with_children(cast(Module, child), inside)
+        return own(with_children(self, children) if children else self, x, *args, **kwargs)
+
+    return run
+
+
+def _pairs_fused(parent: Module, pairs: Iterable[tuple[str, str]]) -> dict[str, Callable[..., Tensor]]:
+    """Return what computes the pairs of a norm and ReLU among the children of these names, for both names."""
+    found: dict[str, Callable[..., Tensor]] = {}
+    for first, second in pairs:
+        norm, activation = parent._modules.get(first), parent._modules.get(second)
+        if isinstance(norm, BatchNorm2d) and bypassable_as(activation, nn.ReLU):
+            found[first] = functools.partial(_normalise_and_rectify, norm, cast(nn.ReLU, activation))
+            found[second] = _as_it_is
+    return found
+
+
+def _normalise_and_rectify(norm: BatchNorm2d, activation: nn.ReLU, x: Tensor) -> Tensor:
+    """Return ``activation(norm(x))``, in one pass where nobody looks at what is in between."""
+    codes = codes_for(norm, x)
+    if codes is None or x.dim() != 4 or not bypassable(norm) or not bypassable(activation):
+        return cast(Tensor, activation(norm(x)))
+    return _normalise(norm, x, codes, relu=True)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class ResidualBlock(Fused):
@@ -151,32 +197,6 @@ def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
     return layers
 
 
-def by_place(model: Module) -> dict[Module, Fusion]:
-    """Return the fusions of a ResNet's first norms and the ReLUs behind them.
-
-    In these classes only the ReLU reads the norm's output; the norm alone does not show this.
-    """
-    if not any(type(model) is getattr(sys.modules.get(name), "ResNet", None) for name in _RESNETS):
-        return {}
-    if tampering_reason(model) is not None:
-        return {}
-    children = model._modules
-    first = children.get("conv1")
-    deep = list(first) if type(first) is nn.Sequential and tampering_reason(first) is None else []
-    row = [*deep, children.get("bn1"), children.get("act1", children.get("relu"))]
-    fusions: dict[Module, Fusion] = {}
-    for norm, activation in itertools.pairwise(row):
-        if (
-            isinstance(norm, Module)
-            and isinstance(activation, Module)
-            and bypassable_as(norm, nn.BatchNorm2d)
-            and bypassable_as(activation, nn.ReLU)
-        ):
-            fusions[norm] = Fusion(fused_class(BatchNormReLU2d, nn.BatchNorm2d))
-            fusions[activation] = Fusion(fused_class(PassingReLU, nn.ReLU))
-    return fusions
-
-
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fusion of each class; timm's and torchvision's classes only if loaded."""
     fusions: dict[type[Module], Fusion] = {
@@ -188,4 +208,7 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
         for block in (getattr(resnet, attribute, None) for attribute in ("BasicBlock", "Bottleneck")):
             if block is not None:
                 fusions[block] = Fusion(fused_class(ResidualBlock, block), bypassed=_BYPASSED)
+        model = getattr(resnet, "ResNet", None)
+        if model is not None and _fusing_methods(model):
+            fusions[model] = Fusion(fused_class(ResNet, model))
     return fusions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, cast
@@ -15,7 +16,9 @@ from ...functional import dropout, gelu, layer_norm, rms_norm
 from ..formulas import children_fed, forward_of
 from ..fusion import Fused, Fusion, codes_for, fits, fused_class, linear_dtype, original_of
 from ..sharded import local_rows, of_rows
-from ..tampering import bypassable_as, tampering_reason
+from ..stand_ins import with_children
+from ..state import active_codes
+from ..tampering import bypassable, bypassable_as
 
 
 class LayerNorm(Fused, nn.LayerNorm):
@@ -30,9 +33,10 @@ class LayerNorm(Fused, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
-        return self._normalise(x, None)
+        return self.normalise(x, None)
 
-    def _normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Normalise ``x`` and, where codes serve, cast to ``dtype``."""
         own, weight, bias = local_rows(x, len(self.normalized_shape), self.weight, self.bias)
         codes = codes_for(self, own)
         # timm's layer norm may run apex's kernel, with another rounding.
@@ -40,16 +44,6 @@ class LayerNorm(Fused, nn.LayerNorm):
             return super().forward(x)
         out = layer_norm(own, self.normalized_shape, weight, bias, self.eps, dtype=dtype, codes=codes)
         return out if own is x else of_rows(out, x)
-
-
-class LayerNormForLinear(LayerNorm):
-    """A layer norm read by Linears only: under autocast the output has the dtype of the Linears' cast."""
-
-    stands_for = ("layer_norm", "linear")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``."""
-        return self._normalise(x, linear_dtype(x))
 
 
 class RMSNorm(Fused, nn.RMSNorm):
@@ -106,6 +100,56 @@ class Dropout(Fused, nn.Dropout):
         return dropout(input, self.p, impl=codes.impl)
 
 
+class PreNormBlock(Fused):
+    """A block whose forward gives the output of a norm to one child, of which Linears alone read it.
+
+    Under autocast the norm then writes the dtype of the Linears' cast: for the block's own forward, not for others that
+    call the norm.
+    """
+
+    feeds: ClassVar[Mapping[str, str]]
+    """Each norm's name, and the name of the child that alone reads the norm's output; set by a derived class."""
+
+    @staticmethod
+    def linears() -> tuple[type[Module], ...]:
+        """Return the classes whose inputs autocast casts."""
+        return (nn.Linear,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward, with norms that cast."""
+        block = self
+        if active_codes(self) is not None:
+            norms = {}
+            for name, reader in self.feeds.items():
+                norm, child = self._modules.get(name), self._modules.get(reader)
+                if isinstance(norm, LayerNorm) and child is not None:
+                    norms[name] = functools.partial(_normalise_for_linears, norm, child, self.linears())
+            block = with_children(self, norms)
+        return cast(Any, super(PreNormBlock, block)).forward(*args, **kwargs)
+
+    @classmethod
+    def suits(cls, block: Module) -> bool:
+        """Return whether one of the children that read a norm consists of Linears."""
+        children = [block._modules.get(child) for child in cls.feeds.values()]
+        return any(child is not None and _feeds(child, cls.linears()) for child in children)
+
+
+def _normalise_for_linears(norm: LayerNorm, child: Module, linears: tuple[type[Module], ...], x: Tensor) -> Tensor:
+    dtype = linear_dtype(x)
+    if dtype is None or not bypassable(norm) or not _feeds(child, linears):
+        return cast(Tensor, norm(x))
+    return norm.normalise(x, dtype)
+
+
+def _feeds(module: Module, linears: tuple[type[Module], ...]) -> bool:
+    """Return whether Linears without hooks read the input of a module, and nothing else does."""
+    names = children_fed(forward_of(original_of(type(module))))
+    children = [getattr(module, name, None) for name in names]
+    # A branch that is never taken may name an absent child.
+    present = [child for child in children if child is not None]
+    return bypassable(module) and bool(present) and all(bypassable_as(child, *linears) for child in present)
+
+
 def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fusion of each class."""
     return {
@@ -119,41 +163,3 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
 
 def _drops(dropout: Module) -> bool:
     return 0 < cast(nn.Dropout, dropout).p < 1
-
-
-def norms_before_linears(
-    block: Module,
-    places: Mapping[tuple[str, str], Mapping[str, str]],
-    norms: Collection[type[Module]],
-    linears: Collection[type[Module]],
-) -> dict[Module, Fusion]:
-    """Return the fusions of the layer norms in ``block`` read only by Linears.
-
-    Parameters
-    ----------
-    block : Module
-    places : mapping
-        (Python module, class name) of a block: {norm: the only child that reads the norm's output}.
-    norms, linears : collection of type
-        Classes of norms, and classes with inputs cast by autocast.
-    """
-    cls = original_of(type(block))
-    feeds = places.get((cls.__module__, cls.__name__))
-    if feeds is None or tampering_reason(block) is not None:
-        return {}
-    children = block._modules
-    return {
-        norm: Fusion(fused_class(LayerNormForLinear, type(norm)))
-        for norm, child in ((children.get(a), children.get(b)) for a, b in feeds.items())
-        if norm is not None and type(norm) in norms and child is not None and _feeds(child, linears)
-    }
-
-
-def _feeds(module: Module, linears: Collection[type[Module]]) -> bool:
-    names = children_fed(forward_of(original_of(type(module))))
-    children = [getattr(module, name, None) for name in names]
-    # A branch that is never taken may name an absent child.
-    present = [child for child in children if child is not None]
-    return (
-        tampering_reason(module) is None and bool(present) and all(bypassable_as(child, *linears) for child in present)
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....functional import Codes, rope
 from ...formulas import definition, formula
-from ...fusion import Fused, autocast_dtype
+from ...fusion import Fused
 from ...products import cast_once
 from ...state import active_codes
 
@@ -81,7 +81,7 @@ def _with_rope(forward: types.FunctionType, codes: Codes) -> types.FunctionType:
 def _rotated(
     original: Callable[..., Any], codes: Codes, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> Any:
-    """Rotate queries and keys; unless in lossless mode, in the dtype of autocast's cast before attention."""
+    """Rotate queries and keys, in the dtype of the module's own: an attention function of the user's may read them."""
     fits = unsqueeze_dim in (1, 2) and cos.shape == sin.shape
     for x in (q, k):
         fits = fits and type(x) is type(cos) is type(sin) is Tensor and x.dim() == 4 and cos.dim() == 3
@@ -89,5 +89,4 @@ def _rotated(
         fits = fits and x.shape[3 - unsqueeze_dim] == cos.shape[1]
     if not fits:
         return original(q, k, cos, sin, unsqueeze_dim)
-    dtype = autocast_dtype(cos) if codes.bits is not None else None
-    return rope(q, k, cos, sin, unsqueeze_dim, dtype=dtype, contiguous_grad=codes.bits is None, impl=codes.impl)
+    return rope(q, k, cos, sin, unsqueeze_dim, contiguous_grad=codes.bits is None, impl=codes.impl)

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeGuard, cast
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ...products import cast_once, feeds_linears, is_matrix_product
 from ...sharded import local_rows, of_rows
 from ...state import next_codes
 from ...tampering import bypassable, bypassable_as
-from ..torch_modules import Dropout, norms_before_linears
+from ..torch_modules import Dropout, PreNormBlock
 from .attention import Projections, rotates
 
 _SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
@@ -163,7 +163,8 @@ class ResidualNorm(Fused):
     @staticmethod
     def row_length(module: Module) -> int | None:
         """Return the elements of a row."""
-        return math.prod(cast(ResidualNorm, module).LayerNorm.normalized_shape)
+        norm = cast(ResidualNorm, module).LayerNorm
+        return math.prod(norm.normalized_shape) if isinstance(norm, nn.LayerNorm) else None
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Run the output part of a post-norm block."""
@@ -229,6 +230,27 @@ def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[
     return bound.arguments.items()
 
 
+class GPT2Block(PreNormBlock):
+    """GPT-2's block."""
+
+    feeds: ClassVar = {"ln_1": "attn", "ln_2": "mlp"}
+
+    @staticmethod
+    def linears() -> tuple[type[Module], ...]:
+        """Return the classes of GPT-2's projections."""
+        return nn.Linear, sys.modules["transformers.pytorch_utils"].Conv1D
+
+
+class ViTLayer(PreNormBlock):
+    """The block of a vision transformer."""
+
+    feeds: ClassVar = {"layernorm_before": "attention", "layernorm_after": "mlp"}
+
+
+_PRE_NORM: dict[tuple[str, str], type[PreNormBlock]] = {
+    ("transformers.models.gpt2.modeling_gpt2", "GPT2Block"): GPT2Block,
+    ("transformers.models.vit.modeling_vit", "ViTLayer"): ViTLayer,
+}
 _BY_FORMULA: dict[str, Callable[[type[Module]], Fusion]] = {
     "self.weight * (hidden_states.to(torch.float32) * torch.rsqrt(hidden_states.to(torch.float32).pow(2)"
     ".mean(-1, keepdim=True) + self.variance_epsilon)).to(hidden_states.dtype)": lambda cls: Fusion(
@@ -246,11 +268,6 @@ _BY_FORMULA: dict[str, Callable[[type[Module]], Fusion]] = {
 }
 
 
-# Blocks whose norms feed one child each: (module, class) -> {norm: child}.
-_PRE_NORM = {
-    ("transformers.models.gpt2.modeling_gpt2", "GPT2Block"): {"ln_1": "attn", "ln_2": "mlp"},
-    ("transformers.models.vit.modeling_vit", "ViTLayer"): {"layernorm_before": "attention", "layernorm_after": "mlp"},
-}
 _DECODER_LAYER = """\
 residual = hidden_states
 hidden_states = self.input_layernorm(hidden_states)
@@ -280,9 +297,10 @@ def _fusion(cls: type[Module]) -> Fusion | None:
         return None
     if _is_decoder_layer(defined):
         norms = "input_layernorm", "post_attention_layernorm"
-        return Fusion(
-            fused_class(DecoderLayer, cls), bypassed=norms, suits=lambda block: bool(_norms_before_gated_mlps(block))
-        )
+        return Fusion(fused_class(DecoderLayer, cls), bypassed=norms, suits=lambda block: bool(by_place(block)))
+    pre_norm = _PRE_NORM.get((cls.__module__, cls.__name__))
+    if pre_norm is not None:
+        return Fusion(fused_class(pre_norm, cls), suits=pre_norm.suits)
     make = _BY_FORMULA.get(formula(defined) or "")
     if make is not None:
         return make(cls)
@@ -300,13 +318,6 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
 
 
 def by_place(block: Module) -> dict[Module, Fusion]:
-    """Return the fusions of a block's norms that one known child reads."""
-    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    linears = (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
-    return norms_before_linears(block, _PRE_NORM, (nn.LayerNorm,), linears) | _norms_before_gated_mlps(block)
-
-
-def _norms_before_gated_mlps(block: Module) -> dict[Module, Fusion]:
     """Return the fusion of the norm before the gated MLP of a Llama block."""
     children = block._modules
     norm, mlp = children.get("post_attention_layernorm"), children.get("mlp")
