@@ -24,13 +24,13 @@ from .codec import Impl, Rounding
 from .compiled import marks
 from .compiled.blocks import reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
-from .engine.marks import FUSING, give_class
+from .engine.classes import give_class
+from .engine.marks import FUSING
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session, close_abandoned
 from .errors import PyactcompError
 from .fusions import FusionState, unfuse
 from .fusions.replaced import calls_are_replaced
-from .fusions.scriptable import Scriptable
 from .fusions.tampering import tampering_reason
 from .readers.observer import prepare
 
@@ -124,10 +124,27 @@ def session_of(model: Module) -> Session:
     raise PyactcompError(f"this {type(model).__name__} is not compressed; call pyactcomp.compress on it first")
 
 
+_Forms = list[tuple[Module, type[Module], FusionState | None]]
+
+
+def _forms(model: Module) -> _Forms:
+    return [(module, type(module), FUSING.get(module)) for module in model.modules()]
+
+
+def _give_back(model: Module, forms: _Forms) -> None:
+    """Give modules the classes that they had, and the states of fusing."""
+    marks.unmark(model)
+    unfuse(model)
+    for module, cls, state in forms:
+        give_class(module, cls)
+        if state is not None:
+            FUSING.set(module, state)
+
+
 @contextlib.contextmanager
 def fused_by(model: Module, config: Config) -> Iterator[None]:
     """Fuse and mark the modules of a model by another configuration inside a ``with`` block."""
-    before = [(module, module.__class__, FUSING.get(module)) for module in model.modules()]
+    before = _forms(model)
     marks.unmark(model)
     unfuse(model)
     try:
@@ -136,18 +153,13 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
         marks.mark(model, config, skipped)
         yield
     finally:
-        marks.unmark(model)
-        unfuse(model)
-        for module, cls, state in before:
-            give_class(module, cls)
-            if state is not None:
-                FUSING.set(module, state)
+        _give_back(model, before)
 
 
 @contextlib.contextmanager
 def paused(model: Module) -> Iterator[None]:
     """Switch off the compression of a model and of all its modules inside a ``with`` block."""
-    classes = [(module, module.__class__) for module in model.modules()]
+    classes = [(module, type(module)) for module in model.modules()]
     states: list[Session | FusionState] = [session for _, session in _sessions(model)]
     fusion_states = (FUSING.get(module) for module in model.modules())
     states += {id(state): state for state in fusion_states if state is not None}.values()
@@ -309,7 +321,7 @@ on_conflict, compile_blocks
     ------
     TypeError, ValueError
         If the model is not a Module, or an option is unknown or has a wrong value, or with ``compile_blocks`` no block
-        repeats. The model is then unchanged.
+        repeats. After this or any other exception the model is unchanged.
     PyactcompError
         If the model, a module inside or a model around it is already compressed, the model shares a module with a
         compressed model, or ``impl`` cannot run.
@@ -355,19 +367,32 @@ on_conflict, compile_blocks
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     config = _check_blocks(model, config, skipped)
-    marks.unmark(model)
-    unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
-    fusion_state = fusions.fuse(model, config, skipped)
-    session = Session(config, fusion_state.seeds)
-    # First in and last out, so that the module's other hooks run inside.
-    model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
-    model.register_forward_hook(_CloseHooks(session), always_call=True)
-    _keep_exact(session, skipped)
-    _offer_layer_norms(session, model)
-    model.__dict__[Scriptable.NAME] = Scriptable(model)
-    marks.mark(model, config, skipped)
+    before = _forms(model)
+    try:
+        marks.unmark(model)
+        unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
+        fusion_state = fusions.fuse(model, config, skipped)
+        session = Session(config, fusion_state.seeds)
+        # First in and last out, so that the module's other hooks run inside.
+        model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
+        model.register_forward_hook(_CloseHooks(session), always_call=True)
+        _keep_exact(session, skipped)
+        _offer_layer_norms(session, model)
+        marks.mark(model, config, skipped)
+    except BaseException:
+        _remove_hooks(model)
+        _give_back(model, before)
+        raise
     _roots.add(model)
     return model
+
+
+def _remove_hooks(model: Module) -> None:
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def decompress(model: Module) -> Module:
@@ -400,12 +425,7 @@ def decompress(model: Module) -> Module:
         session.drop_all()  # of the forward that makes this call
     marks.unmark(model)
     unfuse(model)
-    model.__dict__.pop(Scriptable.NAME, None)
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+    _remove_hooks(model)
     _roots.discard(model)
     return model
 

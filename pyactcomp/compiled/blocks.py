@@ -20,6 +20,7 @@ from torch.fx import Proxy
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parameter import is_lazy
 
+from ..engine.classes import takes_class
 from ..torch_private import constant_in_graphs, dispatch_mode_active, transformed
 
 # A line on the standard error, unless the program configures logging; before that much, nobody wonders.
@@ -61,9 +62,9 @@ def repeating_blocks(model: Module, skipped: Collection[Module] = ()) -> dict[Mo
 
 
 def _is_block(module: Module) -> bool:
-    # TorchScript has a graph of its own; a forward of the instance would pass by the class's.
-    excluded = isinstance(module, (ModuleList, ModuleDict, torch.jit.ScriptModule)) or "forward" in module.__dict__
-    return not excluded and type(type(module)) is type and next(module.children(), None) is not None
+    # A forward of the instance would pass by the class's.
+    excluded = isinstance(module, (ModuleList, ModuleDict)) or "forward" in module.__dict__
+    return not excluded and takes_class(module) and next(module.children(), None) is not None
 
 
 def _name(block: Module) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 import os
 import warnings
-from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator
 from inspect import Parameter
 from types import FunctionType
@@ -18,12 +16,14 @@ import torch
 from torch.nn import Linear, Module, ModuleList, Sequential
 
 from ..config import Config
-from ..engine.marks import COMPILED, compiled_mark, give_class, unmarked, wraps_forwards
+from ..engine.classes import class_in_front, give_class, takes_class, unmarked
+from ..engine.marks import COMPILED, compiled_mark
 from ..engine.session import close_interrupted
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
 from .projections import pays, unaligned_projections
+from .scriptable import Scriptable
 
 # How a function hands on a parameter of its own; one without an entry by position.
 _PASSED: dict[Any, str] = {
@@ -81,34 +81,11 @@ def _tell(mark: Mark) -> None:
             warnings.warn(f"torch.compile's graph of {mark.name} has no use for {option}", stacklevel=2)
 
 
-class Marked(Module):
-    """Base of the classes given to compressed modules."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Leave out an ``__init_subclass__`` of the user's, which registers classes or takes keywords."""
-        if COMPILED.get(cls) is None or wraps_forwards(cls):
-            super().__init_subclass__(**options)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the module's own class and the configuration: the marked class is no attribute of any module."""
-        make, arguments, *state = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
-        mark: Mark | None = COMPILED.get(type(self))
-        if mark is None:  # a class derived from the marked one
-            return (make, arguments, *state)
-        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            arguments = (unmarked(type(self)),)
-        return (_blank, (make, arguments, mark.graphs, mark.skipped, mark.compiled), *state)
+class Marked(Scriptable):
+    """The mixin of the classes given to compressed modules; each class has a ``forward`` of its own."""
 
 
-def _blank(
-    make: Callable[..., Module], arguments: tuple[Any, ...], graphs: Graphs, skipped: bool, compiled: str
-) -> Module:
-    module = make(*arguments)
-    give_class(module, _class_of(graphs, type(module), skipped, compiled))
-    return module
-
-
-def _class_of(graphs: Graphs, cls: type[Module], skipped: bool, compiled: str = "") -> type[Module]:
+def _class_of(cls: type[Module], graphs: Graphs, skipped: bool, compiled: str = "") -> type[Module]:
     key = cls, skipped, compiled
     if key not in graphs.classes:
         graphs.classes[key] = _marked(cls, Mark(graphs, cls.__name__, skipped, compiled))
@@ -142,9 +119,8 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     # Of the modules that compile themselves, projections alone are Linears: a block has children.
     gains = pays if issubclass(cls, Linear) else None
     called = compiled_forward(forward, cls.__name__, mark.compiled, gains) if mark.compiled else forward
-    body = {"forward": called, COMPILED.name: mark, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    body["__qualname__"] = cls.__qualname__
-    marked = cast("type[Module]", type(cls.__name__, (Marked, cls), body))
+    body = {"forward": called, COMPILED.name: mark}
+    marked = class_in_front(cls, Marked, _class_of, (mark.graphs, mark.skipped, mark.compiled), body)
     return marked
 
 
@@ -211,9 +187,8 @@ def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Non
         inside = {module for block in to_compile for module in block.modules()}
         to_compile |= unaligned_projections(model, exempt | inside)
     for module in dict.fromkeys([*_unwrapped(model), *blocks_of(model), *compiled, *to_compile, *skipped]):
-        # A class with a metaclass of its own, as TorchScript's, takes no other class; DDP is an abstract base class.
-        if type(type(module)) in (type, ABCMeta) and not isinstance(module, torch.jit.ScriptModule):
-            give_class(module, _class_of(graphs, type(module), module in exempt, to_compile.get(module, "")))
+        if takes_class(module):
+            give_class(module, _class_of(type(module), graphs, module in exempt, to_compile.get(module, "")))
 
 
 def pause(model: Module) -> None:
@@ -222,7 +197,7 @@ def pause(model: Module) -> None:
         mark: Mark | None = COMPILED.get(type(module))
         cls = unmarked(type(module))
         if mark is not None and mark.compiled:
-            cls = _class_of(mark.graphs, cls, True, mark.compiled)
+            cls = _class_of(cls, mark.graphs, True, mark.compiled)
         give_class(module, cls)
 
 

@@ -22,13 +22,6 @@ class Packs(NamedTuple):
     storage: ref[torch.UntypedStorage] | None
 
 
-def give_class(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
-    """Give a module another class. An assignment of its own class would take a traced module's forward away."""
-    if type(module) is not cls:
-        # Past a __setattr__ of the module's own, which may refuse.
-        object.__setattr__(module, "__class__", cls)
-
-
 class TensorMark(Generic[T]):
     """One named attribute on tensors."""
 
@@ -106,24 +99,14 @@ FUSING = DictMark[Any]("fusing")
 FORM = DictMark[tuple[type, Any]]("form")
 """On a fused subclass, to tell the subclass from the user's own class: that class, and its forward then."""
 
+GIVEN = DictMark[Any]("given")
+"""On a class that ``compress`` gives to modules: the :class:`~pyactcomp.engine.classes.Given`, what it is made of."""
+
+SEALED = DictMark[bool]("sealed")
+"""On a given class once it is made: True, from then on its attributes are those of the module's own class."""
+
 COMPILED = DictMark[Any]("compiled")
 """On the class that a compressed module has for torch.compile: the :class:`~pyactcomp.compiled.marks.Mark`."""
-
-
-def unmarked(cls: Any) -> Any:
-    """Return the class of a module without the class put before it for torch.compile."""
-    return cls.__bases__[1] if COMPILED.get(cls) is not None else cls
-
-
-def wraps_forwards(cls: Any) -> bool:
-    """Return whether the class behind one of ours has a forward made by ``__init_subclass__`` of a base.
-
-    Such a base wraps the forward of each subclass, ours too: in transformers the outermost wrapper alone checkpoints.
-    """
-    behind = cls.__bases__[1]
-    code = getattr(behind.forward, "__code__", None)
-    functions = (getattr(vars(base).get("__init_subclass__"), "__func__", None) for base in behind.__mro__)
-    return any(code in function.__code__.co_consts for function in functions if function is not None)
 
 
 def compiled_mark(cls: type) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch.nn import Module
 
 from ..config import Config
-from ..engine.marks import FUSING, give_class
+from ..engine.classes import give_class, given_of
+from ..engine.marks import FUSING
 from . import families, head
 from .fusion import Fused, Fusion, is_fused_class, original_of
 from .state import FusionState, LeftAlone
@@ -19,7 +20,7 @@ __all__ = ["FusionState", "fuse", "fused_modules", "left_alone", "unfuse"]
 
 
 def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> FusionState:
-    """Swap the class of every module of ``model`` with a known fused class; after an error, of none.
+    """Swap the class of every module of ``model`` with a known fused class.
 
     Parameters
     ----------
@@ -58,14 +59,10 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
             "takes torch.nn.functional.cross_entropy of a Linear's result in chunks"
         )
     state = FusionState(config, tuple(alone))
-    try:
-        FUSING.set(model, state)
-        for module, fused in plan.items():
-            give_class(module, fused)
-            FUSING.set(module, state)
-    except BaseException:
-        unfuse(model)
-        raise
+    FUSING.set(model, state)
+    for module, fused in plan.items():
+        give_class(module, fused)
+        FUSING.set(module, state)
     return state
 
 
@@ -82,7 +79,7 @@ def unfuse(model: Module) -> None:
 def fused_modules(model: Module) -> list[tuple[str, str]]:
     """Return the qualified name of each fused module, with the name of the fused class."""
     return [
-        (name, next(base.__bases__[0].__name__ for base in type(module).__mro__ if is_fused_class(base)))
+        (name, next(given_of(base).mixin.__name__ for base in type(module).__mro__ if is_fused_class(base)))
         for name, module in model.named_modules()
         if isinstance(module, Fused) and FUSING.get(module) is not None
     ]

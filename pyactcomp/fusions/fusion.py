@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
-from ..engine.marks import FORM, FUSING, unmarked, wraps_forwards
+from ..engine.classes import Given, InFront, class_in_front, given_of, unmarked
+from ..engine.marks import FORM, FUSING, GIVEN
 from ..functional.codes import Codes
 from .state import FusionState, active_codes
 
 
-class Fused(Module):
+class Fused(InFront):
     """Base of the mixins before a module's own class: a ``forward`` with ``super().forward`` as the fallback.
 
     A mixin must keep no state on the module: fusing a module only changes ``__class__``.
@@ -31,21 +32,10 @@ class Fused(Module):
 
     stands_for: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Leave out an ``__init_subclass__`` of the user's, which registers classes or takes keywords."""
-        if not is_fused_class(cls) or wraps_forwards(cls):
-            super().__init_subclass__(**options)
-
     @staticmethod
     def row_length(module: Module) -> int | None:
         """Return the number of elements per deviation if the module divides by deviations, else None."""
         return None
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the two base classes: the fused class built from them is no attribute of any module."""
-        parts = cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
-        cls = unmarked(type(self))
-        return (_blank, cls.__bases__, *parts[2:]) if is_fused_class(cls) else parts
 
 
 @dataclass(frozen=True)
@@ -71,18 +61,17 @@ class Fusion:
 
 
 def fused_class(fused: type[Fused], original: type[Module]) -> type[Module]:
-    """Return the class with the bases ``fused`` and ``original``, under the name and module of ``original``.
-
-    Frameworks look classes up by name: for wrapping in FSDP, for initialisation, in checkpoints. torch.fx looks into
-    all modules but those of classes in torch.nn.
-    """
+    """Return the class with ``fused`` before ``original``, under the name and module of ``original``."""
     # Another forward, which a program gives the class later, would not be the one that the fused class stands for.
     key = fused, original, original.forward
     if key not in _fused_classes:
-        form = original, original.forward
-        space = {"__module__": original.__module__, "__qualname__": original.__qualname__, FORM.name: form}
-        _fused_classes[key] = cast("type[Module]", type(original.__name__, (fused, original), space))
+        body = {FORM.name: (original, original.forward)}
+        _fused_classes[key] = class_in_front(original, fused, _fused_class_of, (fused,), body)
     return _fused_classes[key]
+
+
+def _fused_class_of(original: type[Module], fused: type[Fused]) -> type[Module]:
+    return fused_class(fused, original)
 
 
 _fused_classes: dict[tuple[type[Fused], type[Module], Any], type[Module]] = {}
@@ -90,7 +79,8 @@ _fused_classes: dict[tuple[type[Fused], type[Module], Any], type[Module]] = {}
 
 def is_fused_class(cls: type) -> bool:
     """Return whether a class was made by :func:`fused_class`."""
-    return FORM.get(cls) is not None
+    given: Given | None = GIVEN.get(cls)
+    return given is not None and issubclass(given.mixin, Fused)
 
 
 def original_of(cls: type[Module]) -> type[Module]:
@@ -99,18 +89,13 @@ def original_of(cls: type[Module]) -> type[Module]:
     original = None if known is None else known()
     if original is None:
         # fully_shard derives a class from the fused one: search the bases.
-        original = next((base.__bases__[1] for base in cls.__mro__ if is_fused_class(base)), unmarked(cls))
+        original = next((given_of(base).own for base in cls.__mro__ if is_fused_class(base)), unmarked(cls))
         _originals[cls] = ref(original)
     return original
 
 
 # Cached: original_of is called many times in each forward, and a program has few classes.
 _originals: WeakKeyDictionary[type[Module], ref[type[Module]]] = WeakKeyDictionary()
-
-
-def _blank(fused: type[Fused], original: type[Module]) -> Module:
-    cls = fused_class(fused, original)
-    return cls.__new__(cls)
 
 
 def codes_for(module: Module, *inputs: Tensor) -> Codes | None:

@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from ..codec import Impl
+from ..engine.marks import GIVEN
 from ..errors import PyactcompError
 from ..functional import linear_cross_entropy
 from .fusion import Fused, fused_class, linear_dtype, original_of
@@ -254,7 +255,10 @@ class Head(Fused):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        original: Any = cls.__bases__[1]
+        given = GIVEN.get(cls)
+        if given is None or not issubclass(given.mixin, Head):  # a class derived from the fused one
+            return
+        original = given.own
 
         # Keeps the signature: frameworks read the parameter names of a model's forward.
         @functools.wraps(original.forward)
