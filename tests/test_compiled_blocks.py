@@ -341,6 +341,24 @@ def test_a_checkpointed_block_is_compiled(exact: Transformer, compiler: Compiler
     assert 1 <= compiler.graphs <= 2
 
 
+@pytest.mark.parametrize("change", [nn.Module.eval, pyactcomp.decompress])
+def test_a_checkpointed_block_runs_the_graph_of_its_first_run_again(
+    exact: Transformer, compiler: Compiler, change: Callable[[nn.Module], object]
+) -> None:
+    model = copy.deepcopy(exact)
+    model.use_reentrant = False
+    compress(model)
+    expected = step(model)
+    model.zero_grad()
+    inputs, targets = regression("cpu")
+    loss = F.mse_loss(model(inputs), targets)
+    change(model)
+    modes = [module.training for module in model.modules()]
+    loss.backward()
+    assert relative_error(gradients(model), expected) == 0.0
+    assert [module.training for module in model.modules()] == modes
+
+
 def test_hooks_of_a_block_run_outside_of_its_graph(exact: Transformer, compiler: Compiler) -> None:
     model, seen = copy.deepcopy(exact), []
 

@@ -480,7 +480,7 @@ def test_error_midway_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Fusion(fused_class(Larger, nn.GELU))
     monkeypatch.setattr(torch_modules, "by_class", lambda classes: forms | {nn.GELU: broken})
     with pytest.raises(TypeError, match="layout differs"):
-        fuse(model, CONFIG)
+        pyactcomp.compress(model)
     assert (classes(model), [set(module.__dict__) for module in model.modules()]) == before
 
 

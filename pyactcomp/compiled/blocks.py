@@ -21,6 +21,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parameter import is_lazy
 
 from ..engine.classes import takes_class
+from ..engine.reruns import repeat_modes
 from ..torch_private import constant_in_graphs, dispatch_mode_active, transformed
 
 # A line on the standard error, unless the program configures logging; before that much, nobody wonders.
@@ -106,6 +107,7 @@ class CompiledForward:
         gains = self._pays is None or self._pays(block, args)
         if not gains or mode in self._refused or _must_be_eager(args, kwargs):
             return self._eager(block, *args, **kwargs)
+        repeat_modes(block)
         traces = self._traces
         try:
             with self._around(block):

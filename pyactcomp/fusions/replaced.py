@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 from torch.nn import functional as F
 
 from ..engine.marks import FORM
-from ..torch_private import checkpointed_run, function_mode_active, function_modes
+from ..torch_private import function_mode_active, function_modes
 
 _NAMES = (
     "batch_norm",
@@ -31,9 +30,6 @@ _NAMES = (
 _functions = attrgetter(*_NAMES)
 _OF_IMPORT = _functions(F)
 
-# Modules that stepped aside in the first run of each checkpointed function.
-_stepped_aside: WeakKeyDictionary[object, set[Module]] = WeakKeyDictionary()
-
 
 def calls_are_replaced(module: Module) -> bool:
     """Return whether a torch function mode is active, or a function that the module's forward may call was replaced.
@@ -43,19 +39,13 @@ def calls_are_replaced(module: Module) -> bool:
 
     A mode may replace any function: to simulate quantisation, or to count. A fused class says in ``stands_for`` which
     functions of :mod:`torch.nn.functional` it stands for; DeepSpeed's ZeRO-3 replaces ``linear``, which no norm calls.
-    The rerun of a checkpointed function steps aside where the first run did: a mode may have ended before backward.
     """
-    replaced = (function_modes() and function_mode_active()) or _function_is_replaced(module)
     own = getattr(type(module), FORM.name, None)
-    replaced = replaced or (own is not None and (own[0].forward is not own[1] or "parametrizations" in module._modules))
-    if not replaced and not _stepped_aside:  # most programs skip the search for the run
-        return False
-    run = checkpointed_run()
-    if run is None:
-        return replaced
-    if replaced:
-        _stepped_aside.setdefault(run, set()).add(module)
-    return module in _stepped_aside.get(run, ())
+    return (
+        bool(function_modes() and function_mode_active())
+        or _function_is_replaced(module)
+        or (own is not None and (own[0].forward is not own[1] or "parametrizations" in module._modules))
+    )
 
 
 def _function_is_replaced(module: Module) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import Module
 from ..codec.seeds import Seeds
 from ..config import Config
 from ..engine.marks import FUSING
+from ..engine.reruns import as_in_first_run
 from ..functional.codes import Codes
 from ..readers.observer import transformed
 from .replaced import calls_are_replaced
@@ -72,21 +73,24 @@ def active_codes(module: Module) -> Codes | None:
     The own forward runs in evaluation mode, without gradients, inside functorch transforms and forward-mode
     differentiation, while torch.compile or make_fx traces, while compression is paused, where a function is replaced
     (:func:`.replaced.calls_are_replaced`), and under ``PYACTCOMP_DISABLE=1``. Hooks on the module do not matter: they
-    see what the module takes and returns, fused or not.
+    see what the module takes and returns, fused or not. The rerun of a checkpointed function takes the path
+    of its first run.
     """
     state: FusionState | None = FUSING.get(module)
-    if (
-        state is None
-        or state.paused
-        or not module.training
-        or not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or os.environ.get("PYACTCOMP_DISABLE") == "1"
-        or transformed()
-        or calls_are_replaced(module)
-    ):
+    if state is None or not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return None
-    return state.codes()
+    return state.codes() if as_in_first_run(_is_active, module) else None
+
+
+def _is_active(module: Module) -> bool:
+    state: FusionState | None = FUSING.get(module)
+    return (
+        state is not None
+        and not state.paused
+        and module.training
+        and os.environ.get("PYACTCOMP_DISABLE") != "1"
+        and not calls_are_replaced(module)
+    )
 
 
 def next_codes(module: Module) -> Codes:

@@ -11,7 +11,8 @@ import torch
 from torch.nn import Module
 
 from ..engine.marks import COMPILED
-from ..torch_private import checkpointed_run, module_hooks_are_global
+from ..engine.reruns import as_in_first_run
+from ..torch_private import module_hooks_are_global
 from .formulas import forward_of
 from .fusion import Fused, is_fused_class, original_of
 
@@ -66,26 +67,13 @@ def bypassable_as(module: object, *classes: type[Module]) -> bool:
     return isinstance(module, Module) and original_of(type(module)) in classes and bypassable(module)
 
 
-# Answers of `bypassable` in the first run of each checkpointed function.
-_first_answers: WeakKeyDictionary[object, dict[Module, bool]] = WeakKeyDictionary()
-
-
 def bypassable(module: Module) -> bool:
     """Return whether a module has no :func:`tampering_reason` and torch has no hooks for all modules.
 
-    Under torch.utils.checkpoint the recomputation must take the path of the first run, but hooks may have been added or
-    removed in between. So the recomputation gets the cached answer of the first run. False while torch.compile traces:
-    fused forwards step aside there, and the test would break the graph.
+    The rerun of a checkpointed function gets the answers of its first run: hooks may have been added or removed in
+    between. False while torch.compile traces: fused forwards step aside there, and the test would break the graph.
     """
-    if torch.compiler.is_compiling():
-        return False
-    run = checkpointed_run()
-    if run is None:
-        return _bypassable_now(module)
-    answers = _first_answers.setdefault(run, {})
-    if module not in answers:
-        answers[module] = _bypassable_now(module)
-    return answers[module]
+    return not torch.compiler.is_compiling() and as_in_first_run(_bypassable_now, module)
 
 
 def _bypassable_now(module: Module) -> bool:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -68,6 +68,17 @@ def checkpointed_run() -> object | None:
     if "frame" in cells:
         return cast(object, cells["frame"].cell_contents)
     return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
+
+
+def wrap_rerun(run: object, around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Rerun a checkpointed function, given the frame of its first run, inside a context each time."""
+    recompute = cast(Any, run).recompute_fn
+
+    def rerun(*args: object) -> None:
+        with around():
+            recompute(*args)
+
+    cast(Any, run).recompute_fn = rerun
 
 
 @functools.cache

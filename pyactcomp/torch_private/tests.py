@@ -12,6 +12,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -55,6 +56,7 @@ from . import (
     tracing_context,
     transformed,
     under_checkpoint,
+    wrap_rerun,
 )
 from .distributed_tests import TESTS as _OF_DTENSORS
 from .functions import _test_clamp, _test_functions
@@ -214,10 +216,11 @@ def _test_checkpointed_run() -> None:
 
     x = torch.ones(1, requires_grad=True)
     results = [torch.utils.checkpoint.checkpoint(noted, x, use_reentrant=False) for _ in range(2)]
-    (results[0] + results[1]).backward()
-    assert checkpointed_run() is None
-    # Backward reruns the first function last.
-    assert runs[0] is runs[3] is not runs[1] is runs[2] is not None
+    around = [nullcontext(), nullcontext()]
+    for run in runs:
+        wrap_rerun(run, around.pop)
+    (results[0] + results[1]).backward()  # reruns the first function last
+    assert (checkpointed_run(), around, runs[2:]) == (None, [], runs[1::-1])
 
 
 def _test_never_traced() -> None:
@@ -407,7 +410,6 @@ def _test_pluggable_setters() -> None:
 
 
 def _test_partitions() -> None:
-    # Imports the compiler, so only here.
     import sympy  # type: ignore[import-untyped]
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ...engine.reruns import trains
 from ...functional import Codes
 from ...functional.convolutional.batch_norm import batch_norm
 from ...functional.convolutional.max_pool import max_pool2d
@@ -189,7 +190,7 @@ def _layers(block: Module) -> list[tuple[Module, nn.BatchNorm2d]]:
         if convolution is None:
             break
         activation = children.get(f"act{index}", children.get("relu"))
-        if not isinstance(norm, nn.BatchNorm2d) or not bypassable_as(norm, nn.BatchNorm2d) or not norm.training:
+        if not isinstance(norm, nn.BatchNorm2d) or not bypassable_as(norm, nn.BatchNorm2d) or not trains(norm):
             return []
         if not bypassable_as(activation, nn.ReLU):
             return []

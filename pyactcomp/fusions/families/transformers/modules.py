@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.nn.functional import linear as linear_of_torch
 
 from ....engine import recompute
+from ....engine.reruns import trains
 from ....engine.saved import check_version
 from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, rms_norm, silu_mul
 from ....torch_private import under_checkpoint
@@ -178,7 +179,7 @@ class ResidualNorm(Fused):
         hidden = self.dense(hidden_states)
         if not bypassed:
             hidden = drop(hidden)
-        elif drop.training:
+        elif trains(drop):
             p = cast(Dropout, drop).p
         if hidden.shape != input_tensor.shape or not fits(norm, hidden):
             return cast(Tensor, norm((drop(hidden) if bypassed else hidden) + input_tensor))
