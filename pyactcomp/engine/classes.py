@@ -94,21 +94,27 @@ def _rebuilt(make: Callable[..., Module], arguments: tuple[Any, ...], parts: lis
 
 
 class GivenClass(type):
-    """Metaclass of the given classes: what a program does to the class of a module, it does to the module's own."""
+    """Metaclass of the given classes: they answer for the module's own class where torch.nn.utils.parametrize asks.
+
+    Parametrizations are properties of the class that a module has, and removing the last one gives the module the first
+    base of the class.
+    """
 
     @property
     def __bases__(cls) -> tuple[type, ...]:  # type: ignore[override]
-        """The bases of the module's own class: ``remove_parametrizations`` gives a module the first of them."""
+        """The bases of the module's own class."""
         bases: tuple[type, ...] = type.__dict__["__bases__"].__get__(_answering(cls))
         return bases
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        """Set an attribute of the module's own class, as a second parametrization does."""
-        _set(cls, name, value) if (own := _answering(cls)) is cls else setattr(own, name, value)
+        """Set a new attribute of the module's own class; a method is replaced in the given class alone."""
+        own = _answering(cls)
+        _set(cls, name, value) if own is cls or hasattr(cls, name) else setattr(own, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        """Delete an attribute of the module's own class."""
-        type.__delattr__(cls, name) if (own := _answering(cls)) is cls else delattr(own, name)
+        """Delete an attribute of the class, or else of the module's own."""
+        own = _answering(cls)
+        type.__delattr__(cls, name) if own is cls or name in vars(cls) else delattr(own, name)
 
 
 _set = type.__setattr__
