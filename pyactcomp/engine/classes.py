@@ -42,11 +42,11 @@ class InFront(Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the module as its own class does, and what the given class is made of."""
         reduced = cast("Any", super().__reduce_ex__(max(protocol, 2)))
-        given = type(self)
-        if GIVEN.get(given) is None or isinstance(reduced, str):  # the class of the former is derived from a given one
+        cls = type(self)
+        if GIVEN.get(cls) is None or isinstance(reduced, str):  # a class that another library derived from a given one
             return reduced
-        own, parts = _parts(given)
-        make, *arguments = (own if each is given else each for each in (reduced[0], *reduced[1]))
+        own, parts = _parts(cls)
+        make, *arguments = (own if each is cls else each for each in (reduced[0], *reduced[1]))
         # A module that its class builds anew, without a state, has no hooks of ours.
         parts = parts if any(reduced[2:]) else []
         return (_rebuilt, (make, tuple(arguments), parts), *reduced[2:])

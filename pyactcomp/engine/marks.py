@@ -103,7 +103,7 @@ GIVEN = DictMark[Any]("given")
 """On a class that ``compress`` gives to modules: the :class:`~pyactcomp.engine.classes.Given`, what it is made of."""
 
 SEALED = DictMark[bool]("sealed")
-"""On a given class once it is made: True, from then on its attributes are those of the module's own class."""
+"""On a given class once it is made: True, from then on new attributes are those of the module's own class."""
 
 COMPILED = DictMark[Any]("compiled")
 """On the class that a compressed module has for torch.compile: the :class:`~pyactcomp.compiled.marks.Mark`."""

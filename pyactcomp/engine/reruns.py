@@ -65,7 +65,7 @@ def _give(module: Module, form: Form) -> None:
     if training is not None:
         module.__dict__["training"] = training
     # Another library may have derived a class since then, with our class or the module's own as a base.
-    if own_class(type(module)) is own_class(cls):
+    if (type(module), FUSING.get(module)) != (cls, state) and own_class(type(module)) is own_class(cls):
         give_class(module, cls)
         FUSING.pop(module)
         if state is not None:
