@@ -385,6 +385,20 @@ def test_parametrizations_come_and_go_while_compressed(first: str) -> None:
     assert torch.equal(model(x), x)
 
 
+def test_a_parametrization_taken_off_after_decompress_leaves_the_module_to_the_next_compress() -> None:
+    model = built(Plain)
+    norm, exact = model.blocks[0][0], step(model)
+    assert_compressed(compress(model), exact)
+    fused = pyactcomp.report(model).fused
+    parametrize.register_parametrization(norm, "bias", Double())
+    pyactcomp.decompress(model)
+    parametrize.remove_parametrizations(norm, "bias", leave_parametrized=False)
+    assert relative_error(step(model), exact) == 0.0
+    assert_compressed(compress(model), exact)
+    assert pyactcomp.report(model).fused == fused
+    assert type(pyactcomp.decompress(model).blocks[0][0]) is nn.LayerNorm
+
+
 def three(self: nn.Module, x: object = None) -> int:
     return 3
 

@@ -72,7 +72,8 @@ def unfuse(model: Module) -> None:
     A class derived from the fused one, as ``fully_shard`` makes one, stays and runs the module's own forward.
     """
     for module in model.modules():
-        if FUSING.pop(module) is not None and is_fused_class(type(module)):
+        FUSING.pop(module)
+        if is_fused_class(type(module)):
             give_class(module, original_of(type(module)))
 
 
