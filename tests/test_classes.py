@@ -1,4 +1,7 @@
-"""Models whose classes refuse to be derived from, copy themselves or rewrite themselves: compressed as any other."""
+"""Models whose classes refuse to be derived from, copy themselves or rewrite themselves: compressed as any other.
+
+Longer than 400 lines: a class of models for each way to do so.
+"""
 
 from __future__ import annotations
 
