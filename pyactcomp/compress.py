@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from . import codec, fusions
 from .codec import Impl, Rounding
 from .compiled import marks
-from .compiled.blocks import reason_unavailable, repeating_blocks
+from .compiled.blocks import called, reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.classes import give_class
 from .engine.marks import FUSING
@@ -52,7 +52,11 @@ class _OpenHooks(_Hook):
     """Forward pre-hook of the root."""
 
     def __call__(self, module: Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and self._will_close(module):
+        if torch.compiler.is_compiling():
+            return
+        if self._will_close(module):
+            if "torch._dynamo" in sys.modules and module.training and not self.session.paused:
+                marks.mark_compiled(module)
             self.session.open(module, active=module.training, caller=sys._getframe(1))
 
     @staticmethod
@@ -189,16 +193,7 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
             if not found:
                 raise ValueError(f"skip names a type of which the model has no module: {item.__name__}")
             skipped.extend(found)
-    return list(dict.fromkeys(module for each in skipped for module in _called(each)))
-
-
-def _called(module: Module) -> Iterator[Module]:
-    """Yield a module, and for a list or a dict of modules, which nothing calls, its children instead."""
-    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        for child in module.children():
-            yield from _called(child)
-    else:
-        yield module
+    return list(dict.fromkeys(module for each in skipped for module in called(each)))
 
 
 def _offer_layer_norms(session: Session, model: Module) -> list[RemovableHandle]:
@@ -242,8 +237,8 @@ def _check_blocks(model: Module, config: Config, skipped: list[Module]) -> Confi
         return config
     if not repeating_blocks(model, skipped):
         raise ValueError(
-            f"compile_blocks=True found no block to compile in this {type(model).__name__}: at least two children of "
-            "one ModuleList or Sequential, with children of their own, of one class and with equal parameters and "
+            f"compile_blocks=True found no block to compile in this {type(model).__name__}: at least two modules "
+            "side by side in one parent, with children of their own, of one class and with equal parameters and "
             "buffers, and not skipped. Drop compile_blocks=True, and compile modules by torch.compile"
         )
     reason = reason_unavailable()

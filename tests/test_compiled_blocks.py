@@ -495,7 +495,7 @@ def perceptron() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (perceptron, {}, "found no block to compile in this Sequential: at least two children .* Drop compile_blocks"),
+        (perceptron, {}, "found no block to compile in this Sequential: at least two modules .* Drop compile_blocks"),
         (lambda: Transformer(1), {}, "found no block to compile in this Transformer"),
         (Transformer, {"skip": ["blocks"]}, "found no block to compile in this Transformer: .* not skipped"),
         (Transformer, {"rounding": "stochastic"}, "compile_blocks=True .*rounding='stochastic'"),
@@ -520,6 +520,9 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(pair() for _ in range(depth)))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
 
 @pytest.mark.parametrize(
     ("build", "found"),
@@ -528,7 +531,7 @@ class Stage(nn.Module):
         (lambda: nn.Sequential(pair(), pair(4), pair()), ["0", "2"]),
         (lambda: nn.ModuleList([pair(), pair(4)]), []),
         (lambda: nn.ModuleList([pair(), pair().double()]), []),
-        (lambda: nn.ModuleDict({"a": pair(), "b": pair()}), []),
+        (lambda: nn.ModuleDict({"a": pair(), "b": pair()}), ["a", "b"]),
         (lambda: nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), []),
         # Lists in a list have no forward.
         (lambda: nn.ModuleList([nn.ModuleList([pair(), pair()]), nn.ModuleList([pair(), pair()])]), 4),

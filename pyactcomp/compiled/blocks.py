@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, cast
@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch.fx import Proxy
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from ..engine.classes import takes_class
@@ -46,26 +46,83 @@ def repeating_blocks(model: Module, skipped: Collection[Module] = ()) -> dict[Mo
     Returns
     -------
     dict of Module to str
-        The children of a ``ModuleList`` or ``Sequential`` that have children of their own, and a sibling of the same
-        class with the same names, shapes and dtypes of parameters and buffers.
+        Modules side by side in one parent, with children of their own, of one class and with the same names, shapes and
+        dtypes of parameters and buffers. Collections in the parent, however nested, stand for what they hold. Modules
+        that are attributes of the parent, as two encoders, are no blocks if they hold collections of blocks.
     """
-    names = {child: _name(child) for child in model.children() if _is_block(child)}
-    counts = Counter(names.values()) if isinstance(model, (ModuleList, Sequential)) else Counter()
-    found: dict[Module, str] = {}
-    for child in model.children():
-        if child in skipped:
+    listed, attributes = _outermost(model, {module for outer in skipped for module in outer.modules()})
+    return listed | attributes
+
+
+def _outermost(model: Module, skipped: set[Module]) -> tuple[dict[Module, str], dict[Module, str]]:
+    """Return the blocks in collections, and those that are attributes."""
+    held, own = side_by_side(model)
+    names = {module: _name(module) for module in (*held, *own) if _is_block(module)}
+    counts = Counter(names.values())
+    listed: dict[Module, str] = {}
+    attributes: dict[Module, str] = {}
+    for module in (*held, *own):
+        if module in skipped:
             continue
-        if counts[names.get(child, "")] > 1:
-            found[child] = names[child]
+        repeats = counts[names.get(module, "")] > 1
+        if repeats and module in held:
+            listed[module] = names[module]
+            continue
+        inner = _outermost(module, skipped)
+        if repeats and not inner[0]:
+            attributes[module] = names[module]
         else:
-            found |= repeating_blocks(child, skipped)
-    return found
+            listed |= inner[0]
+            attributes |= inner[1]
+    return listed, attributes
+
+
+def blocks_of(model: Module) -> list[Module]:
+    """Return the modules that repeat: with children of their own, and side by side with another of their class."""
+    found: dict[Module, None] = {}
+    for parent in model.modules():
+        if has_forward(parent) or parent is model:
+            modules = [module for group in side_by_side(parent) for module in group]
+            classes = Counter(map(type, modules))
+            alike = (m for m in modules if classes[type(m)] > 1 and next(m.children(), None) is not None)
+            found |= dict.fromkeys(alike)
+    return list(found)
+
+
+def side_by_side(parent: Module) -> tuple[dict[Module, None], dict[Module, None]]:
+    """Return the modules that a parent calls: those in its collections, and those that are attributes of its own.
+
+    A module without a forward, as a list or a dict of modules, stands for what it holds.
+    """
+    held: dict[Module, None] = {}
+    own: dict[Module, None] = {}
+    for child in parent.children():
+        if not has_forward(child):
+            held |= dict.fromkeys(called(child))
+        elif isinstance(parent, Sized):
+            held[child] = None
+        else:
+            own[child] = None
+    return held, own
+
+
+def called(module: Module) -> Iterator[Module]:
+    """Yield a module, and for a collection, which nothing calls, the modules that it holds instead."""
+    if has_forward(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from called(child)
+
+
+def has_forward(module: Module) -> bool:
+    """Return whether a module can be called; a ``ModuleList`` and its like only hold others."""
+    return type(module).forward is not Module.forward or "forward" in module.__dict__
 
 
 def _is_block(module: Module) -> bool:
     # A forward of the instance would pass by the class's.
-    excluded = isinstance(module, (ModuleList, ModuleDict)) or "forward" in module.__dict__
-    return not excluded and takes_class(module) and next(module.children(), None) is not None
+    return "forward" not in module.__dict__ and takes_class(module) and next(module.children(), None) is not None
 
 
 def _name(block: Module) -> str:

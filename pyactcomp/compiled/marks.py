@@ -13,14 +13,14 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import Linear, Module, ModuleList, Sequential
+from torch.nn import Linear, Module
 
 from ..config import Config
 from ..engine.classes import class_in_front, give_class, takes_class, unmarked
 from ..engine.marks import COMPILED, compiled_mark
 from ..engine.session import close_interrupted
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
-from .blocks import compiled_forward, repeating_blocks
+from .blocks import blocks_of, compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
 from .projections import pays, unaligned_projections
 from .scriptable import Scriptable
@@ -149,20 +149,7 @@ def _with_parameters_of(cls: type[Module], run: Callable[..., Any]) -> FunctionT
     return made_forward
 
 
-def blocks_of(model: Module) -> list[Module]:
-    """Return the modules that repeat: children, with children of their own, of one class in one list or sequence."""
-    found = []
-    for parent in model.modules():
-        if not isinstance(parent, (ModuleList, Sequential)):
-            continue
-        for child in parent.children():
-            alike = sum(type(other) is type(child) for other in parent.children())
-            if alike > 1 and next(child.children(), None) is not None:
-                found.append(child)
-    return list(dict.fromkeys(found))
-
-
-def _unwrapped(module: Module) -> Iterator[Module]:
+def unwrapped(module: Module) -> Iterator[Module]:
     """Yield a module and, inside wrappers such as DDP, the modules that a graph of their own may begin with."""
     while True:
         module = cast("Module", getattr(module, "_orig_mod", module))
@@ -180,15 +167,47 @@ def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Non
     """
     unmark(model)
     graphs = _graphs.setdefault(model, {}).setdefault(config, Graphs(config))
-    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     exempt = {module for outer in skipped for module in outer.modules()}
     to_compile = repeating_blocks(model, exempt) if config.compile_blocks else {}
     if to_compile:
         inside = {module for block in to_compile for module in block.modules()}
         to_compile |= unaligned_projections(model, exempt | inside)
-    for module in dict.fromkeys([*_unwrapped(model), *blocks_of(model), *compiled, *to_compile, *skipped]):
-        if takes_class(module):
-            give_class(module, _class_of(type(module), graphs, module in exempt, to_compile.get(module, "")))
+    for module in dict.fromkeys([*unwrapped(model), *blocks_of(model), *_compiled(model), *to_compile, *skipped]):
+        _mark(module, graphs, module in exempt, to_compile.get(module, ""))
+
+
+def mark_compiled(model: Module) -> None:
+    """Mark the modules of a marked model that were compiled since :func:`mark`."""
+    graphs = graphs_of(model)
+    later = [] if graphs is None else [m for m in _compiled(model) if compiled_mark(type(m)) is None]
+    if graphs is not None and later:
+        marks = ((module, compiled_mark(type(module))) for module in model.modules())
+        exempt = {inner for outer, mark in marks if mark is not None and mark.skipped for inner in outer.modules()}
+        for module in later:
+            _mark(module, graphs, module in exempt)
+
+
+def _mark(module: Module, graphs: Graphs, skipped: bool, compiled: str = "") -> None:
+    if takes_class(module):
+        give_class(module, _class_of(type(module), graphs, skipped, compiled))
+
+
+def _compiled(model: Module) -> list[Module]:
+    """Return the modules compiled in place, and those inside the wrappers that torch.compile returns."""
+    # Module.modules() takes twice the time: it builds names too.
+    left, seen, found = [model], {model}, []
+    while left:
+        module = left.pop()
+        if module._compiled_call_impl is not None:
+            found.append(module)
+        inner = module._modules.get("_orig_mod")
+        if inner is not None:
+            found.append(inner)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)
+    return found
 
 
 def pause(model: Module) -> None:
