@@ -28,6 +28,7 @@ from .engine.classes import give_class
 from .engine.marks import FUSING
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session, close_abandoned
+from .engine.silence import stop_watches
 from .errors import PyactcompError
 from .fusions import FusionState, unfuse
 from .fusions.replaced import calls_are_replaced
@@ -54,6 +55,8 @@ class _OpenHooks(_Hook):
     def __call__(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if torch.is_grad_enabled():
+            self.session.stop_watching()
         if self._will_close(module):
             if "torch._dynamo" in sys.modules and module.training and not self.session.paused:
                 marks.mark_compiled(module)
@@ -143,6 +146,14 @@ def _give_back(model: Module, forms: _Forms) -> None:
         give_class(module, cls)
         if state is not None:
             FUSING.set(module, state)
+
+
+def compressed_model(model: Module) -> Module:
+    """Return the one compressed model that a wrapper holds, or the compressed wrapper of a model; else the model."""
+    inside = [module for module, _ in _sessions(model)]
+    around = [] if inside else [root for root in _roots if model in marks.unwrapped(root)]
+    found = inside or around
+    return found[0] if len(found) == 1 else model
 
 
 @contextlib.contextmanager
@@ -374,7 +385,10 @@ on_conflict, compile_blocks
         _keep_exact(session, skipped)
         _offer_layer_norms(session, model)
         marks.mark(model, config, skipped)
+        session.watch_gradients(model)
     except BaseException:
+        for _, begun in _sessions(model):
+            begun.stop_watching()
         _remove_hooks(model)
         _give_back(model, before)
         raise
@@ -418,6 +432,7 @@ def decompress(model: Module) -> Module:
     close_abandoned()  # of a forward that KeyboardInterrupt ended
     for _, session in _sessions(model):
         session.drop_all()  # of the forward that makes this call
+        session.stop_watching()
     marks.unmark(model)
     unfuse(model)
     _remove_hooks(model)
@@ -437,6 +452,7 @@ class Compressed(contextlib.ContextDecorator):
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Compressed:
+        stop_watches()
         try:
             self.session.open(self.model)
         except PyactcompError:

@@ -10,9 +10,9 @@ from torch.nn import Module
 
 from .compiled.graphs import GraphRecord
 from .compiled.marks import graphs_of
-from .compress import Compressed, session_of
+from .compress import Compressed, compressed_model, session_of
 from .engine import policy
-from .engine.record import SavedTensor
+from .engine.record import SavedTensor, of_graph
 from .engine.session import Session
 from .fusions import fused_modules, left_alone
 
@@ -46,9 +46,10 @@ class Report:
     Attributes
     ----------
     tensors : tuple of SavedTensor
-        One record for each tensor saved by autograd, in order; empty before the first step.
+        One record for each tensor saved by autograd, in order, and for each value that a run of a compressed graph
+        saves; empty before the first step. Of a model that runs as compiled graphs alone, each graph counts once.
     note : str
-        Reason for an empty report, or empty.
+        Why nothing was recorded or compressed; else empty.
     gradient_bytes : dict of str to int
         Bytes of the gradients of each module's own parameters.
     fused : tuple of (str, str)
@@ -133,8 +134,9 @@ class Report:
         return tuple(lines.values())
 
     def __str__(self) -> str:
-        if self.note:
-            return "\n\n".join((self.note, *map(str, self.graphs)))
+        head = [self.note] if self.note else []
+        if not self.tensors:
+            return "\n\n".join((*head, *map(str, self.graphs)))
         largest = sorted(self.modules, key=lambda line: -line.unique_bytes)
         rows = [(line.name or "(root)", line) for line in largest[:_MODULE_ROWS]]
         rest = Line("")
@@ -152,7 +154,7 @@ class Report:
             table += f"\nNot fused: {name or '(root)'}, {kind}: {reason}."
         if self.kept:
             table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
-        return "\n\n".join((table, *map(str, self.graphs)))
+        return "\n\n".join((*head, table, *map(str, self.graphs)))
 
 
 _SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes", "restored_bytes")
@@ -182,12 +184,13 @@ def report(target: Module | Compressed) -> Report:
     Parameters
     ----------
     target : Module or Compressed
-        A compressed model, or ``c`` of ``with pyactcomp.compressed() as c``.
+        A compressed model, a wrapper around one, as ``DistributedDataParallel`` and ``torch.compile`` make, the module
+        inside a compressed wrapper, or ``c`` of ``with pyactcomp.compressed() as c``.
 
     Returns
     -------
     Report
-        Plain data, printed as a table. Before the first step ``note`` says that nothing was recorded.
+        Plain data, printed as a table. ``note`` says why nothing was recorded or compressed so far.
 
     Raises
     ------
@@ -206,22 +209,26 @@ def report(target: Module | Compressed) -> Report:
     >>> r.unique_bytes, r.stored_bytes       # 4 MiB: the model's input is kept, two are packed, one is recomputed
     (4194304, 1605632)
     """
+    if isinstance(target, Module):
+        target = compressed_model(target)
     session: Session = target.session if isinstance(target, Compressed) else session_of(target)
     compiled = graphs_of(target) if isinstance(target, Module) else None
     graphs = () if compiled is None else tuple(compiled.records)
-    if session.recorder is None:
-        note = "nothing was recorded yet: run a training step first"
+    recorder, note = session.recorder, session.silence
+    tensors = [] if recorder is None else recorder.saved
+    if recorder is None:
         if graphs:
-            note = "the model runs as compiled graphs"
+            note = "the model runs as compiled graphs, each counted once"
+            tensors = of_graph("", (value for graph in graphs for value in graph.saved))
         if isinstance(target, Module) and not target.training:
             note += " (the model is in evaluation mode, in which nothing is compressed; call model.train())"
-        return Report((), note, graphs=graphs)
-    fused = fused_modules(target) if isinstance(target, Module) else []
-    alone = left_alone(target) if isinstance(target, Module) else []
     return Report(
-        tuple(session.recorder.saved),
-        gradient_bytes=session.recorder.gradient_bytes,
-        fused=tuple(fused),
-        left_alone=tuple((each.name, each.type, each.reason) for each in alone),
+        tuple(tensors),
+        note,
+        gradient_bytes={} if recorder is None else recorder.gradient_bytes,
+        fused=tuple(fused_modules(target)) if isinstance(target, Module) else (),
+        left_alone=tuple((each.name, each.type, each.reason) for each in left_alone(target))
+        if isinstance(target, Module)
+        else (),
         graphs=graphs,
     )

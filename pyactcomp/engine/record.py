@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from ..torch_private import SavedTensorHooks, top_saved_tensor_hooks
 from ..torch_private.distributed import local_tensor
 from . import policy
 from .marks import Packs, compiles_itself
@@ -25,7 +28,8 @@ class SavedTensor:
     ----------
     module : str
         Qualified name of the innermost module whose forward was running; empty for the root.
-    shape : tuple of int
+    shape : tuple of int or str
+        Sizes; a dynamic size of a compiled graph by its symbol.
     dtype : str
     saved_bytes : int
         Bytes of the elements.
@@ -40,7 +44,7 @@ class SavedTensor:
     """
 
     module: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: str
     saved_bytes: int
     unique_bytes: int
@@ -52,6 +56,27 @@ class SavedTensor:
     def restored_bytes(self) -> int:
         """Bytes allocated in backward to restore the tensor; 0 for a kept tensor."""
         return self.saved_bytes if self.kept is None or self.kept in policy.HOLDS_NOTHING else 0
+
+
+def of_graph(module: str, values: Iterable[Any]) -> list[SavedTensor]:
+    """Return the records of what a run of a compiled graph saves: each a :class:`.compiled.graphs.SavedValue`."""
+    return [
+        SavedTensor(
+            module,
+            value.shape,
+            str(value.dtype).removeprefix("torch."),
+            value.before,
+            value.before,
+            value.after,
+            value.reason if value.form == "kept" else None,
+        )
+        for value in values
+    ]
+
+
+def name_of_hooks(hooks: SavedTensorHooks) -> str:
+    """Return the name of the function that packs."""
+    return f"{hooks[0].__module__}.{getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)}"
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -99,12 +124,30 @@ def is_recording() -> bool:
     return not torch.compiler.is_compiling() and getattr(_recording, "forwards", 0) > 0
 
 
+# Imported only once something was compiled.
+_AOT_AUTOGRAD = "torch._functorch.aot_autograd"
+
+
 class Recorder:
-    """Collects the saved tensors of one forward; tracks the running module by temporary hooks."""
+    """Collects the saved tensors of one forward; tracks the running module by temporary hooks.
+
+    Attributes
+    ----------
+    saved : list of SavedTensor
+    gradient_bytes : dict
+        Bytes of the gradients of each module's own parameters.
+    is_dry : bool
+        Whether a tensor without memory was saved: the forward was a dry run, on fake tensors or the meta device.
+    hooks_inside : str or None
+        Name of other saved-tensor hooks under which a module of the model ran.
+    """
 
     def __init__(self, root: Module | None) -> None:
         self.saved: list[SavedTensor] = []
         self.gradient_bytes: dict[str, int] = {}
+        self.is_dry = False
+        self.hooks_inside: str | None = None
+        self._run: object = None
         self._modules = [""]
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
         self._handles = []
@@ -128,6 +171,13 @@ class Recorder:
     def enter(self, name: str) -> None:
         """Assign the following tensors to a module."""
         self._modules.append(name)
+        if torch.compiler.is_compiling():
+            return
+        top = top_saved_tensor_hooks()
+        if top is None or top[0].__module__ == "torch.utils.checkpoint":
+            return
+        if getattr(getattr(top[0], "__self__", None), "recorder", None) is not self:
+            self.hooks_inside = name_of_hooks(top)
 
     def leave(self) -> None:
         """Assign the following tensors to the enclosing module."""
@@ -154,15 +204,30 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._storages.clear()
+        self._run = None
 
     def add(self, tensor: Tensor, kept: str | None, packed: int = 0, unknown: str | None = None) -> None:
         """Record a saved tensor: kept for a reason, or packed in ``packed`` bytes of its own.
 
-        ``unknown`` names the reader of a tensor kept because the table has no row for the reader.
+        ``unknown`` names the reader of a tensor kept because the table has no row for the reader. Of what a compressed
+        graph saves, the record of the graph counts: the tensors themselves are codes.
         """
+        if _AOT_AUTOGRAD in sys.modules and self._add_run() and kept not in policy.ALIVE_ANYWAY:
+            return
         unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
         stored = packed if kept is None or kept in policy.HOLDS_NOTHING else unique
         self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept, unknown)
+
+    def _add_run(self) -> bool:
+        """Return whether a run of a compressed graph saves the tensor; record what the graph saves, once a run."""
+        from ..torch_private.partitions import running_graph
+
+        found: tuple[Any, Any] = running_graph() or (None, None)
+        run, note = found
+        if note is not None and run is not self._run:
+            self._run = run
+            self.saved += of_graph(self.module, note.record.saved)
+        return note is not None
 
     def add_more(self, tensor: Tensor, reason: str, nbytes: int) -> None:
         """Record ``nbytes`` more for an already stored tensor."""
@@ -197,6 +262,9 @@ class Recorder:
             return part.nbytes
 
     def _unique_storage_bytes(self, storage: torch.UntypedStorage) -> int:
+        if storage.device.type == "meta":
+            self.is_dry = True
+            return storage.nbytes()
         known = self._storages.get(storage.data_ptr())
         if known is not None and known() is storage:
             return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -18,7 +19,8 @@ from ..readers.observer import transformed
 from ..torch_private import hooks_on_top, saved_tensor_hooks_enabled, top_saved_tensor_hooks
 from .frame import Frame
 from .packing import Packing
-from .record import Recorder
+from .record import Recorder, name_of_hooks
+from .silence import DISABLED, NO_GRAD_MODE, NOT_YET, NOTHING_SAVED, TRANSFORMED, Watch, silence_of, stepped_aside
 from .unpacking import unpack
 
 
@@ -59,11 +61,20 @@ class Session(Packing):
 
     Keeps kernels, seeds and the first record between forwards. Copying or pickling a session gives a fresh session with
     the same configuration.
+
+    Attributes
+    ----------
+    recorder : Recorder or None
+        Record of the first training forward.
+    silence : str
+        Why nothing was recorded or compressed so far; empty once something is.
     """
 
     def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
         super().__init__(config, seeds)
         self.recorder: Recorder | None = None
+        self.silence = NOT_YET
+        self._watch: Watch | None = None
         self.paused = False
         self._frames = threading.local()
 
@@ -98,9 +109,12 @@ class Session(Packing):
         close_abandoned()
         stack = self._stack()
         stack.append(None)
-        if not active or self.paused or os.environ.get("PYACTCOMP_DISABLE") == "1":
+        if not active or self.paused:
             return
-        if not saved_tensor_hooks_enabled() or transformed() or self._conflicts():
+        aside = self._steps_aside()
+        if aside is not None:
+            if self.recorder is None:
+                self.silence = aside
             return
         if module is not None:
             self.root = ref(module)
@@ -114,8 +128,37 @@ class Session(Packing):
         frame = stack.pop() if stack else None
         if frame is not None:
             _close(frame)
-            if completed and frame.recorder is not None and frame.recorder.saved:
-                self.recorder = frame.recorder
+            if completed and frame.recorder is not None:
+                self._keep_record(frame.recorder)
+
+    def _keep_record(self, recorder: Recorder) -> None:
+        """Keep the record of a forward, unless it was a dry run; warn if nothing was compressed."""
+        if recorder.is_dry:
+            return
+        silence = silence_of(recorder, self.lossless)
+        if not recorder.saved and silence is None:
+            self.silence = NOTHING_SAVED
+            return
+        first = self.recorder is None
+        self.recorder, self.silence = recorder, silence or ""
+        if silence is not None and first:
+            self.fall_silent(silence)
+
+    def fall_silent(self, why: str) -> None:
+        """Warn that nothing was compressed, for the report too; not if a warning has told of a graph that is kept."""
+        self.silence = why
+        if not self.warned_of_compile:
+            warnings.warn(why, stacklevel=3)
+
+    def watch_gradients(self, module: Module) -> None:
+        """Tell if a gradient reaches a parameter of ``module`` before a call of :meth:`stop_watching`."""
+        self._watch = Watch(module, self.fall_silent)
+
+    def stop_watching(self) -> None:
+        """Stop what :meth:`watch_gradients` began."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     def drop(self, frame: Frame) -> None:
         """Close an abandoned frame of this thread, and forget the frames opened inside."""
@@ -133,15 +176,22 @@ class Session(Packing):
 
     def _new_frame(self, module: Module | None) -> Frame:
         records = self.recorder is None and torch.is_grad_enabled()
+        if self.recorder is None and not records:
+            self.silence = NO_GRAD_MODE
         return Frame(self, module, Recorder(module) if records else None)
 
-    def _conflicts(self) -> bool:
+    def _steps_aside(self) -> str | None:
+        """Return why hooks must not be active now, or None; raise where the program has to choose."""
+        if os.environ.get("PYACTCOMP_DISABLE") == "1":
+            return DISABLED
+        if not saved_tensor_hooks_enabled() or transformed():
+            return TRANSFORMED
         top = top_saved_tensor_hooks()
         if top is None or isinstance(getattr(top[0], "__self__", None), Frame):
-            return False
+            return None
+        name = name_of_hooks(top)
         if self.config.on_conflict == "skip":
-            return True
-        name = f"{top[0].__module__}.{getattr(top[0], '__qualname__', type(top[0]).__name__)}"
+            return stepped_aside(name)
         if top[0].__module__ == "torch.utils.checkpoint":
             advice = (
                 "compressing inside a checkpointed function would silently disable the checkpointing; open pyactcomp "

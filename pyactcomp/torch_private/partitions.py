@@ -26,12 +26,15 @@ __all__ = [
     "missing",
     "partitioning",
     "remember",
+    "running_graph",
     "set_partitioner",
     "set_pre_grad_pass",
     "traced",
 ]
 
 Within = Callable[[float, list[fx.Node], Callable[[Collection[fx.Node]], list[fx.Node]]], "list[fx.Node] | None"]
+# In the paths of the files that run compiled graphs.
+_AOT_AUTOGRAD = "_aot_autograd"
 # The arguments of torch's MinCutOptions, in order.
 _BANS = (
     "ban_recompute_used_far_apart",
@@ -202,6 +205,23 @@ def remember(note: object) -> None:
     metadata = next(_metadata(("fw_metadata",)), None)
     if metadata is not None:
         metadata._pyactcomp_note = note
+
+
+def running_graph() -> tuple[object, object] | None:
+    """Return the run of a compiled graph for which a saved-tensor hook is called, with the note on the graph, or None.
+
+    Each run is another object, which keeps the run's inputs alive.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _AOT_AUTOGRAD in frame.f_code.co_filename:
+            for function in frame.f_locals.values():
+                # The bound ``apply`` of the autograd function around the graph.
+                metadata = getattr(getattr(function, "__self__", None), "metadata", None)
+                if metadata is not None:
+                    return frame, getattr(metadata, "_pyactcomp_note", None)
+        frame = frame.f_back
+    return None
 
 
 def traced(function: Callable[..., object], *arguments: torch.Tensor) -> fx.GraphModule:

@@ -411,47 +411,47 @@ def _test_pluggable_setters() -> None:
 
 def _test_partitions() -> None:
     import sympy  # type: ignore[import-untyped]
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import aot_function
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V
     from torch.utils._sympy.functions import FloorDiv
 
-    from .partitions import (
-        count_whole,
-        input_infos,
-        installed_partitioner,
-        is_primal,
-        is_tangent,
-        min_cut,
-        missing,
-        partitioning,
-        remember,
-        set_partitioner,
-        traced,
-    )
+    from . import partitions
 
-    assert missing() is None, missing()
-    names = inspect.signature(min_cut).parameters
+    assert partitions.missing() is None, partitions.missing()
+    names = inspect.signature(partitions.min_cut).parameters
     assert list(names)[:2] == ["joint", "joint_inputs"]
     graph = torch.fx.Graph()
     primal, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
-    assert is_primal(primal)
-    assert is_tangent(tangent)
-    assert not is_tangent(primal)
-    with partitioning(lambda _, size: size, lambda *_: None):
+    assert partitions.is_primal(primal)
+    assert partitions.is_tangent(tangent)
+    assert not partitions.is_tangent(primal)
+    with partitions.partitioning(lambda _, size: size, lambda *_: None):
         pass
-    assert input_infos(1) is None
-    before = installed_partitioner()
-    set_partitioner(before)
-    assert installed_partitioner() is before
+    assert partitions.input_infos(1) is None
+    before = partitions.installed_partitioner()
+    partitions.set_partitioner(before)
+    assert partitions.installed_partitioner() is before
 
     class Metadata:
         input_info = ("of one input",)
 
     fw_metadata = Metadata()
-    remember(before)
+    partitions.remember(before)
     assert fw_metadata._pyactcomp_note is before  # type: ignore[attr-defined]
-    assert len(traced(torch.neg, torch.zeros(2)).graph.nodes) == 3
-    count_whole(("named_by_the_test_",))
+    runs: list[object] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        runs.append(partitions.running_graph())
+        return saved
+
+    step = aot_function(torch.sin, boxed_nop, boxed_nop)  # type: ignore[arg-type]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        step(torch.ones(1, requires_grad=True)).sin()
+    assert [run is None for run in runs] == [False, True]
+    assert len(partitions.traced(torch.neg, torch.zeros(2)).graph.nodes) == 3
+    partitions.count_whole(("named_by_the_test_",))
     # Of 256 elements, each 64 share one of the input.
     index = sympy.Symbol("i0", integer=True)
     shared = MemoryDep("primals_1", FloorDiv(index, 64), (index,), (sympy.Integer(256),))
