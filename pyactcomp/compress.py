@@ -234,6 +234,21 @@ def _with_common_key(module: Module, last: RemovableHandle) -> RemovableHandle:
     return last
 
 
+def _check_model(model: object) -> None:
+    """Raise TypeError for anything but a module that runs Python."""
+    if isinstance(model, type) and issubclass(model, Module):
+        raise TypeError(
+            f"compress expects a module, got the class {model.__name__}: pass an object, {model.__name__}(...)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"compress got a {type(model).__name__}, and TorchScript runs no hooks of Python: compress and train the "
+            "module from which it was made, and script it for inference"
+        )
+    if not isinstance(model, Module):
+        raise TypeError(f"compress expects a torch.nn.Module, got {type(model).__name__}")
+
+
 def _check_implementation(model: Module, config: Config) -> None:
     """Raise now, rather than in the first forward, if the implementation cannot run on the model's device."""
     if config.impl != "auto":
@@ -348,8 +363,7 @@ on_conflict, compile_blocks
     >>> model = pyactcomp.compress(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU()))
     >>> model(torch.randn(256, 512)).sum().backward()
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"compress expects a torch.nn.Module, got {type(model).__name__}")
+    _check_model(model)
     config = Config(
         mode=mode,
         fuse=fuse,

@@ -579,3 +579,16 @@ def test_errors_of_state_are_runtime_errors_with_one_base() -> None:
     assert issubclass(PyactcompError, RuntimeError)
     assert issubclass(HookConflictError, PyactcompError)
     assert issubclass(ImplementationUnavailableError, PyactcompError)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear, r"got the class Linear: pass an object, Linear\(...\)"),
+        (torch.jit.script(nn.Linear(2, 2)), "RecursiveScriptModule, and TorchScript runs no hooks of Python"),
+        (3, "expects a torch.nn.Module, got int"),
+    ],
+)
+def test_what_is_no_module_of_python_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        pyactcomp.compress(model)

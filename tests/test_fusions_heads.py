@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import sys
@@ -320,6 +321,17 @@ def test_a_model_without_a_head_to_fuse_is_refused_and_left_as_it_was() -> None:
         pyactcomp.compress(model, fuse_head=True)
     assert [type(module) for module in model] == [torch.nn.LayerNorm, torch.nn.GELU]
     assert not model._forward_pre_hooks
+
+
+def test_a_head_whose_model_was_changed_names_the_change() -> None:
+    model = build("LlamaForCausalLM")
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    with pytest.raises(ValueError, match="got LlamaForCausalLM: its forward was replaced"):
+        pyactcomp.compress(model, fuse_head=True)
+    del model.forward
+    with pytest.raises(ValueError, match="got LlamaForCausalLM: it is skipped"):
+        pyactcomp.compress(model, fuse_head=True, skip=[type(model)])
 
 
 def loss_of_written(write: Callable[[Tensor], object], lazy: bool) -> tuple[Tensor, Tensor]:

@@ -179,6 +179,63 @@ def test_two_heads_and_two_offloaders_are_refused_in_trl(tmp_path: Path) -> None
         sft(tmp_path, CompressionCallback(), activation_offloading=True)
 
 
+class Interrupt(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def trainer_of(model: nn.Module, directory: Path, *callbacks: Any, **more: Any) -> Any:
+    return transformers.Trainer(
+        model=model,
+        args=arguments(transformers.TrainingArguments, directory, **more),
+        train_dataset=rows(),
+        callbacks=list(callbacks),
+    )
+
+
+def test_an_interrupted_training_is_run_again_as_a_first_one(tmp_path: Path) -> None:
+    model, again, first = built(llama), CompressionCallback(**OPTIONS), CompressionCallback(**OPTIONS)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(model, tmp_path, first, Interrupt()).train()
+    model.load_state_dict(state)
+    trainer = trainer_of(model, tmp_path, again)
+    trainer.train()
+    assert losses(trainer) == trained(tmp_path / "alone", CompressionCallback(**OPTIONS))
+    assert again.report is not None
+    assert_compressed(again.report)
+    assert type(model).__name__ in str(type(model))
+    with pytest.raises(pyactcomp.PyactcompError, match="not compressed"):
+        pyactcomp.report(model)
+
+
+def test_two_trainers_of_one_model_each_train_compressed(tmp_path: Path) -> None:
+    model = built(llama)
+    callbacks = [CompressionCallback(**OPTIONS) for _ in range(2)]
+    trainers = [trainer_of(model, tmp_path, callback) for callback in callbacks]
+    for trainer, callback in zip(trainers, callbacks, strict=True):
+        trainer.train()
+        assert callback.report is not None
+        assert_compressed(callback.report)
+
+
+def test_a_callback_added_after_mixed_precision_names_the_cause(tmp_path: Path) -> None:
+    trainer = trainer_of(built(llama), tmp_path, bf16=True)
+    trainer.add_callback(CompressionCallback(fuse_head=True, **OPTIONS))
+    with pytest.raises(ValueError, match=r"accelerate's mixed precision has replaced it: .*Trainer\(callbacks="):
+        trainer.train()
+
+
+# TRL's own arguments set what transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_trainer_that_reads_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    monkeypatch.setattr("pyactcomp.integrations.transformers.version", lambda _: "0.24.0")
+    callback = CompressionCallback(fuse_head=True)
+    with pytest.raises(ValueError, match=r"SFTTrainer of trl 0\.24\.0 computes their entropy"):
+        callback.on_init_end(arguments(trl.SFTConfig, tmp_path), None, None, model=built(llama))
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("through_forward", [False, True])
 @pytest.mark.filterwarnings("ignore")  # of few workers, and of a logger that nobody asked for
@@ -221,6 +278,10 @@ def test_lightning_trains_to_the_same_weights_and_covers_the_loss(package: str, 
     assert_losses_agree(module.losses, exact.losses)
     assert callback.report is not None
     assert_compressed(callback.report)
+    fusing = compression(**OPTIONS)
+    fitted([fusing])
+    assert fusing.report is not None
+    assert {kind for _, kind in fusing.report.fused} >= {"GELU", "LayerNorm"}
     assert "training_step" not in vars(module)
     with pytest.raises(pyactcomp.PyactcompError, match="not compressed"):
         pyactcomp.report(module)

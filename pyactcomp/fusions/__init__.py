@@ -52,7 +52,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
             alone.append(LeftAlone(name, type(module).__name__, reason))
     headed = any(issubclass(fused, head.Head) for fused in plan.values())
     if config.fuse_head and not headed and not _is_compiled(model):
-        headless = _headless(model)
+        headless = _headless(model, alone)
         raise ValueError(
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
             f"{headless.reason}; leave fuse_head out, or compile the module with the loss before compress: a graph "
@@ -129,11 +129,12 @@ def _is_compiled(model: Module) -> bool:
     return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def _headless(model: Module) -> LeftAlone:
-    """Return the module with the loss to take in chunks, and the reason against it."""
+def _headless(model: Module, alone: list[LeftAlone]) -> LeftAlone:
+    """Return the module with the loss to take in chunks, and the reason against it: in ``alone`` if it was changed."""
     named = ((name, module) for name, module in model.named_modules() if hasattr(module, "get_output_embeddings"))
     name, module = next(named, ("", model))
-    return LeftAlone(name, type(module).__name__, head.unsupported_head(module) or "it is skipped or was changed")
+    changed = next((each.reason for each in alone if each.name == name), "it is skipped")
+    return LeftAlone(name, type(module).__name__, head.unsupported_head(module) or changed)
 
 
 def _by_place(model: Module) -> dict[Module, Fusion]:

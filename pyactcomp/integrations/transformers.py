@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.metadata import version
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..compress import MODULE_OPTIONS, compress, compressed, decompress
 from ..report import Report, report
+
+# The callback that compressed a model: a training that was interrupted leaves the model compressed.
+_compressed_by: WeakKeyDictionary[Module, CompressionCallback] = WeakKeyDictionary()
 
 
 class CompressionCallback(TrainerCallback):
@@ -30,7 +36,8 @@ class CompressionCallback(TrainerCallback):
     ------
     ValueError
         When the trainer is created or training begins, if the trainer offloads activations or, with ``fuse_head=True``,
-        has its own fused head.
+        has its own fused head, reads the logits (``SFTTrainer`` of TRL below 1), or has replaced the forward of the
+        model (mixed precision; pass the callback to ``Trainer(callbacks=[...])``).
 
     Examples
     --------
@@ -46,7 +53,6 @@ class CompressionCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.report: Report | None = None
-        self._compressed: Module | None = None
 
     def cover_loss(self, trainer: Trainer) -> None:
         """Compress the tensors ``trainer.compute_loss`` saves outside the model; raise if the trainer offloads."""
@@ -70,15 +76,40 @@ class CompressionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Keep the report and decompress."""
-        if self._compressed is not None:
-            self.report = report(self._compressed)
-            decompress(self._compressed)
-            self._compressed = None
+        model = next((model for model, callback in _compressed_by.items() if callback is self), None)
+        if model is not None:
+            self.report = report(model)
+            decompress(model)
+            del _compressed_by[model]
 
     def _compress(self, args: TrainingArguments, model: Module | None) -> None:
         _refuse_offload(args)
-        if model is not None and self._compressed is not model:
-            self._compressed = compress(model, **self.options)
+        if model is None or _compressed_by.get(model) is self:
+            return
+        if self.options.get("fuse_head"):
+            _refuse_head(args, model)
+        if _compressed_by.pop(model, None) is not None:  # by the callback of a training that was interrupted
+            with suppress(RuntimeError):  # if the program has decompressed the model since
+                decompress(model)
+        compress(model, **self.options)
+        _compressed_by[model] = self
+
+
+def _refuse_head(args: TrainingArguments, model: Module) -> None:
+    """Raise where ``fuse_head=True`` cannot work: another forward, or a trainer that reads the logits."""
+    if "forward" in vars(model):
+        raise ValueError(
+            "fuse_head=True needs the model's own forward, and accelerate's mixed precision has replaced it: pass the "
+            "callback to Trainer(callbacks=[CompressionCallback(fuse_head=True)]) rather than to add_callback; if the "
+            "model was trained before, get the forward back by "
+            "accelerate.Accelerator().unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(args).__mro__}
+    if "trl.SFTConfig" in kinds and int(version("trl").partition(".")[0]) < 1:
+        raise ValueError(
+            f"fuse_head=True leaves out the logits, and the SFTTrainer of trl {version('trl')} computes their entropy "
+            "in each step: install trl>=1, or leave fuse_head=True out"
+        )
 
 
 def _refuse_offload(args: TrainingArguments) -> None:
