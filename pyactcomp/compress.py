@@ -29,7 +29,7 @@ from .engine.marks import FUSING
 from .engine.recompute import offer_layer_norm
 from .engine.session import Session, close_abandoned
 from .engine.silence import stop_watches
-from .errors import PyactcompError
+from .errors import ImplementationUnavailableError, PyactcompError
 from .fusions import FusionState, unfuse
 from .fusions.replaced import calls_are_replaced
 from .fusions.tampering import tampering_reason
@@ -251,9 +251,10 @@ def _check_model(model: object) -> None:
 
 def _check_implementation(model: Module, config: Config) -> None:
     """Raise now, rather than in the first forward, if the implementation cannot run on the model's device."""
-    if config.impl != "auto":
-        device = next((parameter.device for parameter in model.parameters()), None)
-        if device is not None and device.type != "meta":
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is not None and device.type != "meta":
+        # Also imports the kernels: the profiler of torch misreads the names of modules imported in a profiled step.
+        with contextlib.suppress(*([ImplementationUnavailableError] if config.impl == "auto" else [])):
             codec.resolve(config.impl, device)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -381,3 +383,27 @@ def test_a_forward_that_fails_is_not_reported() -> None:
     assert "nothing was recorded yet" in pyactcomp.report(model).note
     step(model)
     assert [t.module for t in pyactcomp.report(model).tensors if t.kept != policy.PARAMETER] == ["0", "1", "2"]
+
+
+# A profile with stacks is read in a process of its own: what a torch without this package imports is imported there.
+PROFILED = """
+import sys
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+import pyactcomp
+model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256))
+pyactcomp.compress(model, min_bytes=256)
+x, modules = torch.randn(256, 256), set()
+with profile(activities=[ProfilerActivity.CPU], with_stack=True) as prof:
+    modules |= set(sys.modules)
+    model(x).square().sum().backward()
+    imported = set(sys.modules) - modules
+names = {event.name for event in prof.events()}
+print(imported, {"pyactcomp::pack", "pyactcomp::unpack"} <= names)
+"""
+
+
+def test_a_profiled_first_step_imports_nothing_whose_name_the_profiler_would_misread() -> None:
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, check=True)
+    assert "set() True" in done.stdout

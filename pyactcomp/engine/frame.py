@@ -48,7 +48,7 @@ from ..readers.nodes import (
 )
 from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
 from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
-from ..torch_private import never_traced, profiler_enabled, source_dtype
+from ..torch_private import never_traced, profiled_range, profiler_enabled, source_dtype
 from ..torch_private.distributed import local_tensor, waited
 from .factors import (
     EXPONENTIALS,
@@ -223,7 +223,7 @@ class Frame:
     @never_traced
     def pack_profiled(self, tensor: Tensor) -> Saved:
         """Pack, and show the packing as a range in the profile."""
-        with torch.profiler.record_function("pyactcomp::pack"):
+        with profiled_range("pyactcomp::pack"):
             return self.pack(tensor)
 
     @never_traced

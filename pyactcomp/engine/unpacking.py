@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..readers.observer import observer
 from ..readers.table import FACTORS
-from ..torch_private import never_traced, running_node, saved_form
+from ..torch_private import never_traced, profiled_range, running_node, saved_form
 from .recipes import FromRecipe
 from .saved import Kept, Pending, Region, Same, Saved, View
 
@@ -29,7 +29,7 @@ def unpack(saved: Saved) -> Tensor:
 @never_traced
 def unpack_profiled(saved: Saved) -> Tensor:
     """Restore a saved tensor, and show the restoring as a range in the profile."""
-    with torch.profiler.record_function("pyactcomp::unpack"):
+    with profiled_range("pyactcomp::unpack"):
         return unpack(saved)
 
 

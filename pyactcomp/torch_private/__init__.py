@@ -122,6 +122,14 @@ def is_batch(x: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+profiled_range: Callable[[str], AbstractContextManager[object]] = torch._C._profiler._RecordFunctionFast
+"""Show a ``with`` block in the profile under a name.
+
+Not ``torch.profiler.record_function``: its first call imports a module, and with ``with_stack=True`` the profiler reads
+the name of that module's code after the code is gone.
+"""
+
+
 def has_no_memory(x: Tensor) -> bool:
     """Return whether ``x`` may be a wrapper without memory: a batch of gradients, or any tensor in torch.func."""
     return inside_functorch() or is_batch(x)

@@ -44,6 +44,7 @@ from . import (
     normalises_by_cudnn,
     owner_being_traced,
     pluggable_setters,
+    profiled_range,
     profiler_enabled,
     replace_entry_points,
     running_node,
@@ -169,8 +170,11 @@ def _test_transformed() -> None:
 
 def _test_profiler() -> None:
     assert not profiler_enabled()
-    with profiler.profile():
+    with profiler.profile() as profile:
         assert profiler_enabled()
+        with profiled_range("a range"):
+            pass
+    assert "a range" in {event.name for event in profile.function_events}
 
 
 def _test_storage_weak_ref() -> None:
@@ -425,8 +429,7 @@ def _test_partitions() -> None:
     graph = torch.fx.Graph()
     primal, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
     assert partitions.is_primal(primal)
-    assert partitions.is_tangent(tangent)
-    assert not partitions.is_tangent(primal)
+    assert [partitions.is_tangent(node) for node in (primal, tangent)] == [False, True]
     with partitions.partitioning(lambda _, size: size, lambda *_: None):
         pass
     assert partitions.input_infos(1) is None
@@ -441,14 +444,9 @@ def _test_partitions() -> None:
     partitions.remember(before)
     assert fw_metadata._pyactcomp_note is before  # type: ignore[attr-defined]
     runs: list[object] = []
-
-    def pack(saved: Tensor) -> Tensor:
-        runs.append(partitions.running_graph())
-        return saved
-
-    step = aot_function(torch.sin, boxed_nop, boxed_nop)  # type: ignore[arg-type]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        step(torch.ones(1, requires_grad=True)).sin()
+    x = torch.ones(1, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: runs.append(partitions.running_graph()), lambda _: x):
+        aot_function(torch.sin, boxed_nop, boxed_nop)(x).sin()  # type: ignore[arg-type]
     assert [run is None for run in runs] == [False, True]
     assert len(partitions.traced(torch.neg, torch.zeros(2)).graph.nodes) == 3
     partitions.count_whole(("named_by_the_test_",))
@@ -546,7 +544,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
     "torch._C._get_dispatch_mode, torch._ops._get_dispatch_mode_pre_dispatch": _test_being_traced,
     "torch.autograd.forward_ad._current_level, torch._C._is_tracing": _test_transformed,
-    "torch.autograd.profiler._is_profiler_enabled": _test_profiler,
+    "torch.autograd.profiler._is_profiler_enabled, torch._C._profiler._RecordFunctionFast": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
     "torch._C._select_batch_norm_backend": _test_batch_norm_backend,
