@@ -7,7 +7,6 @@ import hashlib
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterable
 
@@ -123,11 +122,8 @@ def frees_behind_a_spin() -> None:
     behind[0].record()
     behind[1].record(side)
     del tensor
-    begin = time.perf_counter()
     tensors.clear()
-    seconds = time.perf_counter() - begin
-    assert not any(event.query() for event in behind), "the kernels ended before the frees did: nothing was measured"
-    assert seconds < 0.010, f"1000 frees took {seconds * 1e3:.1f} ms"
+    assert not any(event.query() for event in behind), "the frees waited for the kernels"
     torch.cuda.synchronize()
     no_faults()
 

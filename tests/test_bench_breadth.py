@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +104,8 @@ def test_an_unknown_pair_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_failure_a_crash_and_an_endless_job_cost_one_result_each() -> None:
     jobs = ["works", "fails", "dies", "hangs", "works too"]
-    begin = time.monotonic()
     # The limit leaves room for a process to start on a busy machine.
     found = dict(breadth_pool.results(jobs, work, limit_s=10.0, workers=2))
-    assert time.monotonic() - begin < 300
     assert (found["works"], found["works too"]) == (5, 9)
     assert found["fails"] == breadth_pool.Failed("error", "ValueError: (path) is no file")
     assert found["dies"] == breadth_pool.Failed("crash", "the process ended with SIGSEGV")

@@ -255,12 +255,6 @@ def test_replay_can_be_interrupted_and_tells_how_far_it_is() -> None:
         replay(snapshot, progress=interrupt)
 
 
-@pytest.mark.parametrize("config", ["native", "expandable", "pyactcomp"])
-def test_replay_takes_two_million_events_a_second(config: str) -> None:
-    # It took 11 million a second and more when this was written.
-    assert events_per_second(load("sft_varlen", times=10)[1], config) >= 2e6
-
-
 def with_pending(blocks: int, count: int) -> Snapshot:
     """Return events of blocks of which each stays in use by another stream until ``blocks`` others were freed."""
     rows: list[Row] = []
@@ -272,25 +266,17 @@ def with_pending(blocks: int, count: int) -> Snapshot:
     return events(rows)
 
 
-def events_per_second(snapshot: Snapshot, config: str) -> float:
-    """Return the best of three, since other work shares the cores."""
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        replay(snapshot, config)
-        seconds.append(time.perf_counter() - begin)
-    return len(snapshot.devices[0].events) / min(seconds)
-
-
-@pytest.mark.parametrize("config", ["native", "expandable", "pyactcomp"])
-def test_replay_takes_two_million_events_a_second_while_blocks_are_pending(config: str) -> None:
-    assert events_per_second(with_pending(64, 300_000), config) >= 2e6
-
-
 def test_replay_takes_no_time_for_each_pending_block_of_each_event() -> None:
-    few, many = (events_per_second(with_pending(blocks, 150_000), "native") for blocks in (32, 1024))
+    def seconds(blocks: int) -> float:
+        snapshot, tries = with_pending(blocks, 150_000), []
+        for _ in range(3):
+            begin = time.process_time()
+            replay(snapshot, "native")
+            tries.append(time.process_time() - begin)
+        return min(tries)
+
     # Where every allocation asked about every pending block it was 32 times slower; the sets that hold them are trees.
-    assert many > few / 8
+    assert seconds(1024) < 8 * seconds(32)
 
 
 def test_replay_takes_memory_for_live_blocks_and_not_for_events() -> None:

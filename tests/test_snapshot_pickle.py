@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +22,6 @@ from snapshot_cases import BASE, FRAME, block, content, event, segment
 
 from pyactcomp._core import PlainData
 from pyactcomp.snapshots.reader import read_snapshot
-
-SECONDS = 5.0
 
 
 class Canary:
@@ -153,13 +150,11 @@ def measure(*paths: Path) -> tuple[int, list[str]]:
     return int(used), ends
 
 
-def test_a_flood_is_refused_in_little_time_and_memory(tmp_path: Path) -> None:
+def test_a_flood_is_refused_in_little_memory(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in FLOODS]
     for path in paths:
         path.write_bytes(b"\x80\x04" + FLOODS[path.name])
-    started = time.monotonic()
     used, ends = measure(*paths)
-    assert time.monotonic() - started < SECONDS * len(paths)
     for end in ends:
         assert "more dicts, lists and tuples" in end or "more values" in end or "keys of str" in end
     # A byte in two makes a value of 8 bytes on the stack and one in the memo, a byte in eight a list of 24 with 32 of
@@ -242,13 +237,10 @@ def valid() -> dict[str, Any]:
 
 def check_consistent(path: Path) -> bool:
     """Read a file; return whether it is a snapshot, which then must make sense."""
-    started = time.monotonic()
     try:
         snapshot = read_snapshot(path)
     except ValueError:
         return False
-    finally:
-        assert time.monotonic() - started < 1.0
     for device in snapshot.devices:
         events = device.events
         columns = (events.address, events.size, events.stream, events.time_us, events.pool, events.stack)
@@ -355,16 +347,10 @@ def many_events(count: int, depth: int) -> dict[str, Any]:
     return content(trace)
 
 
-def test_reading_is_fast_and_takes_memory_in_proportion_to_the_file(tmp_path: Path) -> None:
+def test_reading_takes_memory_in_proportion_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "snapshot"
     path.write_bytes(pickle.dumps(many_events(100_000, 30)))
-    seconds = []
-    for _ in range(3):
-        started = time.process_time()
-        events = read_snapshot(path).devices[0].events
-        seconds.append(time.process_time() - started)
-    # 0.6 million a second where this was written, with 30 frames an event; a reader in Python took 0.06 million.
-    assert len(events) / min(seconds) > 2e5
+    events = read_snapshot(path).devices[0].events
     used, end = measure(path)
     assert end == ["read"]
     # A frame that is named takes 2 to 5 bytes of the file, and 8 in memory; the columns take 41 bytes an event, thrice
