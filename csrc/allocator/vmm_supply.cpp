@@ -2,7 +2,8 @@
 //
 // Growth by virtual memory. Each pool has a range of addresses per stream, filled from the bottom. Physical memory
 // comes in handles. When a request fits nowhere, whole free handles are mapped anew behind another free block. The only
-// unusable memory is then the free part of partly used handles.
+// unusable memory is then the free part of partly used handles. A handle that moves away leaves a gap between two such
+// parts; a later request that misses few bytes there fills the gap and uses both.
 //
 // A piece that moves is mapped at the new address at once and unmapped from the old one later, when the stream has
 // passed an event: kernels already launched may still touch the old address, and waiting for them would stall the host.
@@ -22,10 +23,15 @@ namespace {
 // The driver's cost is per handle (25 us to create and map 20 MiB, 35 us for 64 MiB, H200), the waste is the free part
 // of a partly used handle. Over fifty variants of five recorded training runs (`python -m bench alloc --parts traces`),
 // peak reserved over peak allocated was 1.022 on average with handles of 20 to 64 MiB, and 1.020 with 20 to 32 MiB at
-// 1.5 times the driver's time. With handles as large as requests it was 1.09 in the recorded runs. The small pool has
-// handles of 2 MiB: where it took free ones of 20 MiB, the driver's time fell by 6 %, but a few small blocks kept these
-// from large requests when memory was short.
+// 1.5 times the driver's time. With handles as large as requests it was 1.09 in the recorded runs.
+// With handles of 2 MiB sixteen published training steps reserved 1.003 (median) times what was live, with these 1.009,
+// at a twenty-fourth of the driver's time. The small pool has handles of 2 MiB: where it took free ones of
+// 20 MiB, the driver's time fell by 6 %, but a few small blocks kept these from large requests when memory was short.
 constexpr Bytes kLargestHandle = 64_MiB;
+
+// A free block gives its handles away only if at most a quarter of it stays behind in partly used ones: the next
+// request of the block's size needs it whole. The bound is lifted when memory is short.
+constexpr Bytes kMostLeftBehind = 4;  ///< of a block's size, as a divisor
 
 // Addresses cost nothing: twice the device's memory leaves room to move pieces up before the old addresses are free.
 constexpr Bytes kAddressesPerMemory = 2;
@@ -39,6 +45,15 @@ struct Piece {
   Address address;
   Mapping mapping;
 };
+
+/// Where a pool grows.
+struct Place {
+  Block* room = nullptr;  ///< unmapped
+  Bytes need = 0;         ///< bytes to map from the room's beginning on; a free block before the room serves the rest
+  Bytes most = 0;         ///< bytes that may be mapped there; `need` where the block beyond the room serves a part too
+};
+
+Block* if_free(Block* block) { return block && block->state == Block::State::kFree ? block : nullptr; }
 
 /// From the highest address down: cutting off the last piece keeps the `block` of the other pieces valid.
 void sort_from_end(std::vector<Piece>& pieces) {
@@ -67,13 +82,14 @@ class VmmSupply final : public Supply {
 
   Bytes granularity() const { return device_.granularity(); }
   Block* add_range(const Request& request, Bytes least);
+  Place find_place(const Request& request, Bytes wanted);
   /// Unmapped addresses, at least `most` bytes, behind the largest free block with enough of them.
   Block* find_room(const Request& request, Bytes most);
   template <class Visit>
   void for_each_piece(Pool& pool, Visit visit);
-  void find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found);
-  std::vector<Piece> choose_pieces(const Request& request, const Block* base, Bytes need, Bytes room, Effort effort);
-  bool create_handles(const Request& request, Bytes need, std::vector<Mapping>& made);
+  void find_pieces(Pool& pool, const Request& request, const Place& place, std::vector<Piece>& found);
+  std::vector<Piece> choose_pieces(const Request& request, const Place& place, Effort effort);
+  bool create_handles(const Request& request, Bytes need, Bytes most, std::vector<Mapping>& made);
   Block* put(Block* room, Mapping mapping, Serial freed);
   Block* move(Block* room, std::vector<Piece>& pieces);
   void count_move(const Segment& from, Segment& to, Mapping mapping);
@@ -93,23 +109,20 @@ Block* VmmSupply::grow(const Request& request, Effort effort, bool capturing) {
   Pool& pool = *request.pool;
   const Bytes wanted = at_least_initial(request, request.size);
   if (wanted > total_) return nullptr;  // the next attempt asks for less
-  // The last handle may be larger than the bytes left to cover; one granule more keeps the next mapping apart. No
-  // handle is larger than the device's memory, whatever large_segment_size says.
-  const Bytes least = std::min(heap_.config.large_segment_size, round_up(total_, granularity()));
-  const Bytes most = pool.oversize ? round_up(wanted, granularity()) : wanted + kLargestHandle + least;
-  Block* room = find_room(request, most);
-  Block* base = room->previous && room->previous->state == Block::State::kFree ? room->previous : nullptr;
-  Bytes need = round_up(wanted - (base ? std::min(base->size, wanted) : 0), granularity());
+  Place place = find_place(request, wanted);
+  Block* const room = place.room;
+  Block* const base = if_free(room->previous);
 
   // A private pool's free memory belongs to a graph, and no event may be recorded while a stream is captured.
   std::vector<Piece> pieces;
-  if (!capturing && !pool.group.is_private()) {
-    pieces = choose_pieces(request, base, need, room->size, effort);
+  if (!capturing && !pool.group.is_private()) pieces = choose_pieces(request, place, effort);
+  for (const Piece& piece : pieces) {
+    place.need -= std::min(place.need, piece.mapping.size);
+    place.most -= piece.mapping.size;
   }
-  for (const Piece& piece : pieces) need -= std::min(need, piece.mapping.size);
 
   std::vector<Mapping> made;
-  if (!create_handles(request, need, made)) {
+  if (!create_handles(request, place.need, place.most, made)) {
     for (const Mapping& mapping : made) device_.destroy(mapping.handle, mapping.size);
     if (pool.oversize) erase_if_empty(*room->segment);
     return nullptr;
@@ -153,6 +166,41 @@ Block* VmmSupply::add_range(const Request& request, Bytes least) {
   return segment.first;
 }
 
+Place VmmSupply::find_place(const Request& request, Bytes wanted) {
+  Pool& pool = *request.pool;
+  // The fewest missing bytes: beside the free block that serves most of the request, or between two that do.
+  Place best;
+  const auto consider = [&](Block* room) {
+    if (!room || room->state != Block::State::kUnmapped) return;
+    const Block* before = if_free(room->previous);
+    const Block* beyond = if_free(room->next);
+    const Bytes lacking = wanted - std::min(wanted, before ? before->size : 0);
+    const Bytes need = round_up(lacking, granularity());
+    Place place{room, need, room->size};
+    if (need > room->size) {
+      if (!beyond || room->size + beyond->size < lacking) return;
+      place.need = place.most = room->size;
+    }
+    const auto rank = [](const Place& each) { return std::make_pair(each.need, each.room->address); };
+    if (!best.room || rank(place) < rank(best)) best = place;
+  };
+  if (!pool.oversize) {
+    for (auto at = pool.free.lower_bound(FitKey{request.stream, granularity(), 0});
+         at != pool.free.end() && (*at)->stream() == request.stream; ++at) {
+      consider((*at)->previous);
+      consider((*at)->next);
+    }
+  }
+  if (best.room) return best;
+  // The last handle may be larger than the bytes left to cover; one granule more keeps the next mapping apart. No
+  // handle is larger than the device's memory, whatever large_segment_size says.
+  const Bytes least = std::min(heap_.config.large_segment_size, round_up(total_, granularity()));
+  const Bytes most = pool.oversize ? round_up(wanted, granularity()) : wanted + kLargestHandle + least;
+  Block* room = find_room(request, most);
+  const Block* before = if_free(room->previous);
+  return {room, round_up(wanted - std::min(wanted, before ? before->size : 0), granularity()), room->size};
+}
+
 Block* VmmSupply::find_room(const Request& request, Bytes most) {
   Pool& pool = *request.pool;
   if (pool.oversize) return add_range(request, most);
@@ -187,10 +235,11 @@ void VmmSupply::for_each_piece(Pool& pool, Visit visit) {
   }
 }
 
-void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* base, std::vector<Piece>& found) {
+void VmmSupply::find_pieces(Pool& pool, const Request& request, const Place& place, std::vector<Piece>& found) {
   for_each_piece(pool, [&](const Piece& piece) {
     const Stream stream = piece.block->stream();
-    if (piece.block == base) return;
+    // What lies beside the room serves the request where it is.
+    if (piece.block == place.room->previous || piece.block == place.room->next) return;
     if (stream != request.stream && !order_.passed(stream, piece.block->freed)) {
       order_.fence(stream, heap_.clock());  // so that passed() can tell the next time
       return;
@@ -199,16 +248,25 @@ void VmmSupply::find_pieces(Pool& pool, const Request& request, const Block* bas
   });
 }
 
-std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block* base, Bytes need, Bytes room,
-                                            Effort effort) {
+std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Place& place, Effort effort) {
   std::vector<Piece> found;
-  find_pieces(*request.pool, request, base, found);
+  find_pieces(*request.pool, request, place, found);
   if (effort == Effort::kScavenge) {
     PoolGroup& group = request.pool->group;
     for (Pool* pool : {&group.large, &group.oversize, &group.small}) {
-      if (pool != request.pool) find_pieces(*pool, request, base, found);
+      if (pool != request.pool) find_pieces(*pool, request, place, found);
     }
   }
+  if (effort == Effort::kNormal) {
+    std::unordered_map<const Block*, Bytes> whole;
+    for (const Piece& piece : found) whole[piece.block] += piece.mapping.size;
+    const auto leaves_much = [&](const Piece& piece) {
+      return piece.block->size - whole[piece.block] > piece.block->size / kMostLeftBehind;
+    };
+    found.erase(std::remove_if(found.begin(), found.end(), leaves_much), found.end());
+  }
+  Bytes need = place.need;
+  Bytes room = place.most;
   // The fewest moves: take the largest pieces first, then the smallest piece that covers the rest.
   std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
     return a.mapping.size != b.mapping.size ? a.mapping.size > b.mapping.size : a.address < b.address;
@@ -225,15 +283,15 @@ std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Block*
       cover = &piece;
     }
   }
-  // An oversize segment is kept whole: nothing may be left over. A handle made under a larger large_segment_size may
-  // reach beyond the room, where other memory is mapped.
+  // An oversize segment is kept whole: nothing may be left over. A larger handle may reach beyond the room, where other
+  // memory is mapped.
   const bool covers = cover && cover->mapping.size <= room && !request.pool->oversize;
   if (need > 0 && covers) chosen.push_back(*cover);
   sort_from_end(chosen);
   return chosen;
 }
 
-bool VmmSupply::create_handles(const Request& request, Bytes need, std::vector<Mapping>& made) {
+bool VmmSupply::create_handles(const Request& request, Bytes need, Bytes most, std::vector<Mapping>& made) {
   const bool small = request.pool->kind == PoolKind::kSmall;
   const Bytes least = small ? kSmallBuffer : request.pool->oversize ? 0 : heap_.config.large_segment_size;
   if (!within_limit(need)) return false;
@@ -248,7 +306,7 @@ bool VmmSupply::create_handles(const Request& request, Bytes need, std::vector<M
   };
   while (need > 0) {
     const Bytes exact = std::min(need, kLargestHandle);
-    const Bytes size = std::max(exact, round_up(least, granularity()));
+    const Bytes size = std::min(std::max(exact, round_up(least, granularity())), most - held);
     if (!create(size) && (size == exact || !create(exact))) return false;
     need -= std::min(need, made.back().size);
   }
