@@ -251,8 +251,11 @@ def test_a_driver_call_that_fails_leaves_the_allocator_as_it_was(call: str) -> N
     before = (allocated(allocator), reserved(allocator), device.reserved)
     device.fail(call, count=100)
     message = rf"The driver refused more: .*{call}" if call in ("map", "reserve") else "Tried to allocate"
-    with pytest.raises(torch.OutOfMemoryError, match=message):
+    with pytest.raises(torch.OutOfMemoryError, match=message) as error:
         allocator.allocate(50 * MIB)
+    if call in ("map", "reserve"):
+        assert "growth:malloc" in str(error.value)
+        assert "No setting" not in str(error.value)
     allocator.check_invariants()
     assert (allocated(allocator), reserved(allocator), device.reserved) == before
     device.fail(call, count=0)

@@ -99,6 +99,14 @@ def test_a_driver_without_virtual_memory_serves_by_malloc(fake_driver: Callable[
     _run("with_a_fake_driver", "False", LD_LIBRARY_PATH=fake_driver("-DcuMemSetAccess=absent"))
 
 
+@pytest.mark.parametrize(("refused", "pieces"), [(1, True), (2, False)])
+def test_a_driver_that_refuses_access_serves_without_rdma_or_by_malloc(
+    refused: int, pieces: bool, fake_driver: Callable[..., str]
+) -> None:
+    """WSL2 announces RDMA, creates and maps memory with it, and refuses access; another driver refuses any mapping."""
+    _run("with_a_fake_driver", str(pieces), LD_LIBRARY_PATH=fake_driver(f"-DFAKE_REFUSES_ACCESS={refused}"))
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

@@ -146,6 +146,10 @@ std::string remedy(const Failure& failure, const Fragmentation& found, Heap& hea
     return "A CUDA graph is being captured, so the allocator could not give cached memory back to the device: run the "
            "same work once before the capture, or call empty_cache() before it.";
   }
+  if (config.growth == Growth::kVmm && !failure.refused.empty() && size <= growable) {
+    return "The device has enough free memory, but the driver refuses to map it: growth:malloc takes memory without "
+           "mapping (PYACTCOMP_ALLOC_CONF=\"growth:malloc\").";
+  }
   if (failure.limit != kUnlimited && size <= growable) {
     const double fraction = share(found.reserved + size, failure.memory.total);
     if (fraction <= 1.0) {

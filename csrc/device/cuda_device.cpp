@@ -142,7 +142,43 @@ void CudaDevice::look_for_virtual_memory() {
   std::size_t least = 0;
   if (driver_.cuMemGetAllocationGranularity(&least, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS) {
     granularity_ = std::max<Bytes>(2_MiB, least);
+    if (!find_mappable_properties()) granularity_ = 0;
   }
+}
+
+/// A driver may announce a property, create memory with it, and refuse access to the mapping (RDMA under WSL2), or
+/// refuse to create it (memory for other processes in some containers). False: no memory can be mapped at all.
+bool CudaDevice::find_mappable_properties() {
+  const CUmemAllocationProp announced = properties_;
+  for (const bool rdma : {true, false}) {
+    for (const bool shared : {true, false}) {
+      properties_ = announced;
+      if (!rdma) properties_.allocFlags.gpuDirectRDMACapable = 0;
+      if (!shared) properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_NONE;
+      const CUresult status = inside([this] { return try_mapping(); });
+      // Short of memory: the first growth will tell.
+      if (status == CUDA_SUCCESS || status == CUDA_ERROR_OUT_OF_MEMORY) return true;
+    }
+  }
+  return false;
+}
+
+CUresult CudaDevice::try_mapping() {
+  CUdeviceptr address = 0;
+  CUmemGenericAllocationHandle handle = 0;
+  CUresult status = driver_.cuMemAddressReserve(&address, granularity_, granularity_, 0, 0);
+  if (status != CUDA_SUCCESS) return status;
+  status = driver_.cuMemCreate(&handle, granularity_, &properties_, 0);
+  if (status == CUDA_SUCCESS) {
+    status = driver_.cuMemMap(address, granularity_, 0, handle, 0);
+    if (status == CUDA_SUCCESS) {
+      status = driver_.cuMemSetAccess(address, granularity_, access_.data(), access_.size());
+      driver_.cuMemUnmap(address, granularity_);
+    }
+    driver_.cuMemRelease(handle);
+  }
+  driver_.cuMemAddressFree(address, granularity_);
+  return status;
 }
 
 int CudaDevice::count() {

@@ -83,6 +83,8 @@ class CudaDevice final : public Device {
   void give_back(const What& what, Call&& call);
   void check(CUresult status, const What& what) const;
   void look_for_virtual_memory();
+  bool find_mappable_properties();
+  CUresult try_mapping();
   /// Calls `one` with each copy and a stream, then waits for the stream.
   template <class One>
   void copy(const char* call, const std::vector<Copy>& copies, One&& one);

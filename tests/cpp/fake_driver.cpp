@@ -12,6 +12,7 @@
 #include <iterator>
 #include <list>
 #include <map>
+#include <set>
 #include <vector>
 
 #ifndef FAKE_INIT_STATUS
@@ -22,6 +23,9 @@
 #endif
 #ifndef FAKE_REFUSES_SHARED_MEMORY
 #define FAKE_REFUSES_SHARED_MEMORY 0
+#endif
+#ifndef FAKE_REFUSES_ACCESS
+#define FAKE_REFUSES_ACCESS 0  // 1: to memory with the RDMA flag, as WSL2; 2: to any
 #endif
 
 namespace {
@@ -35,11 +39,16 @@ constexpr int kNotPermitted = 800;
 constexpr int kOperatingSystem = 304;
 constexpr int kVirtualMemorySupported = 102;
 constexpr int kDescriptorSupported = 103;
+constexpr int kRdmaSupported = 110;
 
 /// The beginning of CUmemAllocationProp.
 struct Properties {
   int type;
   int handle_types;
+  int location[2];
+  void* windows;
+  unsigned char compression;
+  unsigned char rdma;
 };
 
 int context_depth = 0;
@@ -49,6 +58,8 @@ std::size_t in_use = 0;
 void* const kContext = &context_depth;
 void* const kEvent = &in_use;
 std::map<Number, std::size_t> allocated, reserved, created, imported, mapped, pinned;
+std::map<Number, Number> mapped_handles;
+std::set<Number> for_rdma;  ///< handles
 Number copied = 0;
 /// The one capture: the last nodes of its streams, and what each node depends on. A node is the address of an entry.
 using Nodes = std::vector<void*>;
@@ -131,7 +142,7 @@ Number fake_left() { return static_cast<Number>(context_depth) + in_use + mapped
 /// Handles of other processes.
 Number fake_imported() { return imported.size(); }
 /// Pieces of physical memory, which only virtual memory has.
-Number fake_created() { return next_handle - 1; }
+Number fake_created() { return created.size(); }
 /// Bytes copied in either direction, and of pinned host memory.
 Number fake_copied() { return copied; }
 Number fake_pinned() {
@@ -173,7 +184,9 @@ int cuDeviceGet(int* device, int index) { return set(device, index); }
 int cuDeviceGetCount(int* count) { return set(count, 1); }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   return set(value,
-             attribute == kVirtualMemorySupported || attribute == kDescriptorSupported ? FAKE_VIRTUAL_MEMORY : 0);
+             attribute == kVirtualMemorySupported || attribute == kDescriptorSupported || attribute == kRdmaSupported
+                 ? FAKE_VIRTUAL_MEMORY
+                 : 0);
 }
 int cuDeviceCanAccessPeer(int* can, int, int) { return set(can, 0); }
 int cuDevicePrimaryCtxRetain(void** context, int) { return set(context, kContext); }
@@ -243,6 +256,7 @@ int cuMemCreate(Number* handle, std::size_t size, const Properties* properties, 
   in_use += size;
   set(handle, next_handle++);
   created.emplace(*handle, size);
+  if (properties->rdma != 0) for_rdma.insert(*handle);
   return 0;
 }
 int cuMemRelease(Number handle) { return imported.erase(handle) == 1 ? 0 : give_back(created, handle); }
@@ -250,6 +264,7 @@ int cuMemMap(Number address, std::size_t size, std::size_t, Number handle, Numbe
   const auto& handles = imported.count(handle) == 1 ? imported : created;
   const auto found = handles.find(handle);
   const bool whole = found != handles.end() && found->second == size;
+  mapped_handles[address] = handle;
   return whole && mapped.emplace(address, size).second ? 0 : kInvalidValue;
 }
 /// The descriptor of a file with the size of the memory.
@@ -270,6 +285,8 @@ int cuMemImportFromShareableHandle(Number* handle, void* descriptor, int) {
   return 0;
 }
 int cuMemSetAccess(Number address, std::size_t, const void*, std::size_t) {
+  if (FAKE_REFUSES_ACCESS == 2 || (FAKE_REFUSES_ACCESS == 1 && for_rdma.count(mapped_handles[address]) == 1))
+    return kInvalidValue;
   return mapped.count(address) == 1 ? 0 : kInvalidValue;
 }
 int cuMemUnmap(Number address, std::size_t size) { return take_exactly(mapped, address, size); }
