@@ -432,7 +432,7 @@ def test_configurations_are_those_of_the_settings_parser() -> None:
         ("native[nothing:1]", "unknown setting 'nothing'"),
         ("native[growth:vmm]", "leave it out"),
         ("native[initial_pool_size_mb:100]", "no use for initial_pool_size"),
-        ("expandable[max_split_size_mb:128]", "no use for max_split_size"),
+        ("expandable[initial_pool_size_mb:100]", "no use for initial_pool_size"),
         ("expandable[garbage_collection_threshold:0.8]", "no use for garbage_collection_threshold"),
         ("expandable[expandable_segments:False]", "contradicts itself"),
         ("native[memory_fraction:0.5]", "give its capacity"),

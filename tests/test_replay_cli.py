@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ for _name in ("typer", "rich", "humanize"):
 from click.testing import Result  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from pyactcomp.cli import shared  # noqa: E402
 from pyactcomp.cli.commands import app  # noqa: E402
+from pyactcomp.cli.tune import _print_tuned  # noqa: E402
 
 GIB = 1 << 30
 KEYS = ["trace", "config", "peak_allocated", "peak_reserved", "driver_calls", "oom_at"]
@@ -280,11 +283,29 @@ def test_tune_says_what_a_share_of_the_memory_needs(tmp_path: Path) -> None:
 
 
 def test_tune_names_no_saving_where_there_is_none(tmp_path: Path) -> None:
-    # 40 and 238 MiB are 2 MiB too many: PyTorch's allocator gives back 40 first, expandable segments map 240.
-    path = write(tmp_path, content([held(1, 40), freed(1, 40), held(2, 238)]))
-    ran = run("tune", path, "--capacity", "276MiB")
-    line = next(line for line in ran.stdout.splitlines() if line.startswith(" PyTorch"))
-    assert re.search(r"expandable +240.00 MiB +none +0 ", line)
+    found = tune(write(tmp_path, content([held(1, 40)])), "1GiB")
+    result = replace(found.recorded.results[0], peak_reserved=64 * MIB)
+    more = replace(found.recorded, config="pyactcomp", results=(result,))
+    with shared.console.capture() as printed:
+        _print_tuned(replace(found, pyactcomp=more))
+    line = next(line for line in printed.get().splitlines() if line.startswith(" pyactcomp"))
+    assert re.search(r"pyactcomp +64.00 MiB +none +0 ", line)
+
+
+def test_tune_says_what_the_memory_costs_in_time(tmp_path: Path) -> None:
+    found = tune(write(tmp_path, content([held(1, 40)])), "1GiB")
+    slow = replace(
+        found.recorded, config="expandable", results=(replace(found.recorded.results[0], driver_seconds=0.5),)
+    )
+    with shared.console.capture() as printed:
+        _print_tuned(replace(found, best=slow, pytorch=slow, seconds=4.0))
+    said = " ".join(printed.get().split())
+    assert (
+        "memory comes first: expandable spends 12% of the recorded 4 s in the driver, the recorded setting 0%" in said
+    )
+    with shared.console.capture() as printed:
+        _print_tuned(replace(found, best=slow, pytorch=slow, seconds=4000.0))
+    assert "memory comes first" not in printed.get()
 
 
 def press(monkeypatch: pytest.MonkeyPatch, at: int) -> None:

@@ -84,7 +84,7 @@ def test_sizes_of_our_allocator_that_are_no_whole_mebibytes_are_known(tmp_path: 
         ),
         (
             Settings("expandable_segments:True", expandable_segments=True, max_split_size=128 * MIB),
-            "expandable",
+            "expandable[max_split_size_mb:128]",
         ),
     ],
 )
@@ -99,6 +99,14 @@ def test_rounding_of_some_sizes_only_is_known() -> None:
     found = {size: divisions for size, divisions in config.roundup_power2_divisions.items() if divisions > 1}
     assert found == {256: 4, 512: 8}
     assert notes == ()
+
+
+def test_recorded_garbage_collection_without_a_fraction_is_named() -> None:
+    candidate, notes = recorded_candidate(Settings(garbage_collection_threshold=0.5))
+    assert candidate.config == "native[garbage_collection_threshold:0.5]"
+    assert "collects only under a memory fraction" in notes[0]
+    limited = Settings("per_process_memory_fraction:0.9", garbage_collection_threshold=0.5)
+    assert recorded_candidate(limited)[1] == ()
 
 
 def test_recorded_setting_that_cannot_be_replayed_is_named() -> None:

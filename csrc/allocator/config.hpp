@@ -69,11 +69,11 @@ inline constexpr Setting kSettings[] = {
      [](const Config&) { return true; },
      "`\"vmm\"`: physical memory is mapped into reserved addresses, and free pieces can move together. `\"malloc\"`: "
      "cudaMalloc, with PyTorch's decisions to the byte; needed to send tensors to processes without this allocator"},
-    {"max_split_size", "", &Config::max_split_size, "native pyactcomp", "at least large_segment_size",
+    {"max_split_size", "", &Config::max_split_size, kEveryFamily, "at least large_segment_size",
      [](const Config& config) { return config.max_split_size >= config.large_segment_size; },
      "malloc: free memory blocks of at least this size are not split for smaller requests. vmm: requests of at least "
      "this size get segments of their own, never used for smaller requests"},
-    {"max_non_split_rounding", "", &Config::max_non_split_rounding, "native pyactcomp", "at least 20 MiB",
+    {"max_non_split_rounding", "", &Config::max_non_split_rounding, kEveryFamily, "at least 20 MiB",
      [](const Config& config) { return config.max_non_split_rounding >= 20_MiB; },
      "how much larger than a request of at least `max_split_size` its memory block may be"},
     {"large_segment_size", "", &Config::large_segment_size, kEveryFamily,

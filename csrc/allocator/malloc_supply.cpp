@@ -64,12 +64,13 @@ void MallocSupply::collect_garbage() {
   // In rounds: each gives back the blocks of at least average age.
   Bytes released = 0;
   for (bool found = true; found && !whole.empty() && released < reserved - threshold;) {
-    const std::uint64_t average = total_age / whole.size();
+    // PyTorch compares with the average in floating point: rounded down, blocks a little too young would go too.
+    const double average = static_cast<double>(total_age) / static_cast<double>(whole.size());
     std::vector<Block*> younger;
     found = false;
     for (Block* block : whole) {
       const std::uint64_t age = pool.fit_calls - block->fit_calls;
-      if (age < average) {
+      if (static_cast<double>(age) < average) {
         younger.push_back(block);
         continue;
       }

@@ -73,8 +73,10 @@ Block* Supply::find_fit(const Request& request) {
   const auto smallest = pool.free.lower_bound(FitKey{request.stream, request.size, 0});
   if (smallest == pool.free.end() || (*smallest)->stream() != request.stream) return nullptr;
   Block* block = *best_fit(pool, smallest);
-  // A large free block of an expandable segment was merged from many: splitting pins nothing.
-  if (request.size < max_split && block->size >= max_split && !block->segment->expandable) return nullptr;
+  // Under vmm growth a large free block was merged from many: splitting pins nothing. PyTorch's expandable segments
+  // keep the block whole all the same.
+  const bool keeps_whole = heap_.config.growth != Growth::kVmm || !block->segment->expandable;
+  if (request.size < max_split && block->size >= max_split && keeps_whole) return nullptr;
   const bool oversize = request.size >= max_split;
   return oversize && block->size - request.size >= heap_.config.max_non_split_rounding ? nullptr : block;
 }

@@ -100,15 +100,13 @@ class Replay {
   py::dict result() const {
     const std::lock_guard lock(mutex_);
     const alloc::Stats stats = core_->stats();
-    const alloc::SimulatedDevice::Calls calls = core_->calls();
     const alloc::ReplayCounts& counts = core_->counts();
     py::dict result;
     result["peak_allocated"] = stats.allocated_bytes.all().peak;
     result["peak_active"] = stats.active_bytes.all().peak;
     result["peak_requested"] = stats.requested_bytes.all().peak;
     result["peak_reserved"] = stats.reserved_bytes.all().peak;
-    result["driver_calls"] = calls.acquire + calls.release + calls.reserve + calls.unreserve + calls.create +
-                             calls.destroy + calls.map + calls.unmap;
+    result["driver_calls"] = core_->driver_calls();
     result["driver_seconds"] = core_->driver_seconds();
     result["retries"] = stats.num_alloc_retries;
     const auto failed = core_->out_of_memory_at();

@@ -57,7 +57,15 @@ Replay::Replay(const EventColumns& events, std::vector<PoolId> pools, std::vecto
   } catch (const OutOfMemory&) {
     out_of_memory_at_ = 0;
   }
+  calls_before_ = memory_calls();
+  seconds_before_ = device_->memory_seconds();
   end_stretch();
+}
+
+std::uint64_t Replay::memory_calls() const {
+  const SimulatedDevice::Calls calls = device_->calls();
+  return calls.acquire + calls.release + calls.reserve + calls.unreserve + calls.create + calls.destroy + calls.map +
+         calls.unmap;
 }
 
 void Replay::place(const std::vector<SegmentInfo>& existing) {

@@ -63,8 +63,10 @@ class Replay {
   std::optional<std::size_t> out_of_memory_at() const { return out_of_memory_at_; }
   /// Counters so far, with the peaks since the beginning.
   Stats stats();
-  SimulatedDevice::Calls calls() const { return device_->calls(); }
-  double driver_seconds() const { return device_->memory_seconds(); }
+  /// Calls for memory and addresses, and the host time in them, since the first event: the memory from before the
+  /// recording cost the recorded program nothing here.
+  std::uint64_t driver_calls() const { return memory_calls() - calls_before_; }
+  double driver_seconds() const { return device_->memory_seconds() - seconds_before_; }
   const ReplayCounts& counts() const { return counts_; }
   const std::vector<TimelinePoint>& timeline() const { return timeline_; }
 
@@ -79,6 +81,7 @@ class Replay {
     std::int64_t allocated = 0, active = 0, requested = 0, reserved = 0;
   };
 
+  std::uint64_t memory_calls() const;
   void place(const std::vector<SegmentInfo>& existing);
   /// Allocates the mapped free memory between an expandable segment's blocks: once the fillers are freed, the core has
   /// this memory too.
@@ -130,6 +133,8 @@ class Replay {
   std::set<Address> paused_;  ///< recorded blocks
 
   Peaks peaks_;
+  std::uint64_t calls_before_ = 0;
+  double seconds_before_ = 0.0;
   ReplayCounts counts_;
   std::vector<TimelinePoint> timeline_;
 };

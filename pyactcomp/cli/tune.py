@@ -86,6 +86,7 @@ def _tuned(path: Path, result: TuneResult) -> dict[str, Any]:
         "recorded": entry(result.recorded),
         "pytorch": entry(result.pytorch),
         "pyactcomp": entry(result.pyactcomp),
+        "recorded_seconds": result.seconds,
         "replays": result.replays,
         "stopped": result.stopped,
         "notes": list(result.notes),
@@ -132,6 +133,7 @@ def _advice(result: TuneResult) -> list[str]:
         lines = [] if least is None else [f"{best.config} works with {size_text(least)}"]
         if least is not None and least > 2 << 20:
             lines[0] += ": with 2 MiB less memory runs out"
+        lines += _time_in_the_driver(result)
         if recorded:
             known = "best: there is nothing to change" if result.stopped == "finished" else "best so far"
             lines.append(f"the setting of the recording, {best.config}, is the {known}")
@@ -143,6 +145,18 @@ def _advice(result: TuneResult) -> list[str]:
         whose = ", the setting of the recording" if recorded else ""
         lines = [f"{nothing}; the least found to work is {size_text(least)}, with {best.config}{whose}"]
     return lines if recorded else lines + _export(result)
+
+
+def _time_in_the_driver(result: TuneResult) -> list[str]:
+    """Return a line for each setting that pays for its memory with time, at least a percent of the recorded one's."""
+    recorded = result.recorded
+    return [
+        f"memory comes first: {trial.config} spends {trial.driver_seconds / result.seconds:.0%} of the recorded "
+        f"{seconds_text(result.seconds)} in the driver, the recorded setting "
+        f"{recorded.driver_seconds / result.seconds:.0%}"
+        for trial in dict.fromkeys(filter(None, (result.best, result.pytorch)))
+        if result.seconds and trial.driver_seconds - recorded.driver_seconds >= 0.01 * result.seconds
+    ]
 
 
 def _export(result: TuneResult) -> list[str]:

@@ -20,7 +20,7 @@ AXES = {
         "roundup_power2_divisions",
         "garbage_collection_threshold",
     ),
-    "expandable": ("roundup_power2_divisions",),
+    "expandable": ("max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"),
     "pyactcomp": (
         "growth",
         "large_segment_size_mb",
@@ -43,7 +43,7 @@ _LEAST_SPLIT = 21
 _POWERS = tuple(1 << power for power in range(5, 16))
 # Points of the coarse grid from the recorded sizes: some values work only between two powers of two.
 _OF_SIZES = 8
-# Both allocators collect garbage only under a limit below the whole memory.
+# PyTorch collects garbage only under a limit below the whole memory.
 _LIMITED = {"per_process_memory_fraction": "0.99"}
 
 Move = Mapping[str, str | None]
@@ -90,7 +90,7 @@ class Candidate:
 
 
 def recorded_candidate(settings: Settings) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the settings a snapshot was recorded under, and notes if they cannot be replayed."""
+    """Return the settings a snapshot was recorded under, and notes if they cannot be replayed or have no effect."""
     given = {}
     for key in (key for name, row in _SETTINGS.items() if name not in _IN_SNAPSHOT for key in row["keys"]):
         # The family stands for expandable_segments.
@@ -115,6 +115,12 @@ def recorded_candidate(settings: Settings) -> tuple[Candidate, tuple[str, ...]]:
         parse_configuration(candidate.config)
     except ValueError as error:
         return Candidate(family), (f"recorded under '{candidate.config}', taken as {family}: {error}",)
+    if family == "native" and "garbage_collection_threshold" in given and "per_process_memory_fraction" not in given:
+        note = (
+            "the recorded garbage_collection_threshold is replayed without effect: PyTorch collects only under a "
+            "memory fraction, and a fraction that the program set itself is not in the file"
+        )
+        return candidate, (note,)
     return candidate, ()
 
 

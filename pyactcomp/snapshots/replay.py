@@ -42,7 +42,7 @@ class ReplayResult:
     utilization
         ``peak_active / peak_reserved``; 1 if nothing was reserved.
     driver_calls
-        Calls to acquire, map, unmap or give back memory or addresses.
+        Calls to acquire, map, unmap or give back memory or addresses, since the first event.
     driver_seconds
         Host time in these calls, estimated from calls timed on an H200.
     retries
@@ -135,6 +135,9 @@ def parse_configuration(text: str) -> tuple[AllocatorConfig, bool]:
         if setting != "growth" and family not in row["families"] and getattr(config, setting) != row["default"]:
             whose = "PyTorch's expandable segments have" if expandable else "PyTorch's allocator has"
             raise ValueError(f"{whose} no use for {setting}: leave it out of '{text}'")
+    if config.memory_fraction == 1:
+        # Without a memory fraction, PyTorch collects no garbage, whatever the threshold.
+        config = config.replace(garbage_collection_threshold=0.0)
     return config, expandable
 
 

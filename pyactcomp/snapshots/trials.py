@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def driver_seconds(self) -> float:
-        """Estimated host time in the driver, for all devices."""
+        """Estimated host time in the driver since the first event, for all devices."""
         return sum(result.driver_seconds for result in self.results)
 
     @property
@@ -84,6 +84,8 @@ class TuneResult:
     best
         The better of the two. If nothing fits, the one of all three with the smallest capacity found; if none was
         found, nothing is known to work.
+    seconds
+        Seconds from the recording's first event to its last, of the device with the most; 0 if it has no times.
     replays
         Number of replays in the search.
     stopped
@@ -98,6 +100,7 @@ class TuneResult:
     pytorch: Trial | None
     pyactcomp: Trial | None
     best: Trial
+    seconds: float
     replays: int
     stopped: Literal["finished", "time limit", "interrupted"]
     notes: tuple[str, ...]

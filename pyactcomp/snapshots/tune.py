@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from .._core import SimulatedDevice
 from .candidates import AXES, FAMILIES, Candidate, coarse_moves, distinct_sizes, recorded_candidate, split_sizes
@@ -23,6 +23,8 @@ from .trials import Trial, TuneProgress, TuneResult
 _GRANULARITY = 2 << 20
 # Predicted peaks differ from real runs by up to 0.5 %: two settings within 1 % cannot be told apart.
 _SAME = 1.01
+# Time in the driver is an estimate: shares of the recorded time are compared in steps of this size.
+_STEP_OF_TIME = 0.01
 # Share of the time limit; in the rest three capacities are searched, with about 15 replays each.
 _SHARE_OF_SEARCH = 2 / 3
 # Share of the time limit as long as nothing fits; from then on the search is in unlimited memory.
@@ -44,10 +46,11 @@ def tune(
 
     The search tries the setting of the recording, the defaults, and each setting by itself on a coarse grid; then every
     setting in turn around the best of each allocator, until nothing improves; then the smallest capacity of each best
-    setting. A percent of the memory counts as much as a percent of the recorded time spent in the driver. Within 1 %,
-    fewer retries win, then PyTorch's own allocator, then fewer settings. The result is best for these events: a program
-    with randomly drawn sizes asks for others in its next run. The request the recorded program died of has to be served
-    too. Garbage collection needs ``per_process_memory_fraction``, a share of the device's whole memory: a result with
+    setting. The least reserved memory wins. Among settings within 1 % of the least, fewer retries win, then less time
+    in the driver (in whole percent of the recorded time), then PyTorch's own allocator, then fewer settings. The best
+    never reserves more than the recorded setting. The result is best for these events: a program with randomly drawn
+    sizes asks for others in its next run. The request the recorded program died of has to be served too. Garbage
+    collection needs ``per_process_memory_fraction``, a share of the device's whole memory: a result with
     this setting holds for devices of this capacity.
 
     Parameters
@@ -188,6 +191,7 @@ class _Search:
             None if pytorch is None else self.trials[pytorch],
             None if ours is None else self.trials[ours],
             self.trials[best],
+            self.seconds,
             self.replays,
             self.stopped,
             notes,
@@ -244,35 +248,43 @@ class _Search:
 
     # ---- costs and ranks ----
 
-    def cost(self, trial: Trial) -> float:
-        """Return the share of the capacity reserved, plus the share of the time spent in the driver."""
-        return trial.peak_reserved / self.capacity + (trial.driver_seconds / self.seconds if self.seconds else 0.0)
-
-    def rank(self, candidate: Candidate) -> tuple[float, float, int, int]:
-        """Return a sort key: the share of events before memory runs out, the cost, retries, keys."""
+    def rank(self, candidate: Candidate) -> tuple[float, int, int, float, int]:
+        """Return a sort key: the share of events before memory runs out, the memory, retries, time, keys."""
         trial = self.trials[candidate]
         passed = min(
             1.0 if result.oom_at is None else result.oom_at / (len(trace.events) + 1)
             for trace, result in zip(self.snapshot.devices, trial.results, strict=True)
         )
-        return -passed, self.cost(trial), trial.retries, candidate.keys
+        return -passed, trial.peak_reserved, trial.retries, trial.driver_seconds, candidate.keys
 
     def best_of(self, family: str) -> Candidate:
         return min((candidate for candidate in self.trials if candidate.family == family), key=self.rank)
 
     def simplest(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Return the simplest candidate within 1 % of the best; None if there are no candidates."""
+        """Return the simplest candidate within 1 % of the best, with no more memory than the recorded setting's.
+
+        None if there are no candidates.
+        """
         listed = list(candidates)
         if not listed:
             return None
         best = min(listed, key=self.rank)
         if not self.trials[best].fits:
             return best
-        enough = _SAME * self.cost(self.trials[best])
-        same = [each for each in listed if self.trials[each].fits and self.cost(self.trials[each]) <= enough]
-        return min(
-            same, key=lambda each: (self.trials[each].retries, each.family == "pyactcomp", each.keys, self.rank(each))
-        )
+        least = self.trials[best].peak_reserved
+        enough = _SAME * least
+        recorded = self.trials.get(self.recorded)
+        if recorded is not None and recorded.fits:
+            enough = min(enough, max(least, recorded.peak_reserved))
+        same = [each for each in listed if self.trials[each].fits and self.trials[each].peak_reserved <= enough]
+        return min(same, key=self.simplicity)
+
+    def simplicity(self, candidate: Candidate) -> tuple[Any, ...]:
+        """Return a sort key of settings with the same memory: the first is the one to take."""
+        trial = self.trials[candidate]
+        share = trial.driver_seconds / self.seconds if self.seconds else 0.0
+        of_time = int(share / _STEP_OF_TIME)
+        return trial.retries, of_time, candidate.family == "pyactcomp", candidate.keys, self.rank(candidate)
 
     # ---- replays ----
 
