@@ -17,6 +17,25 @@ from pyactcomp.snapshots.steps import Steps, find_steps
 BLOCKS = 20
 
 
+@pytest.mark.parametrize("count", [50, 100, 400])
+@pytest.mark.parametrize("kept", [1, -1, 5])
+def test_steps_are_found_however_far_the_number_of_blocks_drifts(count: int, kept: int, tmp_path: Path) -> None:
+    # Each step allocates 30 blocks, and frees all of them but ``kept``, or one of those from before too.
+    rows = [alloc(number * MIB, KIB) for number in range(count if kept < 0 else 0)]
+    begins = []
+    at = 1000
+    for step in range(count):
+        begins.append(len(rows))
+        rows += [alloc((at + place) * MIB, KIB) for place in range(30)]
+        rows += [entry for place in range(max(kept, 0), 30) for entry in free((at + place) * MIB, KIB)]
+        rows += free(step * MIB, KIB) if kept < 0 else []
+        at += 30
+    trace = read(tmp_path, content(rows)).devices[0]
+    found = find_steps(trace, find_lifetimes(trace), ())
+    # The first rise is setup's.
+    assert found.starts == tuple(begin - 1 for begin in begins[1:])
+
+
 def test_blocks_kept_from_earlier_steps_are_found_whatever_the_shapes(tmp_path: Path) -> None:
     rows = [*steps_of(10, leak=True), alloc(0x10000 * MIB, MIB, LAYER)]
     found = explained(tmp_path, rows, at=len(rows) - 1)

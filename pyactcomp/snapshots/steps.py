@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import sub
 from statistics import median
 from typing import Any
 
@@ -99,11 +100,9 @@ def _annotated(
 
 def _valleys(counts: list[int]) -> list[int]:
     """Return the lowest points between rises and falls of at least half the usual range."""
-    ordered = sorted(counts[:: 1 + len(counts) // _SAMPLES])
-    if not ordered:
+    if not counts:
         return []
-    cut = int(_UNUSUAL * len(ordered))
-    swing = max((ordered[-1 - cut] - ordered[cut]) / 2, _FEWEST_BLOCKS)
+    swing = max(_usual_range(counts) / 2, _FEWEST_BLOCKS)
     valleys: list[int] = []
     rising = False
     extreme, at = counts[0], 0
@@ -119,6 +118,19 @@ def _valleys(counts: list[int]) -> list[int]:
             valleys.append(at)
             rising, extreme = True, count
     return valleys
+
+
+def _usual_range(counts: Sequence[int]) -> int:
+    """Return the number of blocks by which the counts usually rise and fall."""
+    ordered = sorted(counts[:: 1 + len(counts) // _SAMPLES])
+    cut = int(_UNUSUAL * len(ordered))
+    cut_at = int(_UNUSUAL * len(counts))
+    usual = counts[cut_at : len(counts) - cut_at]
+    # Of a program that keeps ever more blocks, or ever fewer, the whole range is mostly drift: no fall, or no rise, is
+    # as large.
+    fall: int = max(map(sub, accumulate(usual, max), usual))
+    rise: int = max(map(sub, usual, accumulate(usual, min)))
+    return min(ordered[-1 - cut] - ordered[cut], fall, rise)
 
 
 def _regular(valleys: list[int]) -> tuple[int, ...]:
