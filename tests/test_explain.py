@@ -31,7 +31,7 @@ def test_live_blocks_are_grouped_by_the_users_own_lines(tmp_path: Path) -> None:
     lines = ("/home/me/model.py:12 forward", "/home/me/train.py:3 main")
     assert found.by_stack[0] == Group("model.py:12 forward < train.py:3 main", 2, 5 * MIB, lines)
     assert [(group.label, group.blocks, group.bytes) for group in found.by_stack[1:]] == [
-        ("MmBackward0::apply", 1, 4 * MIB),
+        ("MmBackward0", 1, 4 * MIB),
         ("model.py:40 loss < train.py:3 main", 1, MIB),
     ]
 

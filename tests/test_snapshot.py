@@ -159,7 +159,9 @@ def end(**changes: Any) -> dict[str, Any]:
 
 
 WRONG = {
-    "a list": ([], "content is a list"),
+    "an empty list": ([], r"an empty list, as torch.cuda.memory_snapshot\(\) returns"),
+    "a list of numbers": ([3], "content is a list, expected a dict"),
+    "a profiler's trace": ({"traceEvents": []}, "a trace of torch.profiler"),
     "nothing in it": ({}, "no 'device_traces'"),
     "no segments": ({"device_traces": []}, "no 'segments'"),
     "traces of a dict": ({"segments": [], "device_traces": {}}, "device_traces is a dict"),

@@ -140,7 +140,9 @@ py::dict recording(const PlainData& data, const std::vector<std::string>& action
   for (alloc::RecordedEvents& events : found.events) devices.append(to_dict(events));
   for (const alloc::RecordedSegment& segment : found.segments) segments.append(to_tuple(segment));
   for (const alloc::RecordedFrame& frame : found.frames) {
-    frames.append(py::make_tuple(to_python.text(frame.filename), frame.line, to_python.text(frame.name)));
+    const bool generated = frame.original.is(Value::Kind::kString);
+    frames.append(py::make_tuple(to_python.text(frame.filename), frame.line, to_python.text(frame.name),
+                                 generated ? to_python.text(frame.original) : py::str()));
   }
   for (const std::vector<std::int32_t>& stack : found.stacks) stacks.append(py::tuple(py::cast(stack)));
   py::dict result;

@@ -103,7 +103,10 @@ class Reader {
   std::uint8_t action(Value name, RecordedEvents& events) const;
   void place_event(Value event, RecordedEvents& events, const Place& place) const;
   RecordedSegment segment(Value value, std::size_t number);
-  RecordedBlock block(Value value, const Place& place);
+  RecordedBlock block(Value value, const Place& place, std::int64_t expected);
+  /// The last allocation of a block; nullptr if newer versions' fields name it.
+  const Value* last_allocation(Value block) const;
+  const std::vector<Value>& bare_segments() const;
   void check_blocks(const RecordedSegment& segment, std::size_t number) const;
 
   const PlainData& data_;
@@ -121,7 +124,9 @@ class Reader {
               free_ = data_.key("device_free"), metadata_ = data_.key("user_metadata"), address_ = data_.key("address"),
               filename_ = data_.key("filename"), line_ = data_.key("line"), name_ = data_.key("name"),
               state_ = data_.key("state"), requested_ = data_.key("requested_size"), blocks_ = data_.key("blocks"),
-              total_size_ = data_.key("total_size"), type_ = data_.key("segment_type"), device_ = data_.key("device");
+              total_size_ = data_.key("total_size"), type_ = data_.key("segment_type"), device_ = data_.key("device"),
+              history_ = data_.key("history"), real_size_ = data_.key("real_size"),
+              original_ = data_.key("fx_original_trace");
 };
 
 // ---- checked values ----
@@ -241,9 +246,10 @@ std::int32_t Reader::frame(Value value, const Place& place) {
   Place here = place;
   here.part = ": a stack frame";
   const Value entry = dict(value, here);
-  const RecordedFrame frame{string(entry, "filename", filename_, here),
-                            checked(field(entry, "line", line_, here), "line", here, -1),
-                            string(entry, "name", name_, here)};
+  const Value* original = data_.find(entry, original_);
+  const RecordedFrame frame{
+      string(entry, "filename", filename_, here), checked(field(entry, "line", line_, here), "line", here, -1),
+      string(entry, "name", name_, here), original && original->is(Kind::kString) ? *original : Value()};
   const auto [at, is_new] = frames_.emplace(frame, static_cast<std::int32_t>(recording_.frames.size()));
   if (is_new) recording_.frames.push_back(frame);
   return frame_of_[value.index()] = at->second;
@@ -328,14 +334,23 @@ RecordedSegment Reader::segment(Value value, std::size_t number) {
   segment.device = integer(entry, "device", device_, place, 0);
   expect(segment.device < static_cast<std::int64_t>(kMostDevices), "a segment of device ", segment.device,
          ", expected at most ", kMostDevices, " devices");
+  std::int64_t at = segment.address;
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    segment.blocks.push_back(block(blocks[i], {"segments[#], block #", number, i}));
+    segment.blocks.push_back(block(blocks[i], {"segments[#], block #", number, i}, at));
+    at = std::min(kLimit, segment.blocks.back().address + segment.blocks.back().size);
   }
   check_blocks(segment, number);
   return segment;
 }
 
-RecordedBlock Reader::block(Value value, const Place& place) {
+const Value* Reader::last_allocation(Value block) const {
+  // torch 2.0 and earlier list the allocations that a block was made from, the last one first.
+  const Value* history = data_.find(block, history_);
+  const bool known = history && history->is(Kind::kList) && !data_.is_empty(*history);
+  return known && data_.items(*history)[0].is(Kind::kDict) ? &data_.items(*history)[0] : nullptr;
+}
+
+RecordedBlock Reader::block(Value value, const Place& place, std::int64_t expected) {
   const Value entry = dict(value, place);
   const Value state = string(entry, "state", state_, place);
   const std::string& name = data_.text(state);
@@ -346,13 +361,18 @@ RecordedBlock Reader::block(Value value, const Place& place) {
     refuse(place, ": 'state' is ", described(state),
            ", expected inactive, active_allocated, active_pending_free or active_awaiting_free");
   }
-  block.address = checked(field(entry, "address", address_, place), "address", place);
+  // Blocks lie one after the other, so older versions left the address out.
+  block.address = integer(entry, "address", address_, place, expected);
   block.size = checked(field(entry, "size", size_, place), "size", place);
+  const Value* last = last_allocation(entry);
+  const std::int64_t asked = last ? integer(*last, "real_size", real_size_, place, block.size) : block.size;
   // A free block keeps the size of the last request, even if split smaller since.
-  block.requested = block.active ? integer(entry, "requested_size", requested_, place, block.size) : 0;
+  block.requested = block.active ? integer(entry, "requested_size", requested_, place, asked) : 0;
   expect(block.requested <= block.size, place, ": ", block.requested, " bytes were requested of a block of ",
          block.size);
-  block.stack = stack(data_.find(entry, frames_key_), place);
+  const Value* frames = data_.find(entry, frames_key_);
+  if (!frames && last) frames = data_.find(*last, frames_key_);
+  block.stack = stack(frames, place);
   return block;
 }
 
@@ -374,11 +394,29 @@ void Reader::check_blocks(const RecordedSegment& segment, std::size_t number) co
   }
 }
 
+/// The list of segments that torch.cuda.memory_snapshot() returns.
+const std::vector<Value>& Reader::bare_segments() const {
+  const std::vector<Value>& segments = data_.items(data_.root);
+  expect(!segments.empty(),
+         "an empty list, as torch.cuda.memory_snapshot() returns while no memory is reserved: write the file with "
+         "torch.cuda.memory._dump_snapshot, while the memory is there");
+  expect(segments[0].is(Kind::kDict) && data_.find(segments[0], blocks_),
+         "the file's content is a list, expected a dict of torch.cuda.memory._snapshot() or the segments of "
+         "torch.cuda.memory_snapshot()");
+  return segments;
+}
+
 Recording Reader::read() {
-  const Value root = dict(data_.root, kRoot);
+  static const std::vector<Value> kNone;
+  const bool bare = data_.root.is(Kind::kList);
+  const Value root = bare ? data_.root : dict(data_.root, kRoot);
+  if (!bare && data_.find(root, data_.key("traceEvents"))) {
+    refuse("a trace of torch.profiler, not a memory snapshot: write one with torch.cuda.memory._dump_snapshot");
+  }
   const std::vector<Value>& traces =
-      list(field(root, "device_traces", data_.key("device_traces"), kRoot), {"device_traces"});
-  const std::vector<Value>& segments = list(field(root, "segments", data_.key("segments"), kRoot), {"segments"});
+      bare ? kNone : list(field(root, "device_traces", data_.key("device_traces"), kRoot), {"device_traces"});
+  const std::vector<Value>& segments =
+      bare ? bare_segments() : list(field(root, "segments", data_.key("segments"), kRoot), {"segments"});
   expect(traces.size() <= kMostDevices, "device_traces has ", traces.size(), " devices, expected at most ",
          kMostDevices);
   for (std::size_t i = 0; i < traces.size(); ++i) count(list(traces[i], {"device_traces[#]", i}).size());

@@ -46,9 +46,10 @@ struct RecordedFrame {
   Value filename;
   std::int64_t line = 0;
   Value name;
+  Value original;  ///< of generated code: the program's own lines, as Python prints a traceback; else None
 
   friend bool operator==(const RecordedFrame& a, const RecordedFrame& b) {
-    return a.filename == b.filename && a.line == b.line && a.name == b.name;
+    return a.filename == b.filename && a.line == b.line && a.name == b.name && a.original == b.original;
   }
 };
 

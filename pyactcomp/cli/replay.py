@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,9 +26,6 @@ from .shared import (
 if TYPE_CHECKING:
     from ..snapshots.model import DeviceTrace, Snapshot
     from ..snapshots.replay import ReplayResult
-
-# Frames shown of the call stack of a failed allocation.
-INNERMOST = 5
 
 
 def replay(
@@ -87,6 +85,8 @@ def replay(
 
 
 def _row(path: Path, snapshot: Snapshot, trace: DeviceTrace, result: ReplayResult) -> dict[str, Any]:
+    from ..snapshots.call_stacks import described, fold_stacks
+
     row: dict[str, Any] = {
         "trace": path.name,
         "config": result.config,
@@ -108,9 +108,9 @@ def _row(path: Path, snapshot: Snapshot, trace: DeviceTrace, result: ReplayResul
     before = result.oom_at == 0 and trace.beginning.blocks
     if result.oom_at is not None and result.oom_at < len(trace.events) and not before:
         row["oom_size"] = trace.events.size[result.oom_at]
-        stack = snapshot.stacks[trace.events.stack[result.oom_at]][:INNERMOST]
-        frames = [snapshot.frames[number] for number in stack]
-        row["oom_stack"] = [f"{frame.filename}:{frame.line} {frame.name}" for frame in frames]
+        stack = snapshot.stacks[trace.events.stack[result.oom_at]]
+        (folded,) = fold_stacks(replace(snapshot, stacks=(stack,)))
+        row["oom_stack"] = [described(frame) for frame in folded]
     return row
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from .._core import SimulatedDevice
-from .call_stacks import fold_stacks, shortened
+from .call_stacks import described, fold_stacks, shortened
 from .candidates import FAMILIES
 from .explanation import Crossing, Explanation, Fit, Group, Pin
 from .failed_request import with_failed_request
@@ -155,7 +155,7 @@ class _Stacks:
         return stack_label(self.folded[stack])
 
     def lines(self, stack: int) -> tuple[str, ...]:
-        return tuple(f"{frame.filename}:{frame.line} {frame.name}" for frame in self.folded[stack])
+        return tuple(map(described, self.folded[stack]))
 
 
 def stack_label(frames: Sequence[Frame]) -> str:

@@ -161,6 +161,7 @@ class Frame:
     filename: str
     line: int
     name: str
+    original: tuple[Frame, ...] = ()  #: of generated code: the program's lines it comes from, innermost first
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Reads a memory snapshot of PyTorch, from an untrusted file, into columns.
 
-``torch.cuda.memory._dump_snapshot`` writes a pickle; memory_viz takes JSON too. Nothing in a file is run or imported. A
+``torch.cuda.memory._dump_snapshot`` writes a pickle; memory_viz takes JSON too. The list of segments that
+``torch.cuda.memory_snapshot`` returns is read as a recording without events. Nothing in a file is run or imported. A
 contradiction (two live memory blocks at one address, a block freed twice) is refused, with the place in the file. An
 incomplete recording (events dropped, a late begin) is taken, and the notes name the gap.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import tempfile
 from array import array
 from collections.abc import Iterable
@@ -21,10 +23,12 @@ from .._core import PlainData
 from .beginning import find_beginning
 from .model import ACTIONS, Block, DeviceTrace, Events, Frame, Segment, Settings, Snapshot
 from .releases import find_releases
+from .wrapped import unwrapped
 
 __all__ = ["DeviceTrace", "Frame", "Settings", "Snapshot", "read_snapshot"]
 
 _OF_ANY_FILE = 1 << 14  # lists and objects, however short the file
+_TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line (\d{1,9}), in ([^\n]+)')
 LIMIT = 1 << 62  # bytes; older versions write a larger number for no limit
 NO_EVENTS = Events(array("B"), array("q"), array("q"), array("q"), array("q"), array("i"), array("i"), has_pools=True)
 
@@ -35,7 +39,8 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     Parameters
     ----------
     path : str or path
-        A file of ``torch.cuda.memory._dump_snapshot`` (pickle, protocol 2 to 5), or the same as JSON.
+        A file of ``torch.cuda.memory._dump_snapshot`` (pickle, protocol 2 to 5), or the same as JSON, by gzip, or in a
+        page of ``torch.cuda._memory_viz``; or a pickle of ``torch.cuda.memory_snapshot()``.
 
     Returns
     -------
@@ -62,8 +67,8 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     source = Path(path)
     size = source.stat().st_size
     try:
-        with source.open("rb") as file:
-            return _snapshot(_read(file, size))
+        with source.open("rb") as file, unwrapped(file, size) as (inner, inner_size):
+            return _snapshot(_read(inner, inner_size))
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
 
@@ -126,7 +131,9 @@ def _snapshot(data: PlainData) -> Snapshot:
     notes = [
         f"{key}, of the CPU's pinned memory, are left out" for key in ("host_segments", "host_traces") if data.has(key)
     ]
-    frames = tuple(Frame(_shown(filename), line, _shown(name)) for filename, line, name in found["frames"])
+    frames = tuple(
+        Frame(_shown(filename), line, _shown(name), _original(trace)) for filename, line, name, trace in found["frames"]
+    )
     ends = _segments(found["segments"])
     devices = []
     for index in range(max([len(found["devices"]), *(device + 1 for device in ends)])):
@@ -229,6 +236,12 @@ def _settings(entry: Any) -> Settings:
         {int(key): value for key, value in divisions.items() if value} or None,
         overflowed,
     )
+
+
+def _original(trace: str) -> tuple[Frame, ...]:
+    """Return the lines of a traceback as Python prints one, innermost first."""
+    lines = _TRACEBACK_LINE.findall(trace)
+    return tuple(Frame(_shown(filename), int(line), _shown(name)) for filename, line, name in reversed(lines))
 
 
 def _shown(text: str) -> str:
