@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from allocator_cases import KIB, MIB, make
-from explain_cases import BACKWARD, CPP, LAYER, LOSS, MAIN, TORCH, alloc, explained, free, large, out_of_memory
+from explain_cases import BACKWARD, CPP, LAYER, LOSS, MAIN, TORCH, alloc, explained, failure, free, large, out_of_memory
 from replay_cases import as_snapshot
 from snapshot_cases import BASE, block, content, event, read, segment
 
 from pyactcomp.snapshots.candidates import FAMILIES
 from pyactcomp.snapshots.explain import explain
-from pyactcomp.snapshots.explanation import Group
+from pyactcomp.snapshots.explanation import FreeMemory, Group
 
 
 def test_live_blocks_are_grouped_by_the_users_own_lines(tmp_path: Path) -> None:
@@ -117,6 +117,45 @@ def test_expandable_segments_grow_and_shrink_and_are_not_pinned(tmp_path: Path) 
     assert (found.reserved_bytes, found.free_bytes, found.largest_free) == (50 * MIB, 46 * MIB, 38 * MIB)
     assert found.pins == ()
     assert any("expandable" in note for note in found.notes)
+
+
+def test_free_memory_is_told_apart_by_the_stream_and_pool_that_may_use_it(tmp_path: Path) -> None:
+    def filled(number: int, live: int, **others: Any) -> dict[str, Any]:
+        at = BASE + number * 64 * MIB
+        free = block(at + live * MIB, (20 - live) * MIB, "inactive")
+        return segment(at, *([block(at, live * MIB)] if live else []), free, **others)
+
+    pool = {"segment_pool_id": (2, 0)}
+    segments = [filled(0, 19), filled(1, 15), filled(2, 0, stream=7), filled(3, 12, stream=7), filled(4, 3, **pool)]
+    found = explained(tmp_path, [], segments=segments)
+    assert found.stream == 0
+    assert found.free_memory == (
+        FreeMemory(7, (0, 0), 28 * MIB, 20 * MIB),
+        FreeMemory(0, (2, 0), 17 * MIB, 17 * MIB),
+        FreeMemory(0, (0, 0), 6 * MIB, 5 * MIB),
+    )
+    assert sum(part.bytes for part in found.free_memory) == found.free_bytes
+    # Where memory runs out, the stream that asks.
+    failed = explained(tmp_path, [{**failure(64 * MIB, 0), "stream": 7}], segments=segments)
+    assert failed.stream == 7
+
+
+def test_memory_left_on_another_stream_is_named_where_the_most_is_reserved(tmp_path: Path) -> None:
+    side = {"stream": 7}
+    first = [row for number in range(5) for row in (large(number) | side, alloc(64 * number * MIB, 20 * MIB, **side))]
+    freed = [row | side for number in range(5) for row in free(64 * number * MIB, 20 * MIB)]
+    then = [row for number in range(8, 11) for row in (large(number), alloc(64 * number * MIB, 20 * MIB))]
+    rows = [*first, *freed, *then]
+    found = explained(tmp_path, rows)
+    # The peak of live memory is before: 100 MiB on stream 7.
+    assert (found.event, found.live_bytes, found.free_bytes) == (9, 100 * MIB, 0)
+    told = next(note for note in found.notes if note.startswith("most memory is reserved"))
+    assert f"after event {len(rows) - 2}: {160 * MIB:,} bytes, {100 * MIB:,} of them free on other streams" in told
+    assert "most on stream 7" in told
+    # On the stream that asks, or at this very moment, there is nothing to add.
+    plain = [{**row, "stream": 0} for row in rows]
+    for others in (explained(tmp_path, plain), explained(tmp_path, rows, at=len(rows) - 2)):
+        assert not any("most memory is reserved" in note for note in others.notes)
 
 
 def test_block_that_a_stream_still_uses_is_live_and_named_as_waiting(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_command_names_what_the_picture_needs(tmp_path: Path, monkeypatch: pytes
         (("--at=-5",), "'--at': device 0 has events 0 to 0, got -5"),
         (("--at", "9" * 5000), "'--at': at is peak, oom or an event's number"),
         (("--device", "3"), "--device: recorded are [0], got 3"),
+        (("--plot", "picture.jpg"), "--plot: a picture is written as .png, .svg, .pdf"),
         (("--capacity", "potato"), "--capacity: capacity: expected a size"),
         (("--capacity", "1GiB"), "'--capacity': capacity needs the moment of an out-of-memory event"),
     ],
@@ -170,21 +171,40 @@ def test_command_fails_with_one_line_where_it_cannot_write_the_picture(tmp_path:
 def test_command_writes_the_picture_to_the_path_given_and_of_several_devices_beside_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = write(tmp_path, content([alloc(0, MIB)]))
-    for name in ("timeline", "timeline.pdf"):
+    for name, begin in (("timeline", PNG), ("timeline.pdf", b"%PDF"), ("timeline.svg", b"<?xml")):
         ran = run(path, "--plot", tmp_path / name)
         assert f"picture: {tmp_path / name}\n" in ran.stdout
-        assert (tmp_path / name).read_bytes()[:8] == PNG
+        assert (tmp_path / name).read_bytes().startswith(begin)
     two = run(devices(tmp_path, [alloc(0, MIB)], [alloc(0, MIB)]), "--plot", tmp_path / "each.png")
     assert two.exit_code == 0, two.output
     assert {file.name for file in tmp_path.glob("each*")} == {"each-0.png", "each-1.png"}
 
 
-def test_command_draws_nothing_of_a_recording_without_events(tmp_path: Path) -> None:
+def test_command_explains_a_recording_without_events_before_it_says_why_there_is_no_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"
-    ran = run(write(tmp_path, content([], [segment(BASE, block(BASE, MIB))])), "--plot", picture)
-    assert (ran.exit_code, picture.exists()) == (1, False)
-    assert "there are no events to draw" in said(ran)
+    path = write(tmp_path, content([], [segment(BASE, block(BASE, MIB))]))
+    for more in ((), ("--json",)):
+        ran = run(path, "--plot", picture, *more)
+        assert (ran.exit_code, picture.exists()) == (1, False)
+        assert ran.stdout == run(path, *more).stdout
+        assert "no picture: there are no events to draw" in ran.stderr
+
+
+def test_command_tells_free_memory_of_other_streams_apart(tmp_path: Path) -> None:
+    handle = 0x7F00_1234_5678
+    segments = [
+        segment(BASE, block(BASE, 20 * MIB), block(BASE + 20 * MIB, 2 * MIB, "inactive")),
+        segment(BASE + 64 * MIB, block(BASE + 64 * MIB, 30 * MIB, "inactive"), stream=handle),
+        segment(BASE + 128 * MIB, block(BASE + 128 * MIB, 4 * MIB, "inactive"), segment_pool_id=(0, 3)),
+    ]
+    told = said(run(write(tmp_path, content([], segments))))
+    assert "30.00 MiB of it is free on other streams than stream 0" in told
+    assert "stream 0x7f0012345678 30.00 MiB 30.00 MiB" in told
+    assert "stream 0, private pool (0, 3) 4.00 MiB 4.00 MiB stream 0 2.00 MiB 2.00 MiB" in told
+    alone = said(run(write(tmp_path, content([], segments[:1]))))
+    assert "other streams" not in alone
+    assert "only requests of its stream" not in alone
 
 
 def test_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,24 @@ def test_annotations_from_outside_of_the_recording_begin_no_step(tmp_path: Path)
     assert explained(tmp_path, rows, at=9, external_annotations=annotations).steps.starts == (2, 6)
 
 
+def test_annotations_that_mark_no_step_are_named(tmp_path: Path) -> None:
+    rows = [alloc(number * MIB, KIB, LAYER, time_us=100 + 10 * number) for number in range(10)]
+    names = ["Optimizer.step#SGD.step", "forward", "forward", "loss\x1b[2J", "data"]
+    annotations = [annotation(name, stage, 105) for name in names for stage in ("START", "END")]
+    found = explained(tmp_path, rows, at=9, external_annotations=annotations).steps
+    assert found.starts == ()
+    assert "none of the annotations marks two steps" in found.found_by
+    assert "forward (4), Optimizer.step#SGD.step (2), loss\ufffd[2J (2), ..." in found.found_by
+    # Steps that the live blocks show are believed, and the annotations still named.
+    rows = steps_of(10, leak=False)
+    found = explained(tmp_path, rows, external_annotations=annotations[:2]).steps
+    assert len(found.starts) == 9
+    assert found.found_by.startswith("the number of live blocks")
+    assert "Optimizer.step#SGD.step (2)" in found.found_by
+    without = explained(tmp_path, rows).steps
+    assert without.found_by == "the number of live blocks, which rises and falls once a step"
+
+
 def test_thousands_of_steps_are_written_with_separators(tmp_path: Path) -> None:
     rows = [alloc(number * MIB, KIB, time_us=number) for number in range(1200)]
     annotations = [annotation(f"ProfilerStep#{number}", "START", number) for number in range(1200)]

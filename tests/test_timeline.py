@@ -14,8 +14,11 @@ from snapshot_cases import BASE, block, content, event, read, segment
 
 from pyactcomp.allocator import AllocatorConfig
 from pyactcomp.snapshots.model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
-from pyactcomp.snapshots.segments import segments_after
-from pyactcomp.snapshots.timeline import GROUPS, Timeline, draw, reserved_after, timeline
+from pyactcomp.snapshots.segments import reserved_after, segments_after
+from pyactcomp.snapshots.timeline import GROUPS, Timeline, draw, timeline
+
+PNG = b"\x89PNG\r\n\x1a\n"
+BEGINS = {"": PNG, ".png": PNG, ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 
 def random_recording(tmp_path: Path, frames: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Snapshot]:
@@ -149,7 +152,7 @@ def drawn(data: Timeline, path: Path, monkeypatch: pytest.MonkeyPatch, title: st
         patch.setattr(Axes, "fill_between", keep_area)
         patch.setattr(Figure, "savefig", keep_figure)
         draw(data, path, title)
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.read_bytes().startswith(BEGINS[path.suffix])
     return figures[0], areas
 
 
@@ -183,13 +186,50 @@ def test_picture_shows_every_label_as_it_is(tmp_path: Path, monkeypatch: pytest.
     ]
     rows = [alloc(number * MIB, MIB, frame) for number, frame in enumerate(frames)]
     data = timeline(read(tmp_path, content(rows)))
-    # Without an ending, and with that of another format: it is PNG, and there.
     figure, _ = drawn(data, tmp_path / "picture", monkeypatch, title="$\\bad{$")
     (legend,) = figure.legends
     shown = [text.get_text() for text in legend.get_texts()]
     assert sorted(label.replace("\\$", "$").strip() for label in shown) == sorted(data.labels)
     assert not any(label.startswith("_") for label in shown)
     assert figure.axes[0].get_title("left").count("$") == figure.axes[0].get_title("left").count("\\$") == 2
+
+
+@pytest.mark.parametrize("suffix", BEGINS)
+def test_picture_has_the_format_of_its_name(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn(timeline(read(tmp_path, content([alloc(0, MIB)]))), tmp_path / f"picture{suffix}", monkeypatch)
+
+
+def test_picture_of_another_format_is_refused(tmp_path: Path) -> None:
+    data = timeline(read(tmp_path, content([alloc(0, MIB)])))
+    with pytest.raises(ValueError, match=r"written as \.png, \.svg, \.pdf .* got picture\.jpg"):
+        draw(data, tmp_path / "picture.jpg", "a recording")
+    assert not (tmp_path / "picture.jpg").exists()
+
+
+NAMES = ("f", "a_function_of_a_usual_length", "a_name_" * 30)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["short", "usual", "endless"])
+@pytest.mark.parametrize("filename", ["/u/m.py", f"/u/{'modeling_' * 20}llama.py"], ids=["short", "endless"])
+def test_plot_has_the_width_and_the_legend_lies_inside_whatever_the_names(
+    name: str, filename: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [{"filename": filename, "line": 10 + number, "name": name} for number in range(9)]
+    rows = [large(0), *(alloc(number * MIB, MIB, frame) for number, frame in enumerate(frames))]
+    figure, _ = drawn(timeline(read(tmp_path, content(rows))), tmp_path / "picture.png", monkeypatch)
+    width, height = figure.get_size_inches() * figure.dpi
+    plot, legend = figure.axes[0].get_window_extent(), figure.legends[0].get_window_extent()
+    # Beside the plot are the numbers of the axis alone, and the legend takes at most two fifths of the height.
+    assert plot.width >= 0.9 * width
+    assert plot.height >= 0.5 * height
+    assert legend.x0 >= 0
+    assert legend.y0 >= 0
+    assert legend.x1 <= width
+    assert legend.y1 <= plot.y0
+    # Each line can be told from the others by its number.
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len({*shown}) == len(shown)
+    assert sum(".py:1" in label for label in shown) == GROUPS
 
 
 def test_picture_of_few_events_has_each_tick_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rich import box
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from .shared import SnapshotFile, capacity_bytes, console, errors, fail, print_notes, read, size_text
+from .shared import SnapshotFile, capacity_bytes, console, errors, fail, print_notes, read, size_text, stream_text
 
 if TYPE_CHECKING:
     from ..snapshots.explanation import Explanation
@@ -32,7 +32,9 @@ def explain(
         typer.Option(help="peak, oom or an event's number; oom where memory ran out, else peak.", show_default=False),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Lines of each table.")] = 10,
-    plot: Annotated[Path | None, typer.Option(help="Draw the memory over the events to this file, a PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the memory over the events to this file: .png, .svg or .pdf.")
+    ] = None,
     device: Annotated[int | None, typer.Option(help="Index of the device; all of them if left out.")] = None,
     capacity: Annotated[
         str | None,
@@ -41,12 +43,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Say where the memory was at the peak or where it ran out, by call stack, size and age."""
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "the picture is drawn with matplotlib; run: pip install matplotlib", param_hint="--plot"
-        )
-    if plot is not None and plot.is_dir():
-        fail(f"{plot}: is a folder; --plot takes the file to write")
+    if plot is not None:
+        _check_picture(plot)
     from ..snapshots.candidates import FAMILIES
     from ..snapshots.explain import explain as explain_one
 
@@ -82,8 +80,11 @@ def explain(
         if plot is not None:
             progress.update(task, advance=1, description="drawing")
             pictures = _draw(recording, chosen, plot, snapshot.name)
+    undrawn = "no picture: there are no events to draw: record with torch.cuda.memory._record_memory_history()"
     if as_json:
         typer.echo(json.dumps({"explanations": [asdict(explanation) for explanation in found]}, indent=2))
+        if plot is not None and not pictures:
+            fail(f"{snapshot}: {undrawn}")
         return
     general = [note for note in found[0].notes if all(note in explanation.notes for explanation in found)]
     for explanation in found:
@@ -95,6 +96,24 @@ def explain(
     for path in pictures:
         console.print(f"picture: {path}", soft_wrap=True)
     console.print(f"to look at it block by block: drop {snapshot.name} on {VIEWER}", soft_wrap=True)
+    if plot is not None and not pictures:
+        fail(f"{snapshot}: {undrawn}")
+
+
+def _check_picture(plot: Path) -> None:
+    """Refuse a picture that cannot be written, before the snapshot is read."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "the picture is drawn with matplotlib; run: pip install 'pyactcomp[bench]'", param_hint="--plot"
+        )
+    if plot.is_dir():
+        fail(f"{plot}: is a folder; --plot takes the file to write")
+    from ..snapshots.timeline import picture_format
+
+    try:
+        picture_format(plot)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--plot") from error
 
 
 def _chosen(recording: Snapshot, device: int | None, out_of_memory: bool) -> tuple[list[int], list[int]]:
@@ -118,8 +137,6 @@ def _draw(recording: Snapshot, devices: Sequence[int], plot: Path, name: str) ->
     from ..snapshots.timeline import draw, timeline
 
     drawn = [index for index in devices if len(recording.trace(index).events)]
-    if not drawn:
-        fail(f"{name}: there are no events to draw: record with torch.cuda.memory._record_memory_history()")
     paths = []
     for index in drawn:
         path = plot if len(devices) == 1 else plot.with_stem(f"{plot.stem}-{index}")
@@ -147,6 +164,9 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         grid.add_row(
             "free in it", f"{size_text(e.free_bytes or 0)}, the largest block {size_text(e.largest_free or 0)}"
         )
+    others = e.free_bytes and e.free_bytes - sum(part.bytes for part in e.free_memory if part.stream == e.stream)
+    if others:
+        grid.add_row("", f"{size_text(others)} of it is free on other streams than {stream_text(e.stream)}")
     external = f"external {100 * e.external:.1f} %, " if e.external is not None else ""
     grid.add_row("fragmentation", f"{external}internal {100 * e.internal:.2f} %")
     if e.event != e.peak_event:
@@ -186,6 +206,16 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         ],
         len(e.pins),
     )
+    if len(e.free_memory) > 1:
+        _table(
+            "free memory: only requests of its stream and its pool get it",
+            ("", "free", "largest block"),
+            [
+                (_owner(part.stream, part.pool), size_text(part.bytes), size_text(part.largest))
+                for part in e.free_memory[:top]
+            ],
+            len(e.free_memory),
+        )
     if e.fits and e.capacity is not None:
         rows = [
             (
@@ -199,6 +229,10 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         shift, unit = next((shift, unit) for shift, unit in _UNITS if e.capacity % (1 << shift) == 0)
         search = f"pyactcomp tune {shlex.quote(str(snapshot))} --capacity {e.capacity >> shift}{unit}"
         console.print(f"to search all settings: {search}", soft_wrap=True)
+
+
+def _owner(stream: int, pool: tuple[int, int]) -> str:
+    return stream_text(stream) + (f", private pool {pool}" if pool != (0, 0) else "")
 
 
 _UNITS = ((30, "GiB"), (20, "MiB"), (0, ""))

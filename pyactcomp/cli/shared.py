@@ -60,6 +60,11 @@ def size_text(size: int) -> str:
     return humanize.naturalsize(size, binary=True, format="%.2f")
 
 
+def stream_text(stream: int) -> str:
+    """Return a stream's name: recordings have the address of its handle, 0 for the default stream."""
+    return f"stream {stream:#x}" if stream > 0xFFFF else f"stream {stream}"
+
+
 def count_text(count: int, noun: str) -> str:
     """Return a number and a noun, with a plural s if needed."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

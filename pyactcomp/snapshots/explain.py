@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from .._core import SimulatedDevice
 from .call_stacks import described, fold_stacks, shortened
 from .candidates import FAMILIES
-from .explanation import Crossing, Explanation, Fit, Group, Pin
+from .explanation import Crossing, Explanation, Fit, FreeMemory, Group, Pin
 from .failed_request import with_failed_request
 from .lifetimes import Lifetimes, find_lifetimes
 from .model import ACTIONS, OOM, DeviceTrace, Events, Frame, Segment, Snapshot
 from .pauses import paused_after
 from .reader import read_snapshot
 from .replay import replay
-from .segments import blocks_inside, free_blocks, segments_after
+from .segments import blocks_inside, free_blocks, reserved_after, segments_after
 from .steps import Steps, find_steps
+
+# Of the reserved memory: less free memory on other streams is not worth a word.
+_MUCH = 0.05
 
 
 def explain(
@@ -93,7 +97,8 @@ def explain(
     held = sum(lifetimes.size[number] for number in live)
     asked = sum(lifetimes.requested[number] for number in live)
     segments = segments_after(trace, event)
-    gaps = free_blocks(segments or (), lifetimes, live)
+    free = free_blocks(segments or (), lifetimes, live)
+    gaps = [gap for _, sizes in free for gap in sizes]
     reserved = None if segments is None else sum(segment.size for segment in segments)
     largest = max(gaps, default=0)
     stacks = _Stacks(recording)
@@ -103,6 +108,7 @@ def explain(
     own = f"device {trace.index}:"
     general = [note for note in recording.notes if not note.startswith("device ") or note.startswith(own)]
     notes = [*general, *_notes(recording, trace, failures, event, segments, live, lifetimes)]
+    notes += _elsewhere(trace, lifetimes, event)
     return Explanation(
         device=trace.index,
         event=event,
@@ -120,6 +126,8 @@ def explain(
         free_bytes=None if segments is None else sum(gaps),
         largest_free=None if segments is None else largest,
         external=None if segments is None else (1 - largest / sum(gaps) if gaps else 0.0),
+        stream=events.stream[event] if failed else _busiest(segments or (), lifetimes, live),
+        free_memory=_free_memory(free, recording.pools),
         request_bytes=events.size[event] if failed else None,
         capacity=room,
         by_stack=_by_stack(lifetimes, live, stacks),
@@ -210,6 +218,45 @@ def _pins(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]
             )
         )
     return tuple(sorted(pins, key=lambda pin: (-pin.free_bytes, pin.address)))
+
+
+def _busiest(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]) -> int:
+    """Return the stream with most live bytes; the default stream if there are none."""
+    held: Counter[int] = Counter()
+    for segment, inside in blocks_inside(segments, lifetimes, live):
+        held[segment.stream] += sum(lifetimes.size[number] for number in inside)
+    return max(held, key=lambda stream: (held[stream], -stream), default=0)
+
+
+def _free_memory(free: Iterable[tuple[Segment, list[int]]], pools: Sequence[tuple[int, int]]) -> tuple[FreeMemory, ...]:
+    found: dict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
+    for segment, sizes in free:
+        found[segment.stream, pools[segment.pool]] += sizes
+    parts = [FreeMemory(stream, pool, sum(sizes), max(sizes)) for (stream, pool), sizes in found.items() if sizes]
+    return tuple(sorted(parts, key=lambda part: (-part.bytes, part.stream, part.pool)))
+
+
+def _elsewhere(trace: DeviceTrace, lifetimes: Lifetimes, event: int) -> list[str]:
+    """Return a note on memory that lies free on another stream when the most is reserved, if that is another moment."""
+    reserved = reserved_after(trace)
+    if not reserved:
+        return []
+    fullest = reserved.index(max(reserved))
+    live = list(lifetimes.alive_after(fullest))
+    free: Counter[int] = Counter()
+    segments = segments_after(trace, fullest) or ()
+    for segment, sizes in free_blocks(segments, lifetimes, live):
+        free[segment.stream] += sum(sizes)
+    own = trace.events.stream[fullest]
+    del free[own]
+    stream, most = max(free.items(), key=lambda item: item[1], default=(own, 0))
+    if fullest == event or most < _MUCH * reserved[fullest]:
+        return []
+    return [
+        f"most memory is reserved after event {fullest:,}: {reserved[fullest]:,} bytes, {sum(free.values()):,} of them "
+        f"free on other streams than the one that asks there, most on stream {stream}: only requests of a block's own "
+        "stream get it, until torch.cuda.empty_cache() gives it back"
+    ]
 
 
 def _by_stack(lifetimes: Lifetimes, live: Iterable[int], stacks: _Stacks) -> tuple[Group, ...]:

@@ -46,6 +46,19 @@ class Pin:
 
 
 @dataclass(frozen=True)
+class FreeMemory:
+    """Free memory that only requests of one stream and one pool get; sizes in bytes.
+
+    ``pool`` is (0, 0) but for a private pool of a CUDA graph or a ``MemPool``.
+    """
+
+    stream: int
+    pool: tuple[int, int]
+    bytes: int
+    largest: int
+
+
+@dataclass(frozen=True)
 class Crossing:
     """Live memory blocks of one call stack, allocated in earlier steps.
 
@@ -107,6 +120,10 @@ class Explanation:
         Of the segments; None if the recording has no segments.
     external
         ``1 - largest_free / free_bytes``; 0 if nothing is free, None if the recording has no segments.
+    stream
+        The stream that asks at an out-of-memory event; elsewhere the stream with most live bytes.
+    free_memory
+        The free bytes by the stream and the pool that may use them, most first; empty if the recording has no segments.
     request_bytes
         The size requested at an out-of-memory event; None elsewhere.
     capacity
@@ -143,6 +160,8 @@ class Explanation:
     free_bytes: int | None
     largest_free: int | None
     external: float | None
+    stream: int
+    free_memory: tuple[FreeMemory, ...]
     request_bytes: int | None
     capacity: int | None
     by_stack: tuple[Group, ...]

@@ -160,7 +160,10 @@ def _snapshot(data: PlainData) -> Snapshot:
         stacks=tuple(found["stacks"]),
         pools=tuple(found["pools"]),
         settings=settings,
-        annotations=tuple(annotations),
+        annotations=tuple(
+            {**entry, "name": _shown(name)} if isinstance(name := entry.get("name"), str) else entry
+            for entry in annotations
+        ),
         notes=tuple(notes),
     )
 

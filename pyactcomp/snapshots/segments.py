@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
@@ -38,16 +39,32 @@ def has_segments(trace: DeviceTrace) -> bool:
     return bool(trace.segments) or any(action in trace.events.action for action in RESERVES)
 
 
-def free_blocks(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]) -> list[int]:
-    """Return the sizes of the free memory blocks: the gaps between live blocks and up to a segment's ends."""
-    gaps = []
+def reserved_after(trace: DeviceTrace) -> array[int] | None:
+    """Return the bytes reserved after each event; None if the recording has no segments."""
+    if not has_segments(trace):
+        return None
+    total = sum(segment.size for segment in trace.beginning.segments)
+    result = array("q")
+    for action, size in zip(trace.events.action, trace.events.size, strict=True):
+        total += RESERVES.get(action, 0) * size
+        result.append(total)
+    return result
+
+
+def free_blocks(
+    segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int]
+) -> list[tuple[Segment, list[int]]]:
+    """Return the sizes of each segment's free memory blocks: the gaps between live blocks and up to the ends."""
+    found = []
     for segment, inside in blocks_inside(segments, lifetimes, live):
+        gaps = []
         end = segment.address
         for number in inside:
             gaps.append(lifetimes.address[number] - end)
             end = lifetimes.address[number] + lifetimes.size[number]
         gaps.append(segment.address + segment.size - end)
-    return [gap for gap in gaps if gap > 0]
+        found.append((segment, [gap for gap in gaps if gap > 0]))
+    return found
 
 
 def blocks_inside(

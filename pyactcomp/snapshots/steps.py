@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,6 +21,8 @@ from .lifetimes import Lifetimes
 from .model import DeviceTrace
 
 _FEWEST = 3
+# Annotations that are named if they mark no step.
+_NAMED = 3
 # This share of the intervals must be within this factor of their median. On five recorded trainings, of random shapes,
 # with evaluation or offloading between, at least 92 % of the valleys' intervals are.
 _REGULAR_SHARE, _REGULAR_FACTOR = 0.6, 1.5
@@ -72,12 +74,22 @@ def find_steps(trace: DeviceTrace, lifetimes: Lifetimes, annotations: Sequence[M
             counts[begin] += 1
         if end < lifetimes.events:
             counts[end] -= 1
+    unused = _unused(annotations)
     # Events before the first are setup, or a step that began before the recording.
     if starts := _regular(_valleys(list(accumulate(counts)))[1:]):
-        return Steps(starts, "the number of live blocks, which rises and falls once a step")
-    return Steps(
-        (), "no steps found: there are no annotations, and the number of live blocks does not rise and fall regularly"
-    )
+        besides = f" ({unused})" if annotations else ""
+        return Steps(starts, f"the number of live blocks, which rises and falls once a step{besides}")
+    return Steps((), f"no steps found: {unused}, and the number of live blocks does not rise and fall regularly")
+
+
+def _unused(annotations: Sequence[Mapping[str, Any]]) -> str:
+    """Say why no annotation marks a step, and which there are."""
+    names = [re.sub(r"#\d+$", "", name) for entry in annotations if isinstance(name := entry.get("name"), str)]
+    if not names:
+        return "there are no annotations"
+    most = Counter(names).most_common(_NAMED)
+    listed = ", ".join(f"{name} ({count})" for name, count in most) + (", ..." if len({*names}) > len(most) else "")
+    return f"none of the annotations marks two steps of this device within the recording: {listed}"
 
 
 def _annotated(

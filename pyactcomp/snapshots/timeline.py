@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +12,25 @@ from typing import TYPE_CHECKING
 from .call_stacks import fold_stacks, shortened
 from .explain import size_class
 from .lifetimes import Lifetimes, find_lifetimes
-from .model import OOM, RESERVES, DeviceTrace, Frame, Snapshot
-from .segments import has_segments
+from .model import OOM, Frame, Snapshot
+from .segments import reserved_after
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 #: About the picture's width in pixels: more columns would not be seen.
 COLUMNS = 1600
 #: More colours cannot be told apart.
 GROUPS = 7
+
+#: Formats of a picture; the first is for a name without a suffix.
+FORMATS = ("png", "svg", "pdf")
+
+# Of the legend: characters of a label's longest line, which fit in half of the width.
+_LONGEST, _MOST_COLUMNS = 72, 4
+# Inches: the picture with a legend of one line, each further one, and at the sides.
+_HEIGHT, _LINE, _MARGIN = 5.2, 0.18, 0.08
 
 _INK, _MUTED, _GRID = "#222222", "#6b7280", "#e5e7eb"
 _OOM = "#d1495b"
@@ -117,18 +125,6 @@ def timeline(recording: Snapshot, *, device: int | None = None, columns: int = C
     )
 
 
-def reserved_after(trace: DeviceTrace) -> array[int] | None:
-    """Return the bytes reserved after each event; None if the recording has no segments."""
-    if not has_segments(trace):
-        return None
-    total = sum(segment.size for segment in trace.beginning.segments)
-    result = array("q")
-    for action, size in zip(trace.events.action, trace.events.size, strict=True):
-        total += RESERVES.get(action, 0) * size
-        result.append(total)
-    return result
-
-
 def _names(recording: Snapshot, lifetimes: Lifetimes, peak: int) -> tuple[str, list[tuple[int, str]]]:
     """Return the kind of group, and each allocation's group: a rank and a name."""
     folded = fold_stacks(recording)
@@ -176,14 +172,29 @@ def _divided(
     return tuple(tuple(accumulate(row[:-1])) for row in change)
 
 
+def picture_format(path: Path) -> str:
+    """Return the format that a file's name asks for; a name without a suffix is for PNG.
+
+    Raises
+    ------
+    ValueError
+        If the suffix is of another format.
+    """
+    chosen = path.suffix[1:].lower() or FORMATS[0]
+    if chosen not in FORMATS:
+        listed = ", ".join(f".{name}" for name in FORMATS)
+        raise ValueError(f"a picture is written as {listed} (or without a suffix, as PNG), got {path.name}")
+    return chosen
+
+
 def draw(data: Timeline, path: Path, title: str) -> None:
-    """Write a timeline to ``path`` as PNG, whatever the suffix; no display is needed.
+    """Write a timeline to ``path``, in the format of the suffix; no display is needed.
 
     Parameters
     ----------
     data : Timeline
     path : Path
-        The folder must exist.
+        Ends in .png, .svg or .pdf; the folder must exist.
     title : str
         The name of the recording.
 
@@ -193,12 +204,17 @@ def draw(data: Timeline, path: Path, title: str) -> None:
         If matplotlib is not installed.
     OSError
         If the file cannot be written.
+    ValueError
+        If the suffix is of another format.
     """
+    chosen = picture_format(path)
     # The object interface alone: pyplot would keep global state and look for a display.
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(12, 5.2), layout="constrained", dpi=160)
+    figure = Figure(figsize=(12, _HEIGHT), dpi=160)
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=_MARGIN))
     axes = figure.subplots()
     most = max(data.peak[1], *(data.reserved or (0,)), *(alive + asked for _, asked, alive in data.oom))
     scale, unit = _unit(most)
@@ -206,7 +222,7 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     edges = [0, *data.ends]
     colours = [*_COLOURS[: len(data.labels)], _OTHER][: len(data.labels)]
     bottom = [0.0] * (len(edges))
-    for row, label, colour in zip(data.live, data.labels, colours, strict=True):
+    for row, label, colour in zip(data.live, map(_cut, data.labels), colours, strict=True):
         top = [low + value / scale for low, value in zip(bottom, (*row, row[-1]), strict=True)]
         axes.fill_between(edges, bottom, top, step="post", color=colour, linewidth=0, label=_escaped(label))
         bottom = top
@@ -230,18 +246,47 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     span = f", {data.seconds[-1]:.3g} s" if data.seconds else ""
     heading = _escaped(f"{title}: live memory by {data.by}{span}")
     axes.set_title(heading, loc="left", color=_INK, fontsize=11, weight="bold")
-    # From top to bottom, like the areas.
+    _add_legend(figure, axes)
+    figure.savefig(path, format=chosen)
+
+
+def _add_legend(figure: Figure, axes: Axes) -> None:
+    """Add the legend in as many columns as fit, below the plot: names may be long, and the plot needs the width."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="outside right upper",
-        frameon=False,
-        labelcolor=_INK,
-        fontsize=9,
-        labelspacing=0.7,
-    )
-    figure.savefig(path, format="png")
+    for columns in range(min(_MOST_COLUMNS, len(labels)), 0, -1):
+        # From top to bottom, like the areas.
+        legend = figure.legend(
+            handles[::-1],
+            labels[::-1],
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            labelcolor=_INK,
+            fontsize=9,
+            labelspacing=0.4,
+            borderpad=0.1,
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+    lines = max(label.count("\n") for label in labels) + 1
+    figure.set_figheight(_HEIGHT + _LINE * (lines * -(-len(labels) // columns) - 1))
+
+
+def _cut(label: str) -> str:
+    """Return a label whose lines fit in half of the width: the ends of paths and the beginnings of names stay."""
+    lines = []
+    half = _LONGEST // 2
+    for line in label.split("\n"):
+        place, space, name = line.rpartition(" ")
+        if len(line) > _LONGEST and space:
+            place = place if len(place) <= half else f"\u2026{place[1 - half :]}"
+            room = _LONGEST - len(place) - 1
+            name = name if len(name) <= room else f"{name[: room - 1]}\u2026"
+        elif len(line) > _LONGEST:
+            name = f"\u2026{name[1 - _LONGEST :]}"
+        lines.append(f"{place}{space}{name}")
+    return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:
