@@ -53,6 +53,25 @@ def measure(capacity: str, path: str) -> None:
     Path(path).write_text(str(torch.cuda.max_memory_reserved()))
 
 
+def record_side_stream(path: str) -> None:
+    """Record 400 MiB that a side stream leaves unused, and 240 MiB of the current stream after it."""
+    import torch
+
+    def blocks(count: int, size: int) -> list[Any]:
+        return [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for _ in range(count)]
+
+    torch.cuda.init()
+    torch.cuda.memory._record_memory_history(stacks="python")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        left = blocks(4, 100)
+        del left
+    side.synchronize()
+    kept = blocks(3, 80)
+    torch.cuda.memory._dump_snapshot(path)
+    del kept
+
+
 if __name__ == "__main__":
     from child_script import main
 

@@ -125,8 +125,10 @@ def test_an_allocator_that_collects_garbage_gives_back_while_there_is_room(tmp_p
     rows: list[dict[str, Any]] = [event("segment_alloc", BASE, 60 * MIB), event("alloc", BASE, 60 * MIB)]
     rows += [event("free_completed", BASE, 60 * MIB), event("segment_free", BASE, 60 * MIB)]
     rows += [event("segment_alloc", BASE + GIB, 50 * MIB), event("alloc", BASE + GIB, 50 * MIB)]
-    for threshold, counts in ((0.0, (1, 0)), (0.8, (0, 1))):
-        settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "garbage_collection_threshold": threshold}
+    # PyTorch collects only under a memory fraction: without one, the program emptied the cache.
+    limited = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.9"
+    for conf, threshold, counts in (("", 0.0, (1, 0)), (limited, 0.8, (0, 1)), ("", 0.8, (1, 0))):
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": conf, "garbage_collection_threshold": threshold}
         result = replay(read(tmp_path, content(rows, allocator_settings=settings)), "native")
         assert (result.cache_emptied, result.pressure_releases) == counts
 

@@ -103,6 +103,12 @@ def test_replay_says_where_memory_runs_out(tmp_path: Path) -> None:
     )
 
 
+def test_request_that_fails_is_shown_by_the_programs_own_lines(tmp_path: Path) -> None:
+    inside = [{"filename": "??", "line": 0, "name": f"c10::cuda::f{number}()"} for number in range(20)]
+    path = write(tmp_path, content([event("alloc", GIB, 80 * MIB, frames=[*inside, FRAME])]))
+    assert rows_of(path, "--config", "native", "--capacity", "20MiB")[0]["oom_stack"] == ["model.py:12 forward"]
+
+
 def test_replay_names_what_cannot_be_known(tmp_path: Path) -> None:
     unknown = [event("free_completed", 5 * GIB, MIB), *growing()]
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "trace_alloc_overflowed": True}

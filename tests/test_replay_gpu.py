@@ -67,8 +67,11 @@ def test_setting_that_tune_exports_runs_the_program_in_the_capacity(recording: P
         # Of equal free blocks the lowest is taken, and where segments lie that the recording did not have is not known.
         ("native[max_split_size_mb:64]", "max_split_size_mb:64", 2 * MIB),
         ("native[roundup_power2_divisions:4]", "roundup_power2_divisions:4", 2 * MIB),
+        # Without a memory fraction, PyTorch collects nothing.
+        ("native[garbage_collection_threshold:0.005]", "garbage_collection_threshold:0.005", 0.0),
         # A page of the large pool.
         ("expandable", "expandable_segments:True", 20 * MIB),
+        ("expandable[max_split_size_mb:64]", "expandable_segments:True,max_split_size_mb:64", 20 * MIB),
     ],
 )
 def test_replay_predicts_what_a_run_reserves(
@@ -76,3 +79,23 @@ def test_replay_predicts_what_a_run_reserves(
 ) -> None:
     real = reserved(ENDLESS, tmp_path, settings)
     assert abs(replay(whole, config).peak_reserved - real) <= tolerance
+
+
+@pytest.mark.parametrize("threshold", ["0.5", "0.7"])
+def test_replay_predicts_what_garbage_collection_leaves(threshold: str, whole: Snapshot, tmp_path: Path) -> None:
+    limit = 1000 * MIB  # the program reserves 908 without collection
+    settings = f"garbage_collection_threshold:{threshold}"
+    real = reserved(limit, tmp_path, settings)
+    # A run's share of the device, and half of twice as much here: the same limit.
+    config = f"native[{settings},per_process_memory_fraction:0.5]"
+    assert abs(replay(whole, config, 2 * (limit + MIB)).peak_reserved - real) <= 2 * MIB
+
+
+def test_memory_of_a_side_stream_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    run_case(FILE, "record_side_stream", str(path), PYTORCH_CUDA_ALLOC_CONF="")
+    found = explain(path)
+    assert found.free_memory == ()
+    (told,) = (note for note in found.notes if "free on other streams" in note)
+    assert f"{640 * MIB:,} bytes, {400 * MIB:,} of them free" in told
+    assert replay(read_snapshot(path), "native").peak_reserved == 640 * MIB

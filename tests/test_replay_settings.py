@@ -51,6 +51,16 @@ def test_garbage_below_the_average_age_stays() -> None:
     assert result.peak_reserved == (200 + 300 + 700) * MIB
 
 
+def test_ages_of_garbage_count_each_request_once() -> None:
+    """Also a request that is searched for again, after memory came from the device."""
+    unused = [*freed(4, 400), *freed(1, 100), *held(5, 500), *freed(2, 200), *held(4, 400), *freed(3, 300)]
+    rows = [*held(1, 100), *held(2, 200), *held(3, 300), *held(4, 400), *unused]
+    # Of 100, 200 and 300 MiB unused, the ages are 2, 1 and 0. Of 1500 MiB reserved, 1404 are allowed: the first two go.
+    config = "native[garbage_collection_threshold:0.39,per_process_memory_fraction:0.9]"
+    result = replay(events([*rows, *held(6, 700)]), config, 4000 * MIB)
+    assert result.peak_reserved == (1500 - 100 - 200 + 700) * MIB
+
+
 def big_and_small(rounds: int) -> list[Row]:
     """Return rounds that leave a free block of 1 GiB in front of one that stays, and small requests after."""
     rows: list[Row] = []

@@ -45,6 +45,8 @@ bool Heap::should_split(const Block& block, const Request& request) const {
 }
 
 Block* Heap::allocate(Block* block, const Request& request) {
+  // Once for each request, as PyTorch counts, also if the search was repeated after memory had come from the device.
+  ++block->pool().fit_calls;
   const PoolKind kind = block->pool().kind;
   const bool counts_split = !block->segment->expandable;
   const bool was_split = block->is_split();

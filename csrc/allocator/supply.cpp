@@ -69,7 +69,6 @@ Block* Supply::add_acquired(const Request& request, Address address, Bytes size)
 Block* Supply::find_fit(const Request& request) {
   Pool& pool = *request.pool;
   const Bytes max_split = heap_.config.max_split_size;
-  ++pool.fit_calls;
   const auto smallest = pool.free.lower_bound(FitKey{request.stream, request.size, 0});
   if (smallest == pool.free.end() || (*smallest)->stream() != request.stream) return nullptr;
   Block* block = *best_fit(pool, smallest);

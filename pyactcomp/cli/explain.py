@@ -164,7 +164,7 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         grid.add_row(
             "free in it", f"{size_text(e.free_bytes or 0)}, the largest block {size_text(e.largest_free or 0)}"
         )
-    others = e.free_bytes and e.free_bytes - sum(part.bytes for part in e.free_memory if part.stream == e.stream)
+    others = sum(part.bytes for part in e.free_memory if part.stream != e.stream)
     if others:
         grid.add_row("", f"{size_text(others)} of it is free on other streams than {stream_text(e.stream)}")
     external = f"external {100 * e.external:.1f} %, " if e.external is not None else ""

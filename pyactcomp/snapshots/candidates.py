@@ -115,7 +115,7 @@ def recorded_candidate(settings: Settings) -> tuple[Candidate, tuple[str, ...]]:
         parse_configuration(candidate.config)
     except ValueError as error:
         return Candidate(family), (f"recorded under '{candidate.config}', taken as {family}: {error}",)
-    if family == "native" and "garbage_collection_threshold" in given and "per_process_memory_fraction" not in given:
+    if family == "native" and settings.garbage_collection_threshold and not settings.collects_garbage:
         note = (
             "the recorded garbage_collection_threshold is replayed without effect: PyTorch collects only under a "
             "memory fraction, and a fraction that the program set itself is not in the file"

@@ -185,6 +185,12 @@ class Settings:
         own_growth = re.search(r"(^|,)\s*growth\s*:", self.conf) is not None
         return own_growth or (self.expandable_segments and "expandable_segments" not in self.conf)
 
+    @property
+    def collects_garbage(self) -> bool:
+        """Whether the settings make the allocator collect garbage: PyTorch's does only under a memory fraction."""
+        limited = self.of_pyactcomp or re.search(r"(^|,)\s*(per_process_)?memory_fraction\s*:", self.conf) is not None
+        return self.garbage_collection_threshold > 0 and limited
+
 
 @dataclass(frozen=True)
 class DeviceTrace:

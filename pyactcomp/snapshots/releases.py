@@ -59,7 +59,6 @@ def find_releases(
     # Without stacks of frees, a release has the stack of the allocation, as always with this package's allocator.
     rows = zip(events.action, events.stack, strict=True)
     tells = not settings.of_pyactcomp and any(stack for action, stack in rows if action == FREE_REQUESTED)
-    collects_garbage = settings.garbage_collection_threshold > 0
     reserved = _reserved_before(events, beginning)
     most = max(reserved.values())
     # If other processes use the device too, there may have been more memory before the out-of-memory event.
@@ -83,7 +82,7 @@ def find_releases(
         while after < len(events) and events.action[after] in (SEGMENT_ALLOC, SEGMENT_MAP):
             wanted += events.size[after]
             after += 1
-        if not is_told and (follows == OOM or (grows and (tells or collects_garbage or wanted > limit))):
+        if not is_told and (follows == OOM or (grows and (tells or settings.collects_garbage or wanted > limit))):
             for_requests += 1
             continue
         emptied.append(end - 1)
