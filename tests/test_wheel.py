@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not WHEELS, reason="dist has no wheel: run make wheel"),
 ]
+# Beside the package: the command, and what PYACTCOMP_ALLOCATOR takes.
+TOP = ["_pyactcomp_command.py", "_pyactcomp_startup.py", "pyactcomp.pth"]
 SNIPPETS = [
     text
     for text in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -57,9 +59,7 @@ def test_wheel_holds_its_sources_and_native_module(wheel: Path) -> None:
     assert {f"pyactcomp/{source}" for source in sources} <= set(names)
     assert sum(name.startswith("pyactcomp/_core.") and name.endswith(".so") for name in names) == 1
     assert not [name for name in names if name.startswith(("tests/", "bench/", "csrc/"))]
-    assert [name for name in names if "/" not in name] == [
-        *("_pyactcomp_command.py", "_pyactcomp_startup.py", "pyactcomp.pth")
-    ]
+    assert [name for name in names if "/" not in name] == TOP
 
 
 def test_readme_runs_from_the_wheel_without_a_compiler(python: Path, wheel: Path, tmp_path: Path) -> None:
