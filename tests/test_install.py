@@ -259,7 +259,7 @@ def test_without_a_compiler_the_first_compress_warns_once(
     [warning] = caught
     assert warning.category is UserWarning
     assert warning.filename == __file__
-    for part in ("run pyactcomp build-observer", "'no-such-compiler' is on PATH; install g++", "% more bytes"):
+    for part in ("run pyactcomp build-observer", "'no-such-compiler' is on PATH; install g++", "2.2 times the bytes"):
         assert part in str(warning.message)
 
 
