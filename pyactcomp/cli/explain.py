@@ -104,7 +104,7 @@ def _check_picture(plot: Path) -> None:
     """Refuse a picture that cannot be written, before the snapshot is read."""
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
-            "the picture is drawn with matplotlib; run: pip install 'pyactcomp[bench]'", param_hint="--plot"
+            "the picture is drawn with matplotlib; run: pip install matplotlib", param_hint="--plot"
         )
     if plot.is_dir():
         fail(f"{plot}: is a folder; --plot takes the file to write")
