@@ -20,6 +20,7 @@ from pyactcomp.cli.demo.model import VOCABULARY, ByteTransformer
 from pyactcomp.engine.frame import Packing
 from pyactcomp.readers import observer
 from pyactcomp.readers.forms import Form, Reading
+from pyactcomp.torch_private import extensions
 
 from .measure import on_quick_cpu, turn_times
 from .rows import Options, Row, failure, quantile
@@ -36,8 +37,8 @@ BATCH, PAIRS, STEPS = 8, 9, 2
 @contextmanager
 def observed_by(name: str) -> Iterator[None]:
     """Have the library tell the operators, or what serves without it."""
-    load = observer.load if name == WITH else lambda _: (None, "left out")
-    with mock.patch.object(observer, "load", load):
+    load = extensions.load if name == WITH else lambda _: (None, "left out")
+    with mock.patch.object(extensions, "load", load):
         observer.observer.cache_clear()
         try:
             if isinstance(observer.observer(), observer.WithoutLibrary) != (name == WITHOUT):

@@ -112,7 +112,7 @@ def test_skip_without_a_model_is_refused() -> None:
         pyactcomp.compressed(skip=[nn.Linear])
 
 
-@pytest.mark.parametrize("model", [None, 3, "model", torch.zeros(3), nn.Linear, [nn.Linear(1, 1)]], ids=repr)
+@pytest.mark.parametrize("model", [None, 3, "model", torch.zeros(3), [nn.Linear(1, 1)]], ids=repr)
 def test_what_is_no_module_is_refused(model: Any) -> None:
     got = type(model).__name__
     for call in (pyactcomp.compress, pyactcomp.decompress, pyactcomp.report):

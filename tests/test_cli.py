@@ -34,7 +34,7 @@ from dataclasses import replace
 from pyactcomp.cli import main
 from pyactcomp.cli.demo import training
 full = training.default_config
-training.default_config = lambda *a, **k: replace(full(*a, **k), width=32, depth=1, heads=2, sequence=16, batch=4)
+training.default_config = lambda *a, **k: replace(full(*a, **k), width=32, depth=1, heads=2, sequence=64, batch=8)
 main()
 """
 

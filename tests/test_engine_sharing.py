@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec.reference import error_bound
+from pyactcomp.engine import policy
 
 
 def stored(report: pyactcomp.Report) -> list[int]:
@@ -267,5 +268,8 @@ def test_a_saved_tensor_leaves_few_objects_to_the_garbage_collector() -> None:
     finally:
         gc.enable()
     loss.backward()
-    # A packed tensor is an object and its codes, and the references by which both it and what it packs are found.
-    assert added <= 4 * len(pyactcomp.report(model).tensors)
+    # A packed tensor is an object and its codes, and the references by which both it and what it packs are found. A
+    # kept leaf has one more, by which a recipe finds out whether its memory was replaced.
+    tensors = pyactcomp.report(model).tensors
+    leaves = sum(tensor.kept in policy.ALIVE_ANYWAY for tensor in tensors)
+    assert added <= 4 * len(tensors) + leaves

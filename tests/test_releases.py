@@ -160,9 +160,9 @@ def test_pages_that_moved_are_no_emptied_cache(config: str, seed: int, tmp_path:
         rng = random.Random(seed)
         allocator = core(growth)
         live: list[int] = []
-        for _ in range(250):
+        for turn in range(250):
             if rng.random() < 0.55 or not live:
-                live.append(allocator.allocate(rng.randint(MIB, 90 * MIB)))
+                live.append(allocator.allocate(rng.randint(MIB, (40 + turn) * MIB)))
             else:
                 allocator.free(live.pop(rng.randrange(len(live))))
         peaks[growth] = peak(allocator)

@@ -118,7 +118,7 @@ def test_timeline_of_nothing_is_refused(tmp_path: Path) -> None:
 )
 def test_reserved_is_the_sum_of_the_segments_after_each_event(tmp_path: Path, growth: str, kinds: set[int]) -> None:
     # Little enough that segments are given back.
-    allocator, _ = Program(5, 300).run(AllocatorConfig(growth=growth), 600 * MIB)
+    allocator, _ = Program(9, 400).run(AllocatorConfig(growth=growth), 600 * MIB)
     trace = as_snapshot(allocator, tmp_path, first=200).devices[0]
     assert trace.beginning.segments
     assert kinds <= {*trace.events.action}

@@ -455,12 +455,13 @@ def test_hooks_are_not_traced_where_a_module_of_torch_is_compiled(
         graphs.append(graph)
         return lookup_backend(backend)(graph, examples)
 
-    for module in model.modules():
-        if isinstance(module, kind):
-            module.compile(backend=counting)
+    compiled = [module for module in model.modules() if isinstance(module, kind)]
+    for module in compiled:
+        module.compile(backend=counting)
     assert_agrees(model, step(model, device), exact, step(exact, device))
-    # What autograd calls for modules of torch, which are not traced themselves, is not traced either.
-    assert graphs == []
+    # One operator for each module, and nothing of what autograd calls to save its operands.
+    operators = [node.op for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+    assert len(operators) == len(graphs) <= len(compiled)
 
 
 class Scripted(nn.Module):

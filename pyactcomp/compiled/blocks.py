@@ -117,7 +117,8 @@ def called(module: Module) -> Iterator[Module]:
 
 def has_forward(module: Module) -> bool:
     """Return whether a module can be called; a ``ModuleList`` and its like only hold others."""
-    return type(module).forward is not Module.forward or "forward" in module.__dict__
+    # The class of a module of TorchScript has no forward that can be read.
+    return getattr(type(module), "forward", None) is not Module.forward or "forward" in module.__dict__
 
 
 def _is_block(module: Module) -> bool:

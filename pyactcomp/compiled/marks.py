@@ -200,9 +200,9 @@ def _compiled(model: Module) -> list[Module]:
         module = left.pop()
         if module._compiled_call_impl is not None:
             found.append(module)
-        inner = module._modules.get("_orig_mod")
-        if inner is not None:
-            found.append(inner)
+        wrapped = module._modules["_orig_mod"] if "_orig_mod" in module._modules else None  # no get in TorchScript's
+        if wrapped is not None:
+            found.append(wrapped)
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)

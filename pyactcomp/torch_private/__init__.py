@@ -122,12 +122,19 @@ def is_batch(x: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-profiled_range: Callable[[str], AbstractContextManager[object]] = torch._C._profiler._RecordFunctionFast
-"""Show a ``with`` block in the profile under a name.
+@contextmanager
+def profiled_range(name: str) -> Iterator[None]:
+    """Show a ``with`` block in the profile under a name.
 
-Not ``torch.profiler.record_function``: its first call imports a module, and with ``with_stack=True`` the profiler reads
-the name of that module's code after the code is gone.
-"""
+    Not ``torch.profiler.record_function``: its first call imports a module, and with ``with_stack=True`` the profiler
+    reads the name of that module's code after the code is gone. The range has the scope of a user's: the observer would
+    take one of an operator's scope for the operator that runs.
+    """
+    record = torch.ops.profiler._record_function_enter_new(name, None)
+    try:
+        yield
+    finally:
+        torch.ops.profiler._record_function_exit._RecordFunction(record)
 
 
 def has_no_memory(x: Tensor) -> bool:

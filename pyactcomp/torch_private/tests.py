@@ -544,7 +544,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._len_torch_dispatch_stack": _test_dispatch_mode,
     "torch._C._get_dispatch_mode, torch._ops._get_dispatch_mode_pre_dispatch": _test_being_traced,
     "torch.autograd.forward_ad._current_level, torch._C._is_tracing": _test_transformed,
-    "torch.autograd.profiler._is_profiler_enabled, torch._C._profiler._RecordFunctionFast": _test_profiler,
+    "torch.autograd.profiler._is_profiler_enabled, torch.ops.profiler._record_function_enter_new": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
     "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
     "torch._C._select_batch_norm_backend": _test_batch_norm_backend,
