@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import threading
+import warnings
 from types import ModuleType
 
 import pytest
@@ -39,6 +40,25 @@ def test_the_self_test_reports_a_name_that_moved(
         "torch._C._functorch.is_legacy_batchedtensor",
     }
     assert "AttributeError" in wrong["torch._C._autograd._get_current_graph_task_keep_graph"]
+
+
+def test_the_self_test_passes_on_no_warning_of_torch(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, str | None]
+) -> None:
+    """Torch 2.14 deprecates torch.jit.trace by a warning that Python shows: the doctor printed it first of all."""
+    trace = torch.jit.trace
+
+    def deprecated(*args: object, **options: object) -> object:
+        for category in (DeprecationWarning, FutureWarning, RuntimeWarning):
+            warnings.warn("deprecated", category, stacklevel=2)
+        return trace(*args, **options)
+
+    monkeypatch.setattr(torch.jit, "trace", deprecated)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after = torch_private_tests.self_test()
+    assert [str(each.message) for each in caught] == []
+    assert after == results
 
 
 def test_the_self_test_leaves_no_hook_behind(results: dict[str, str | None]) -> None:
