@@ -239,7 +239,9 @@ def _test_never_traced() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
-    assert graphs_of(lambda x: double(x)) > graphs_of(never_traced(lambda x: double(x))) == 0
+    traced = graphs_of(lambda x: double(x))
+    # Not on the same line: there Python 3.10 makes one code of the two functions, and a code is traced or is not.
+    assert traced > graphs_of(never_traced(lambda x: double(x))) == 0
 
 
 def _test_version_counter() -> None:
