@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from weakref import WeakMethod, WeakSet, ref
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
@@ -92,6 +93,8 @@ class Watch:
 
     def __call__(self, parameter: Tensor) -> None:
         """Tell, unless a graph of torch.compile runs in place of the forward: the hook of a parameter."""
+        if torch.compiler.is_compiling():  # a graph of the backward, which compiled autograd makes, cannot remove hooks
+            return
         self.stop()
         model, tell = self._model(), self._tell()
         if model is None or tell is None or not model.training or os.environ.get("PYACTCOMP_DISABLE") == "1":
