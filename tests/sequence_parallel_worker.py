@@ -227,7 +227,8 @@ def _read_outside(mesh: DeviceMesh, device: str) -> str:
     linear = nn.Sequential(nn.RMSNorm(WIDTH, eps=1e-5), nn.Linear(WIDTH, WIDTH, bias=False)).to(device)
     parallelize_module(linear, mesh, {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))})
     pyactcomp.compress(linear, min_bytes=0)
-    node: Any = linear(torch.randn(2, LENGTH, WIDTH, device=device, requires_grad=True)).grad_fn
+    out = linear(torch.randn(2, LENGTH, WIDTH, device=device, requires_grad=True))
+    node: Any = out.grad_fn  # held by the output: under torch 2.11 a node of Python has no name once nothing holds it
     while node.name() not in ("MmBackward0", "LinearBackward0"):
         node = node.next_functions[0][0]
     try:

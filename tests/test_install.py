@@ -126,7 +126,10 @@ print(json.dumps(stored))
 def run(python: str | Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     unset = ("PYTHONPATH", "PYACTCOMP_DISABLE", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in unset} | variables
-    return subprocess.run([python, *arguments], capture_output=True, text=True, check=False, env=environment)
+    # Not in the checkout, whose package would be imported in place of the installed one.
+    return subprocess.run(
+        [python, *arguments], capture_output=True, text=True, check=False, env=environment, cwd=ROOT.anchor
+    )
 
 
 @pytest.mark.slow

@@ -107,7 +107,8 @@ def test_schedules_that_split_backward_restore_each_tensor_once(backend: str, tm
             error = relative_error(found, exact)
             if "int8" in name:
                 assert 0 < error <= GRADIENT_BOUND, name
-                assert 0 < count <= 4 * BLOCKS * STAGES * MICROBATCHES, name
+                # On a GPU the kernels of fused functions read codes, and restore nothing.
+                assert (backend == "gloo") <= count <= 4 * BLOCKS * STAGES * MICROBATCHES, name
             else:
                 assert error == 0, name
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import distributed_worker
 import pytest
 import sequence_parallel_worker as worker
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from works_with import GRADIENT_BOUND, relative_error
 
 from pyactcomp.codec import format as fmt
+from pyactcomp.functional.saving import begin, differentiable_once
+from pyactcomp.torch_private import has_no_memory
 
 WORLD = 2
 
@@ -65,3 +71,28 @@ def test_shards_are_shared_only_if_nobody_wrote_to_them(backend: str, tmp_path: 
             assert stored == fmt.packed_nbytes(worker.LENGTH * worker.WIDTH, 8, 64)
         assert results["edited"].keys() == {"", "int8", "lossless"}
         assert all("modified by an inplace operation" in error for error in results["edited"].values())
+
+
+class Identity(torch.autograd.Function):
+    """Returns its argument, and in backward the address from which a kernel would read the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        begin(ctx)
+        return x.clone()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        return (torch.full_like(grad, float(grad.data_ptr() != 0)),)
+
+
+def test_backward_waits_for_a_gradient_that_a_collective_still_computes() -> None:
+    x = torch.ones(4, requires_grad=True)
+    grad = AsyncCollectiveTensor(torch.ones(4))
+    # Functions without the decorator ask this, and leave such a gradient to torch's operators, which wait.
+    assert has_no_memory(grad)
+    assert not has_no_memory(x)
+    Identity.apply(x).backward(grad)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(4))

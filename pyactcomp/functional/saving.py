@@ -35,6 +35,7 @@ from ..torch_private import (
     saves_are_dropped,
     under_checkpoint,
 )
+from ..torch_private.distributed import waited
 from .codes import Codes
 
 Restore = Callable[[Tensor], Tensor]
@@ -280,6 +281,8 @@ def differentiable_once(backward: Backward) -> Backward:
                 return (None,) * len(ctx.needs_input_grad)
             for saved, shape in getattr(ctx, "read", ()):
                 saved.check(shape)
+            # A gradient that a collective still computes is a wrapper without memory, and kernels read memory.
+            grads = tuple([grad if grad is None or type(grad) is Tensor else waited(grad) for grad in grads])
         if torch.is_grad_enabled():
             raise PyactcompError(
                 "backward with create_graph=True went through a function of pyactcomp.functional, which can be "

@@ -138,8 +138,11 @@ def profiled_range(name: str) -> Iterator[None]:
 
 
 def has_no_memory(x: Tensor) -> bool:
-    """Return whether ``x`` may be a wrapper without memory: a batch of gradients, or any tensor in torch.func."""
-    return inside_functorch() or is_batch(x)
+    """Return whether ``x`` may be a wrapper without memory.
+
+    As a batch of gradients is, any tensor in torch.func, or what a collective still computes.
+    """
+    return inside_functorch() or is_batch(x) or type(x).__name__ == "AsyncCollectiveTensor"
 
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
