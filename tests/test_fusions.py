@@ -423,41 +423,6 @@ def test_modules_that_others_changed_are_left_alone_and_named() -> None:
     assert left_alone(copy.deepcopy(model)) == left_alone(model)
 
 
-@pytest.mark.parametrize("first", ["hooks", "compress"])
-def test_hooks_of_a_fused_module_see_what_those_of_its_own_see(first: str) -> None:
-    """A library that shards parameters has hooks on every module."""
-    seen: dict[str, list[Tensor]] = {}
-    for name in ("plain", "fused"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
-        tensors = seen[name] = []
-
-        def see(*given: object, tensors: list[Tensor] = tensors) -> None:
-            tensors.extend(t.detach() for each in given if isinstance(each, tuple) for t in each if t is not None)
-            tensors.extend(each.detach() for each in given if isinstance(each, Tensor))
-
-        def hook(model: nn.Sequential = model, see: Callable[..., None] = see) -> None:
-            for module in model:
-                module.register_forward_pre_hook(see)
-                module.register_forward_hook(see)
-                module.register_full_backward_pre_hook(see)
-                module.register_full_backward_hook(see)
-
-        if first == "hooks":
-            hook()
-        if name == "fused":
-            fuse(model, CONFIG)
-            assert {kind for _, kind in fused_modules(model)} == {"LayerNorm", "GELU"}
-        if first == "compress":
-            hook()
-        model(torch.randn(32, 64, requires_grad=True)).square().sum().backward()
-    assert len(seen["fused"]) == len(seen["plain"]) == 4 * (1 + 2 + 1 + 2)
-    for found, expected in zip(seen["fused"], seen["plain"], strict=True):
-        assert found.shape == expected.shape
-        assert found.dtype is expected.dtype
-        assert relative_error({"": found}, {"": expected}) <= GRADIENT_BOUND
-
-
 def test_class_with_a_patched_forward_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return x

@@ -1,4 +1,4 @@
-"""Fused modules of Hugging Face transformers whose children others see: hooks, changes, and runs that are repeated."""
+"""Fused modules, and their children, that others see: hooks, changes, and runs that are repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from works_with_text import BATCH, LENGTH, built, llama, step, text, transformer
 
 import pyactcomp
 from pyactcomp.config import Config
-from pyactcomp.fusions import fuse
+from pyactcomp.fusions import fuse, fused_modules
 from pyactcomp.fusions.families.transformers import modules as transformers_modules
 
 INT8 = Config(min_bytes=0)
@@ -301,3 +301,38 @@ def test_skipped_dropout_before_a_norm_is_not_bypassed(skip: tuple[str, ...], mo
     monkeypatch.setattr(transformers_modules, "add_layer_norm", noted)
     model(torch.randn(4, 32, 128, requires_grad=True)).sum().backward()
     assert drawn == [0.0 if skip else 0.5]
+
+
+@pytest.mark.parametrize("first", ["hooks", "compress"])
+def test_hooks_of_a_fused_module_see_what_those_of_its_own_see(first: str) -> None:
+    """A library that shards parameters has hooks on every module."""
+    seen: dict[str, list[Tensor]] = {}
+    for name in ("plain", "fused"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
+        tensors = seen[name] = []
+
+        def see(*given: object, tensors: list[Tensor] = tensors) -> None:
+            tensors.extend(t.detach() for each in given if isinstance(each, tuple) for t in each if t is not None)
+            tensors.extend(each.detach() for each in given if isinstance(each, Tensor))
+
+        def hook(model: nn.Sequential = model, see: Callable[..., None] = see) -> None:
+            for module in model:
+                module.register_forward_pre_hook(see)
+                module.register_forward_hook(see)
+                module.register_full_backward_pre_hook(see)
+                module.register_full_backward_hook(see)
+
+        if first == "hooks":
+            hook()
+        if name == "fused":
+            fuse(model, INT8)
+            assert {kind for _, kind in fused_modules(model)} == {"LayerNorm", "GELU"}
+        if first == "compress":
+            hook()
+        model(torch.randn(32, 64, requires_grad=True)).square().sum().backward()
+    assert len(seen["fused"]) == len(seen["plain"]) == 4 * (1 + 2 + 1 + 2)
+    for found, expected in zip(seen["fused"], seen["plain"], strict=True):
+        assert found.shape == expected.shape
+        assert found.dtype is expected.dtype
+        assert relative_error({"": found}, {"": expected}) <= GRADIENT_BOUND
