@@ -22,6 +22,7 @@ POOL = (0, 1)
 SIDE_STREAM = 70
 
 Row = tuple[str, int, int]
+GIB = 1 << 30
 """action, address, size"""
 
 
@@ -34,6 +35,18 @@ def snapshot_of(columns: dict[str, array[int]], times: int = 1) -> Snapshot:
     beginning = Beginning((), (), True)
     trace = DeviceTrace(0, events, (), beginning, find_releases(events, beginning, (), ((),), Settings()))
     return Snapshot((trace,), (), ((),), ((0, 0),), Settings(), (), ())
+
+
+def held(at: int, size: int) -> list[Row]:
+    return [("alloc", at * GIB, size * MIB)]
+
+
+def freed(at: int, size: int) -> list[Row]:
+    return [("free_completed", at * GIB, size * MIB)]
+
+
+def passed(at: int, size: int) -> list[Row]:
+    return [*held(at, size), *freed(at, size)]
 
 
 def events(rows: Iterable[Row]) -> Snapshot:

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import pytest
 from allocator_cases import MIB
-from replay_cases import Row, events
+from replay_cases import Row, events, freed, held, passed
 
 from pyactcomp.snapshots.replay import replay
-
-GIB = 1 << 30
-
-
-def held(at: int, size: int) -> list[Row]:
-    return [("alloc", at * GIB, size * MIB)]
-
-
-def freed(at: int, size: int) -> list[Row]:
-    return [("free_completed", at * GIB, size * MIB)]
-
-
-def passed(at: int, size: int) -> list[Row]:
-    return [*held(at, size), *freed(at, size)]
-
 
 GROWING = events([row for number in range(12) for row in passed(2 * number + 1, 400 + 40 * number)])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from allocator_cases import MIB
-from replay_cases import Row, events, load
+from replay_cases import GIB, Row, events, freed, held, load, passed
 from snapshot_cases import block as block_of
 from snapshot_cases import content, event, segment, write
 
@@ -23,20 +23,7 @@ from pyactcomp.snapshots.replay import BOUNDLESS
 from pyactcomp.snapshots.trials import Trial, TuneProgress, TuneResult
 from pyactcomp.snapshots.tune import _Search
 
-GIB = 1 << 30
 SAME = 1.01  # what the documentation calls the same
-
-
-def held(at: int, size: int) -> list[Row]:
-    return [("alloc", at * GIB, size * MIB)]
-
-
-def freed(at: int, size: int) -> list[Row]:
-    return [("free_completed", at * GIB, size * MIB)]
-
-
-def passed(at: int, size: int) -> list[Row]:
-    return [*held(at, size), *freed(at, size)]
 
 
 def pair(large: int, small: int, at: int = 0) -> list[Row]:
