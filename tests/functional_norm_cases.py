@@ -98,6 +98,21 @@ def test_norm_without_weight_or_bias(centred: bool, parameters: tuple[bool, bool
     check(case(6, 192, centred=centred, parameters=parameters, device=DEVICE), "triton")
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_layer_norm_of_transposed_rows_is_that_of_a_contiguous_copy(summed: bool) -> None:
+    transposed, residual = (normal(4, 128, 6, seed=seed).to(DEVICE).mT for seed in (0, 1))
+    grad = normal(4, 6, 128, seed=2).to(DEVICE)
+
+    def of(t: Tensor) -> Tensor:
+        codes = Codes(impl="triton")
+        return add_layer_norm(t, residual, 128, codes=codes) if summed else layer_norm(t, 128, codes=codes)
+
+    apart, together = transposed.detach().requires_grad_(), transposed.contiguous().requires_grad_()
+    assert torch.equal(of(apart), of(together))
+    assert torch.equal(gradient_of(of, transposed, grad), gradient_of(of, transposed.contiguous(), grad))
+    assert torch.equal(recipe_of(of(apart)).compute(torch.float32), recipe_of(of(together)).compute(torch.float32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype: torch.dtype) -> None:
     x, residual = normal(8, 256).to(DEVICE, torch.bfloat16), normal(8, 256, seed=1).to(DEVICE, dtype)

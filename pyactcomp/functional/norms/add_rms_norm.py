@@ -14,7 +14,7 @@ from ...engine.saved import Versioned
 from ...torch_private import under_checkpoint
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
-from .launch import Norm, norm_of, serves
+from .launch import Norm, are_contiguous, norm_of, serves
 from .rms_norm import check_rows, rms_norm
 
 
@@ -140,7 +140,7 @@ def add_rms_norm(
         if residual.shape != x.shape:
             got = tuple(x.shape), tuple(residual.shape)
             raise ValueError(f"add_rms_norm expects x and residual of one shape, got {got[0]} and {got[1]}")
-    fused = serves(x, residual, x.shape[-1:], _dtype_of(x, residual, weight), how)
+    fused = are_contiguous(x, residual) and serves(x, residual, x.shape[-1:], _dtype_of(x, residual, weight), how)
     if fused and recorded(x, residual, weight):
         sums: Any = _AddRmsNorm.apply(x, residual, weight, eps, how)  # type: ignore[no-untyped-call]
         return cast("tuple[Tensor, Tensor]", sums)

@@ -32,13 +32,18 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
     """Return whether the kernels serve a norm of x, or x + residual, over ``shape`` with output dtype ``dtype``."""
     length = math.prod(shape)
     return (
-        all(t is None or (how.fuses(t) and t.is_contiguous()) for t in (x, residual))
+        all(t is None or how.fuses(t) for t in (x, residual))
         and dtype is not torch.float64
         and length % how.group_size == 0
         and length <= LONGEST_ROW
         # A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
         and (not how.stochastic or x.numel() <= 2**32)
     )
+
+
+def are_contiguous(*tensors: Tensor | None) -> bool:
+    """Return whether all given tensors are contiguous."""
+    return all(t is None or t.is_contiguous() for t in tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +89,14 @@ class Norm:
         to x first.
         """
         numel = x.numel()
+        # As torch's operator copies the rows of a permuted image, or of a sequence that convolutions made.
+        source, x = x, x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
         if total is not None:
             packed = bytes_of(total)
             bits = 0 if residual is None else self._form.bits
         else:
-            packed = buffer(x, self.how) if self.copied is None else copy_buffer(x)
+            packed = buffer(source, self.how) if self.copied is None else copy_buffer(source)
             bits = written_bits(self._form.bits)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)

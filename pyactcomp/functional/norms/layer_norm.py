@@ -17,7 +17,7 @@ from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
-from .launch import Norm, norm_of, serves
+from .launch import Norm, are_contiguous, norm_of, serves
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -189,7 +189,9 @@ def _apply(
     noise = QUIET
     wanted = _dtype_of(x, residual) if dtype is None else dtype
     if p > 0:
-        if p < 1 and recorded(x, residual, weight) and serves(x, residual, shape, wanted, how):
+        # Random numbers are drawn in the order of memory.
+        in_order = are_contiguous(x, residual)
+        if p < 1 and recorded(x, residual, weight) and in_order and serves(x, residual, shape, wanted, how):
             noise = draw(x, p)
         if not noise.quads:
             x = dropout(x, p, impl=how.impl)

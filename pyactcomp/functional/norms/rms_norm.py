@@ -43,7 +43,7 @@ class _RmsNorm(torch.autograd.Function):
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype
-        if serves(x, None, x.shape[-1:], dtype, how):
+        if x.is_contiguous() and serves(x, None, x.shape[-1:], dtype, how):
             ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
             out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype)
             ctx.save_for_backward(packed, rstd, weight)
