@@ -56,10 +56,10 @@ def written_bits(bits: int | None) -> int | None:
     return 0 if bits is not None and saves_are_dropped() else bits
 
 
-def buffer(x: Tensor, how: Saving) -> Tensor:
-    """Return a buffer for the codes of ``x``."""
+def buffer(x: Tensor, how: Saving, numel: int | None = None) -> Tensor:
+    """Return a buffer for the codes of ``x``, padded to ``numel`` elements if given."""
     assert how.bits is not None
-    nbytes = fmt.packed_nbytes(x.numel(), how.bits, how.group_size)
+    nbytes = fmt.packed_nbytes(x.numel() if numel is None else numel, how.bits, how.group_size)
     return mark_as_packed(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
 
 

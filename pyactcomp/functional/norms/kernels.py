@@ -1,7 +1,8 @@
 """Triton kernels of layer norm and of the root mean square norm: ROWS rows of N elements in a tile.
 
-The codes of a tile are [GROUPS, GROUP] and the rows are [ROWS, elements]: the same elements in the same order. N is a
-whole number of groups. If that number is not a power of two, ROWS is 1 and the tile is longer than the row.
+The codes of a tile are [GROUPS, GROUP] and the rows are [ROWS, elements]: the same elements in the same order. If N is
+no power of two of groups, ROWS is 1 and the tile is longer than the row. Codes of a row that ends inside a group are
+those of the row padded to whole groups with its last element, as ``Saving.keep_rows`` pads it.
 
 Of a row's statistics, the reciprocal deviation is saved and the mean is recomputed from the restored row. With 8 bits
 and 1024 normal numbers a row, the relative error of the gradient against float64 is then 2.4e-4, the same as with a
@@ -49,6 +50,12 @@ def _rows_from(
     else:
         pointer = pointer + row * N
     return pointer
+
+
+@triton.constexpr_function
+def _stored(N, BITS, GROUP):
+    """Return the elements that a row of N takes in the packed tensor: whole groups of codes, or a copy."""
+    return N if BITS == 16 else -(-N // GROUP) * GROUP
 
 
 @triton.jit
@@ -142,6 +149,7 @@ def norm_forward_kernel(
     """
     TILE: tl.constexpr = GROUPS * GROUP
     PARTIAL: tl.constexpr = N * ROWS != TILE
+    STORED: tl.constexpr = _stored(N, BITS, GROUP)
     SAME: tl.constexpr = x.dtype.element_ty == residual.dtype.element_ty
     DTYPE: tl.constexpr = x.dtype.element_ty if SAME else tl.float32
     RUN: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -157,9 +165,10 @@ def norm_forward_kernel(
     if BITS == COPY:
         store_raw(packed + start, to_raw(values, DTYPE, COMPILED), N, PARTIAL)
     elif BITS != 0:
-        index, high = element_index(start, key1, GROUP, GROUPS)
+        first = row * STORED
+        index, high = element_index(first, key1, GROUP, GROUPS)
         codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
-        store_codes(packed, codes, parameters, start, N, numel, BITS, RUN, PARTIAL)
+        store_codes(packed, codes, parameters, first, STORED, numel, BITS, RUN, PARTIAL)
 
     y = _centred(tl.reshape(values, [ROWS, TILE // ROWS]), N, CENTRED)
     AS_TORCH: tl.constexpr = not (CENTRED or INDEXED) and ROWS == 1 and N % 128 == 0
@@ -198,7 +207,8 @@ def _normalised(
     TILE: tl.constexpr = GROUPS * GROUP
     scale = tl.load(rstd + row + tl.arange(0, ROWS)[:, None])
     PARTIAL: tl.constexpr = N * ROWS != TILE
-    x = restore(packed, row * N, N, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
+    STORED: tl.constexpr = _stored(N, BITS, GROUP)
+    x = restore(packed, row * STORED, STORED, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     return _centred(tl.reshape(x, [ROWS, TILE // ROWS]), N, CENTRED) * scale, scale
 
 
@@ -279,7 +289,7 @@ def norm_backward_kernel(
     present = column < N
     sum_weight = tl.zeros([ROWS, ROW], tl.float32)
     sum_bias = tl.zeros([ROWS, ROW], tl.float32)
-    tile = (numel // (N * ROWS)).to(tl.int32) - 1 - tl.program_id(0)
+    tile = (numel // (_stored(N, BITS, GROUP) * ROWS)).to(tl.int32) - 1 - tl.program_id(0)
     while tile >= 0:
         row = tile.to(tl.int64) * ROWS
         if PARTIAL:

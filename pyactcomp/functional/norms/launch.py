@@ -17,6 +17,7 @@ from ..saving import Saving
 
 # A row stays in the registers of one program: 16 elements a thread, up to 512 threads.
 LONGEST_ROW = 8192
+_ALIGNED = 32
 _MOST_WARPS = 16
 # Elements of a program and of a thread, unless a row is longer. Forward and recompute move as many bytes as the codec's
 # kernels and use the same tiles. Backward also holds two sums: with 8 elements a thread the kernel compiles to 64
@@ -34,7 +35,8 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
     return (
         all(t is None or how.fuses(t) for t in (x, residual))
         and dtype is not torch.float64
-        and length % how.group_size == 0
+        # A row that ends inside a group is padded in the codes, a shorter one is not; threads read and write 64 bytes.
+        and (length % how.group_size == 0 or (length > how.group_size and length % _ALIGNED == 0))
         and length <= LONGEST_ROW
         # A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
         and (not how.stochastic or x.numel() <= 2**32)
@@ -44,6 +46,11 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
 def are_contiguous(*tensors: Tensor | None) -> bool:
     """Return whether all given tensors are contiguous."""
     return all(t is None or t.is_contiguous() for t in tensors)
+
+
+def draws_noise(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], how: Saving) -> bool:
+    """Return whether the kernels draw dropout of rows that they serve: in the order of memory, of whole groups."""
+    return are_contiguous(x, residual) and math.prod(shape) % how.group_size == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +103,7 @@ class Norm:
             packed = bytes_of(total)
             bits = 0 if residual is None else self._form.bits
         else:
-            packed = buffer(source, self.how) if self.copied is None else copy_buffer(source)
+            packed = buffer(source, self.how, self._stored(numel)) if self.copied is None else copy_buffer(source)
             bits = written_bits(self._form.bits)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
@@ -107,7 +114,7 @@ class Norm:
         plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
         given = (argument(residual, x), argument(weight, x), argument(bias, x), argument(indices, x))
         tensors = (x, *given, out, self._elements(packed), rstd)
-        plan.launch(plan.tiles, tensors, (numel, self.eps, *keys(self.how), *noise.arguments(False)))
+        plan.launch(plan.tiles, tensors, (self._stored(numel), self.eps, *keys(self.how), *noise.arguments(False)))
         return out, packed, rstd
 
     def recompute(
@@ -126,7 +133,7 @@ class Norm:
             self._form, "norm_redo_kernel", numel, _RECOMPUTE, (weight is not None, bias is not None), (), out.device
         )
         tensors = (self._elements(packed), rstd, argument(weight, rstd), argument(bias, rstd), out)
-        plan.launch(plan.tiles, tensors, (numel,))
+        plan.launch(plan.tiles, tensors, (self._stored(numel),))
         return out
 
     def backward(
@@ -168,10 +175,15 @@ class Norm:
             argument(indices, rstd),
             *results,
         )
-        plan.launch(plan.resident, tensors, (numel, *noise.arguments(True)))
+        plan.launch(plan.resident, tensors, (self._stored(numel), *noise.arguments(True)))
         of_parameters = iter(sums.sum(1))
         of_inputs = (inputs.get(kind) for kind in kinds)
         return *of_inputs, *(next(of_parameters) if need else None for need in needs)
+
+    def _stored(self, numel: int) -> int:
+        """Return the number of packed elements of ``numel``: rows of codes end with a whole group."""
+        group = self.how.group_size if self.copied is None else 1
+        return numel // self.length * -(-self.length // group) * group
 
     def _elements(self, packed: Tensor) -> Tensor:
         return packed if self.copied is None else packed.view(self.copied)
@@ -212,7 +224,7 @@ def _plan(
     from . import kernels
 
     elements, per_thread = tile
-    groups = 1 << (form.length // form.group_size - 1).bit_length()
+    groups = 1 << (-(-form.length // form.group_size) - 1).bit_length()
     padded = groups * form.group_size
     # The rows of a program divide the rows of the tensor: every program is full.
     rows = math.gcd(numel // form.length, max(elements // padded, 1)) if padded == form.length else 1

@@ -17,7 +17,7 @@ from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
-from .launch import Norm, are_contiguous, norm_of, serves
+from .launch import Norm, draws_noise, norm_of, serves
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -189,9 +189,8 @@ def _apply(
     noise = QUIET
     wanted = _dtype_of(x, residual) if dtype is None else dtype
     if p > 0:
-        # Random numbers are drawn in the order of memory.
-        in_order = are_contiguous(x, residual)
-        if p < 1 and recorded(x, residual, weight) and in_order and serves(x, residual, shape, wanted, how):
+        fused = p < 1 and draws_noise(x, residual, shape, how) and serves(x, residual, shape, wanted, how)
+        if fused and recorded(x, residual, weight):
             noise = draw(x, p)
         if not noise.quads:
             x = dropout(x, p, impl=how.impl)
@@ -251,8 +250,8 @@ def layer_norm(
     -----
     The gradients depend on ``x`` only through the normalised row: an error of at most ``e`` in ``x``
     (:func:`pyactcomp.reference.error_bound`) becomes one of at most ``2 * e * rstd`` there, as the mean is recomputed
-    from the restored row. The fused kernels serve rows of whole groups, up to 8192 elements; other rows take one more
-    pass.
+    from the restored row. The fused kernels serve rows of whole groups, or longer than a group and a multiple of
+    32, up to 8192 elements; other rows take one more pass.
 
     Examples
     --------

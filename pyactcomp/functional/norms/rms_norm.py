@@ -155,8 +155,10 @@ def rms_norm(
     -----
     ``rstd``, the reciprocal of the root, is saved in float32 (float64 for float64). The gradients depend on ``x`` only
     through the normalised row: an error of at most ``e`` in ``x`` (:func:`pyactcomp.reference.error_bound`) becomes one
-    of at most ``e * rstd`` there. The fused kernels serve rows of whole groups, up to 8192 elements; other rows take
-    more passes. Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
+    of at most ``e * rstd`` there. The fused kernels serve rows of whole groups, or longer than a group and a multiple
+    of 32, up to 8192 elements; other rows take more passes.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
 
     Examples
     --------
