@@ -34,7 +34,10 @@ def parser() -> argparse.ArgumentParser:
     suites.add_parser(
         "observers", parents=[measuring], help="who tells the running operator: the library, and without it"
     )
-    suites.add_parser("frontier", parents=[training], help="training steps of five models: time, memory, gradients")
+    frontier = suites.add_parser("frontier", parents=[training], help="training steps: time, memory, gradients")
+    frontier.add_argument(
+        "--set", choices=("all", "tuned", "untuned"), default="all", help="of the models that ours is tuned on, or not"
+    )
     batch = suites.add_parser("batch", parents=[training], help="throughput against batch size under a memory cap")
     batch.add_argument("--memory-gib", type=float, help="the cap, by default 24")
     alloc = suites.add_parser("alloc", parents=[training], help="the allocator: its cost, trainings, recorded traces")
@@ -123,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif args.suite == "sharded":
         sharded.run(options)
     elif args.suite == "frontier":
-        frontier.run(options, methods)
+        frontier.run(options, methods, args.set)
     elif args.suite == "pairs":
         if not (args.before / "pyactcomp" / "__init__.py").exists():
             top.error(f"--before {args.before}: no checkout of this project is there")

@@ -1,4 +1,4 @@
-"""Suite `frontier`: training steps of five models under ours and the peers, vanilla first and again last."""
+"""Suite `frontier`: training steps of models under ours and the peers, vanilla first and again last."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from dataclasses import replace
 
 from .methods import METHODS, STAGES, VANILLA, VANILLA_AGAIN
 from .rows import NOT_APPLICABLE, Options, Store
+from .tuned import TUNED
+from .untuned import UNTUNED
 from .worker import Spec, identity, spec_for, supervise, tell
+from .workload import Workload
 from .workloads import WORKLOADS
 
+SETS: dict[str, dict[str, Workload]] = {"all": WORKLOADS, "tuned": TUNED, "untuned": UNTUNED}
 
-def run(options: Options, methods: tuple[str, ...] = ()) -> None:
-    """Measure the core methods of every workload, then the others; or just ``methods``."""
+
+def run(options: Options, methods: tuple[str, ...] = (), chosen: str = "all") -> None:
+    """Measure the core methods of every workload of a set, then the others; or just ``methods``."""
     store = options.store("frontier")
     started: list[float] = []
     for stage in (methods,) if methods else STAGES:
-        for workload in filter(options.selects, WORKLOADS):
+        for workload in filter(options.selects, SETS[chosen]):
             pending = [
                 method
                 for method in stage
                 if options.selects(workload, method)
+                and (methods or options.only[1:] or _by_default(workload, method))
                 and (options.again or not store.has(workload=workload, method=method, scale=options.scale))
             ]
             spec = spec_for("frontier", workload, [], options, store)
@@ -32,6 +38,12 @@ def run(options: Options, methods: tuple[str, ...] = ()) -> None:
             begin = options.budget.clock()
             supervise(replace(spec, methods=tuple(_framed(pending))), options.budget)
             started.append(options.budget.clock() - begin)
+
+
+def _by_default(workload: str, method: str) -> bool:
+    """Return whether a method is measured of this workload without being asked for."""
+    measured = WORKLOADS[workload].methods
+    return measured is None or method in measured
 
 
 def _ruled_out(spec: Spec, method: str, store: Store) -> bool:

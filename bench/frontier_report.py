@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from . import untuned_report
 from .measure import CPUS_TRIED
 from .rows import GIB, NOT_APPLICABLE, Row, select
 from .tables import conditions, figure, latest, on_gpu, on_gpus, reasons, section, table
@@ -33,11 +34,11 @@ def rank(order: Sequence[str], name: str) -> tuple[int, str]:
 
 
 def latest_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the latest row of every workload and method, in reading order, with its ratios to vanilla.
+    """Return the latest row of every tuned workload and method, in reading order, with its ratios to vanilla.
 
     A ratio is taken to the vanilla row of the same run and to no other: ``time_x``, ``act_x``, ``peak_x``.
     """
-    measured = on_gpu(rows)
+    measured = on_gpu(row for row in rows if row["workload"] not in untuned_report.TITLES)
     result = []
     for row in latest(measured, "workload", "method").values():
         vanilla = select(measured, run=row["run"], method="vanilla", status="ok")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .workloads import ClassifierLoss
+from .workload import ClassifierLoss
 
 BYTES = 256
 

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import codec
+from pyactcomp.engine import policy
 from pyactcomp.fusions import fused_modules
 
 from .rows import Row
-from .workloads import LanguageModelLoss, Workload
+from .workload import LanguageModelLoss, Objective, Workload
 
 Blocks = list[nn.Module]
 Context = Callable[[], AbstractContextManager[object]]
@@ -39,6 +40,10 @@ def _suits_llama(workload: Workload) -> str | None:
 
 def _suits_language_models(workload: Workload) -> str | None:
     return None if workload.language_model else "there is no language-model head, so it is int8"
+
+
+def _suits_blocks(workload: Workload) -> str | None:
+    return "the model's own checkpointing takes every block" if workload.checkpoints_itself else None
 
 
 def _suits_chunked_graphs(workload: Workload) -> str | None:
@@ -77,7 +82,12 @@ def _vanilla(_: nn.Module, __: Blocks) -> Context:
 
 
 def _checkpoint(every: int) -> Apply:
-    def apply(_: nn.Module, blocks: Blocks) -> Context:
+    """Return gradient checkpointing: the model's own where it brings one, else of every so many blocks."""
+
+    def apply(module: nn.Module, blocks: Blocks) -> Context:
+        if isinstance(module, Objective) and module.checkpoint is not None:
+            module.checkpoint()
+            return nullcontext
         for block in blocks[::every]:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         return nullcontext
@@ -186,7 +196,7 @@ METHODS = {
         _ours("int8-attention", _compress(attention="int8")),
         _ours("lossless", _compress(mode="lossless", head=False)),
         Method("ckpt", _checkpoint(1)),
-        Method("ckpt2", _checkpoint(2)),
+        Method("ckpt2", _checkpoint(2), unsuitable=_suits_blocks),
         _ours("int8+ckpt", _then_checkpoint(_compress())),
         Method("liger", _liger, cost=4.0, compared=True, alone=True, unsuitable=_suits_llama),
         Method("liger+ckpt", _then_checkpoint(_liger), cost=4.0, compared=True, alone=True, unsuitable=_suits_llama),
@@ -232,9 +242,14 @@ STAGES = (
 
 
 def implementation(module: nn.Module) -> Row:
-    """Return what serves a compressed model: the codec, the fused modules of each kind, and the fused functions."""
+    """Return what serves a compressed model: codec, fused modules of each kind, fused functions; and what it stores."""
     device = next(module.parameters()).device
+    report = pyactcomp.report(module)
+    counted = [tensor for tensor in report.tensors if tensor.kept not in policy.ALIVE_ANYWAY]
     return {
+        "saved_tensors": len(counted),
+        "saved_bytes": report.unique_bytes,
+        "stored_bytes": report.stored_bytes,
         "codec": codec.resolve("auto", device),
         "fused_modules": dict(Counter(kind for _, kind in fused_modules(module))),
         "functions": "torch" if codec.unavailable_reason("triton", device) else "triton",

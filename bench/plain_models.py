@@ -1,6 +1,8 @@
-"""A GPT and a ViT in plain PyTorch, as users write them: functional attention, GELU and loss, no library."""
+"""A GPT, a ViT and a U-Net in plain PyTorch, as users write them: functional attention and loss, no library."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor, nn
@@ -60,3 +62,41 @@ class ViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x).mean(1)), labels)
+
+
+class Stage3d(nn.Sequential):
+    """Two convolutions of a volume, each with its norm and activation."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__(
+            nn.Conv3d(before, after, 3, stride, 1),
+            nn.InstanceNorm3d(after, affine=True),
+            nn.LeakyReLU(0.01, inplace=True),
+            nn.Conv3d(after, after, 3, 1, 1),
+            nn.InstanceNorm3d(after, affine=True),
+            nn.LeakyReLU(0.01, inplace=True),
+        )
+
+
+class UNet3d(nn.Module):
+    """A U-Net that returns the loss of each voxel's class, as medical images are segmented."""
+
+    def __init__(self, widths: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        pairs = list(itertools.pairwise(widths))
+        down = [Stage3d(1, widths[0], 1), *(Stage3d(a, b, 2) for a, b in pairs)]
+        up = [Stage3d(2 * a, a, 1) for a, _ in reversed(pairs)]
+        self.stages = nn.ModuleList([*down, *up])
+        self.grow = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, 2) for a, b in reversed(pairs))
+        self.head = nn.Conv3d(widths[0], classes, 1)
+
+    def forward(self, volumes: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        x, skipped = volumes, []
+        for stage in self.stages[: len(self.grow) + 1]:
+            x = stage(x)
+            skipped.append(x)
+        skipped.pop()
+        for grow, stage in zip(self.grow, self.stages[len(self.grow) + 1 :], strict=True):
+            x = stage(torch.cat((grow(x), skipped.pop()), 1))
+        return F.cross_entropy(self.head(x), labels)

@@ -15,6 +15,7 @@ from . import (
     observers,
     pairs_report,
     sharded,
+    untuned_report,
 )
 from .frontier_report import METHOD_ORDER, rank
 from .rows import Row, quantile, read, select
@@ -105,6 +106,7 @@ def batch_table(rows: Iterable[Row]) -> str:
 
 TABLES = {
     **frontier_report.TABLES,
+    **untuned_report.TABLES,
     "codec": ("codec", codec_table),
     "overhead": ("overhead", overhead_table),
     "batch": ("batch", batch_table),

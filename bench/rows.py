@@ -23,7 +23,7 @@ GIB = 2**30
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13", "diffusers",
-    "torch_geometric", "pyactcomp",
+    "torch_geometric", "peft", "pyactcomp",
 )  # fmt: skip
 NOT_APPLICABLE = "not applicable"
 FINAL = ("ok", "oom", NOT_APPLICABLE)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from .measure import host_loop_ms, on_quick_cpu, step_times
 from .methods import Context, Method, implementation
-from .rows import Row, summary
-from .workloads import Batch, Workload
+from .rows import Row, quantile, summary
+from .workload import Batch, Workload
 
 WEIGHT_SEED, INPUT_SEED, STEP_SEED = 0, 1, 2
 WARM_UP = 3
 """Steps before the timed ones: the first creates the optimizer's state, the last is the one whose memory counts."""
+HOST_STEPS = 3
 LOSS_TOLERANCE = 2.0**-7
 """Two forwards with the same weights, batch and seed differ, relative to the loss, by this at most.
 
@@ -188,6 +193,39 @@ def memory_of_step(trainer: Trainer) -> Row:
     }
 
 
+def kernels_of(events: Iterable[Any]) -> Row:
+    """Return how many kernels and copies ran on the GPU, and the milliseconds of all, from a profile's events."""
+    # A range that a program names is an event of the GPU too, and spans the kernels in it.
+    ran = [e for e in events if e.device_type is DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
+    return {"kernels": len(ran), "kernels_ms": sum(event.time_range.elapsed_us() for event in ran) / 1e3}
+
+
+def kernels_of_step(trainer: Trainer) -> Row:
+    """Return the kernels of one step, nothing on the CPU."""
+    if trainer.device != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        trainer.step()
+        torch.cuda.synchronize()
+    return kernels_of(profiler.events())
+
+
+def host_ms(trainer: Trainer, steps: int) -> float:
+    """Return the median of the milliseconds in which the host is done with a step, whatever the GPU still computes.
+
+    A queue that is full makes the host wait: the figure is the host's own only where the kernels take less.
+    """
+    times = []
+    for _ in range(steps):
+        with on_quick_cpu():
+            if trainer.device == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            trainer.step()
+            times.append((time.perf_counter() - begin) * 1e3)
+    return quantile(times, 0.5)
+
+
 def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_loss: float | None) -> Row:
     """Measure one method on a freshly built model and return the row's figures.
 
@@ -208,11 +246,14 @@ def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_l
     trainer.finish(loss)
     del loss
 
-    steps = method.steps if not tiny else 2
+    steps = 2 if tiny else min(method.steps, workload.steps or method.steps)
     for _ in range(WARM_UP - 2):
         trainer.step()
+    # Before the times: launches under a profiler that was once on are slower, and so are those of every row then.
+    kernels = kernels_of_step(trainer)
     memory = memory_of_step(trainer)
     times = step_times(trainer.step, steps, device)
+    host = host_ms(trainer, HOST_STEPS)
     with on_quick_cpu():
         loop = host_loop_ms()
     return {
@@ -222,6 +263,8 @@ def measure(workload: Workload, method: Method, device: str, tiny: bool, exact_l
         "host_loop_ms": round(loop, 2),
         **(implementation(trainer.module) if method.ours else {}),
         **memory,
+        **kernels,
+        "host_ms": round(host, 3),
         **errors,
         **summary(times, "ms"),
     }

@@ -12,7 +12,7 @@ from torch import nn
 from bench import (
     rows,
 )
-from bench.workloads import Workload
+from bench.workload import Workload
 
 ORIGIN = {"commit": "c0ffee", "dirty": False, "sources": "s1", "device": "cpu", "command": "python -m bench frontier"}
 

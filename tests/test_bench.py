@@ -476,6 +476,17 @@ def test_frontier_says_what_does_not_apply_without_a_process(tmp_path: Path, mon
     assert len(json.loads((tmp_path / "frontier.json").read_text())["rows"]) == 2
 
 
+def test_untuned_workloads_are_measured_by_their_own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(frontier, "supervise", lambda spec, budget: started.append((spec.workload, spec.methods)))
+    frontier.run(options(tmp_path), chosen="untuned")
+    plain = ("vanilla", "int8", "ckpt", "vanilla-again")
+    assert started == [(name, plain) for name in frontier.UNTUNED]
+    started.clear()
+    frontier.run(options(tmp_path, only=("unet3d_amp",)), ("lossless",))
+    assert started == [("unet3d_amp", ("vanilla", "lossless", "vanilla-again"))]
+
+
 def test_stages_measure_every_method_once() -> None:
     staged = [method for stage in methods.STAGES for method in stage]
     assert sorted([*staged, methods.VANILLA_AGAIN]) == sorted(methods.METHODS)

@@ -10,10 +10,12 @@ import pytest
 from bench_cases import ORIGIN
 
 from bench import (
+    frontier,
     frontier_plot,
     frontier_report,
     report,
     rows,
+    untuned_report,
 )
 
 
@@ -66,6 +68,30 @@ def test_report_says_how_far_apart_the_hosts_were(loops: tuple[float, float], sa
         step_row("ckpt", 110.0, 10, 12, "first", host_loop_ms=loops[0]),
     ]
     assert ("from 10 to 17 ms: so far apart" in frontier_report.steps_table(rows_of)) is said
+
+
+def test_untuned_models_have_a_table_of_their_own_with_what_is_over_its_bar_in_bold() -> None:
+    own = {"workload": "whisper_medium_amp"}
+    found = [
+        step_row("vanilla", 100.0, 20, 24, "r", **own, kernels_ms=80.0, host_ms=50.0),
+        step_row("int8", 112.0, 5, 12, "r", **own, kernels_ms=84.0, host_ms=150.0, saved_tensors=4000, grad_error=0.01),
+        step_row("ckpt", 125.0, 4, 6, "r", **own),
+        step_row("vanilla", 90.0, 20, 24, "other", **own, kernels_ms=70.0, host_ms=10.0),
+        {**step_row("vanilla", 1.0, 1, 1, "r"), "workload": "gatv2_fp32", "status": "unavailable", "reason": "No PyG"},
+    ]
+    drawn = untuned_report.untuned_table(found)
+    line = (
+        "| Whisper medium | NVIDIA H200 | 100 ms, 20.0 GiB | **1.12** | 0.25 | 0.50 | 1.05 | 25 | 4000 | 1.00% "
+        "| 1.25, 0.20, 0.25 | 0.90 |"
+    )
+    assert line in drawn
+    assert "No PyG" in drawn
+    assert frontier_report.latest_rows(found) == []
+    assert untuned_report.untuned_table([step_row("vanilla", 1.0, 1, 1, "r")]) == ""
+
+
+def test_every_untuned_model_has_a_title() -> None:
+    assert list(untuned_report.TITLES) == list(frontier.UNTUNED)
 
 
 def test_report_fills_the_blocks_and_draws(tmp_path: Path) -> None:
