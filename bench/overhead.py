@@ -14,12 +14,14 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import pyactcomp
 
+from . import overhead_models
 from .rows import Options, Row, failure, quantile
 
 NBYTES = 256 << 10
@@ -123,15 +125,15 @@ class Chains:
     def _link(self, y: Tensor) -> Tensor:
         return y * self.vector + self.constant
 
-    def _both(self, operator: Operator) -> tuple[Times, Times]:
+    def _both(self, operator: Operator, context: Context | None = None) -> tuple[Times, Times]:
         plain = chain(operator, self.x, self.length, nullcontext, self.device)
-        ours = chain(operator, self.x, self.length, lambda: self.compressed, self.device)
+        ours = chain(operator, self.x, self.length, context or (lambda: self.compressed), self.device)
         self.vector.grad = None
         return plain, ours
 
-    def saving(self) -> tuple[Times, Times]:
-        """Return the times of the links, without and with compression."""
-        return self._both(self._link)
+    def saving(self, context: Context | None = None) -> tuple[Times, Times]:
+        """Return the times of the links, plain and in another context: compressed, unless one is given."""
+        return self._both(self._link, context)
 
     def nothing_ns(self) -> float:
         """Return the host's nanoseconds that compression adds to the forward of an operator that saves nothing."""
@@ -164,20 +166,59 @@ def measure(options: Options) -> Row:
     }
 
 
+def measure_hook(options: Options) -> Row:
+    """Return the figures of a hook in Python that hands on what it gets: what a host takes for the least of hooks."""
+    length, rounds = (TINY_LENGTH, 3) if options.tiny else (LENGTH, ROUNDS)
+    chains = Chains(options.device, length)
+    context = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
+    plain, hooked = zip(*(chains.saving(context) for _ in range(rounds)), strict=True)
+    pack, unpack = ([b[i] - a[i] for a, b in zip(plain, hooked, strict=True)] for i in (0, 1))
+    return {
+        "tensors": length,
+        "nbytes": NBYTES,
+        "pack_us": quantile(pack, 0.5),
+        "unpack_us": quantile(unpack, 0.5),
+        "sum_us": quantile([a + b for a, b in zip(pack, unpack, strict=True)], 0.5),
+    }
+
+
+def measure_transformer(options: Options) -> Row:
+    """Return the CPU time of a small transformer's step, whose tensors are the CPU's on any machine."""
+    model, batch = overhead_models.transformer(2 if options.tiny else overhead_models.BLOCKS)
+    return overhead_models.measure(model, batch, "cpu", 3 if options.tiny else 30, time.process_time)
+
+
+def measure_tiny_tensors(options: Options) -> Row:
+    """Return the host time of a step that saves 5,000 tensors of 2 KiB."""
+    model, batch = overhead_models.tiny_tensors(10 if options.tiny else overhead_models.PAIRS)
+    return overhead_models.measure(model, batch, options.device, 3 if options.tiny else ROUNDS)
+
+
+ROWS: dict[tuple[str, str], Callable[[Options], Row]] = {
+    (CHAIN, "int8"): measure,
+    (CHAIN, "python hook"): measure_hook,
+    ("transformer-12x32", "int8"): measure_transformer,
+    ("tiny-5000", "int8"): measure_tiny_tensors,
+}
+"""What is measured of each workload and method."""
+
+
 def run(options: Options) -> None:
-    """Measure once per commit."""
+    """Measure each row once per commit."""
     store = options.store("overhead")
-    key: Row = {"workload": CHAIN, "method": "int8", "scale": options.scale}
-    if (store.has(**key) and not options.again) or not options.selects(CHAIN, "int8"):
-        return
-    if not options.budget.allows(0.0):
-        print("overhead: not started, the budget is used up")
-        return
-    try:
-        row: Row = {"status": "ok", **measure(options)}
-    except (ImportError, RuntimeError) as problem:
-        row = failure(problem)
-    store.append({"suite": "overhead", **key, **row})
-    names = ("pack_us", "unpack_us", "sum_us", "drain_us", "allocate_us", "encode_us", "decode_us")
-    figures = "  ".join(f"{name} {row[name]:.2f}" for name in names if name in row)
-    print(f"overhead {row['status']} {figures}{row.get('reason', '')}", flush=True)
+    for (workload, method), measured in ROWS.items():
+        key: Row = {"workload": workload, "method": method, "scale": options.scale}
+        if (store.has(**key) and not options.again) or not options.selects(workload, method):
+            continue
+        if not options.budget.allows(0.0):
+            print("overhead: not started, the budget is used up")
+            return
+        torch.manual_seed(0)
+        try:
+            row: Row = {"status": "ok", **measured(options)}
+        except (ImportError, RuntimeError) as problem:
+            row = failure(problem)
+        store.append({"suite": "overhead", **key, **row})
+        names = ("pack_us", "unpack_us", "sum_us", "drain_us", "allocate_us", "encode_us", "decode_us", "time_x")
+        figures = "  ".join(f"{name} {row[name]:.2f}" for name in names if name in row)
+        print(f"overhead {workload} {method} {row['status']} {figures}{row.get('reason', '')}", flush=True)

@@ -69,9 +69,13 @@ def overhead_table(rows: Iterable[Row]) -> str:
     if not found:
         return ""
     names = ("pack_us", "unpack_us", "sum_us", "allocate_us", "encode_us", "decode_us")
-    header = ["workload", "method", "pack us", "unpack us", "sum us", "of it: allocate", "encode", "decode"]
-    lines = [[row["workload"], row["method"], *(figure(row, name, ".1f") for name in names)] for row in found]
-    return section(table(header, lines), "Host time per saved tensor, eager, median.", conditions(found))
+    header = ["workload", "method", "pack us", "unpack us", "sum us", "of it: allocate", "encode", "decode", "step, x"]
+    lines = [
+        [row["workload"], row["method"], *(figure(row, name, ".1f") for name in names), figure(row, "time_x", ".2f")]
+        for row in found
+    ]
+    note = "Host time over plain PyTorch per saved tensor, eager, median; step: a step's, in units of plain PyTorch's."
+    return section(table(header, lines), note, conditions(found))
 
 
 def batch_points(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:

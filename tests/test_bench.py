@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ import torch
 from bench_cases import ORIGIN, options, small_workload
 from torch import Tensor, nn
 
-import pyactcomp
 from bench import __main__ as command_line
 from bench import (
     batch,
@@ -29,7 +27,6 @@ from bench import (
     frontier_report,
     measure,
     methods,
-    overhead,
     rows,
     sharded,
     training,
@@ -262,25 +259,7 @@ def test_codec_makes_a_row_of_a_missing_peer(tmp_path: Path, monkeypatch: pytest
     assert "bitsandbytes" in found[0]["reason"]
 
 
-# Overhead
-
-
-def test_overhead_reports_the_difference_per_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, warm_up = (1.0, 2.0, 0.0), [(0.0, 0.0, 0.0)] * 2
-    compressed = [(8.0, 6.0, 0.5), (9.0, 7.0, 0.5), (10.0, 8.0, 0.5)]
-    calls = iter(warm_up + [figures for ours in compressed for figures in (plain, ours)])
-    real_chain = overhead.chain
-
-    def chain(operator: Any, x: torch.Tensor, length: int, context: Any, device: str) -> overhead.Times:
-        if length == 4:
-            return real_chain(operator, x, length, context, device)
-        return next(calls)
-
-    monkeypatch.setattr(overhead, "chain", chain)
-    monkeypatch.setattr(overhead, "launches", lambda x, calls, device: {"encode_us": 1.0})
-    row = overhead.measure(options(tmp_path))
-    assert (row["pack_us"], row["unpack_us"], row["sum_us"], row["drain_us"]) == (8.0, 5.0, 13.0, 0.5)
-    assert row["encode_us"] == 1.0
+# Sharded steps
 
 
 def test_sharded_steps_have_the_gradients_of_one_process(tmp_path: Path) -> None:
@@ -311,20 +290,6 @@ def test_sharded_steps_stand_beside_the_same_without_us() -> None:
     )
     assert "| compile-blocks+int8 | 103.0 | 1.03 | 2.00 | 0.25 | 4.00 | 0.25 | 1.23% |" in drawn
     assert sharded.sharded_table([]) == ""
-
-
-def test_overhead_refuses_to_time_what_is_not_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyactcomp, "compressed", nullcontext)
-    overhead.run(options(tmp_path))
-    found = json.loads((tmp_path / "overhead.json").read_text())["rows"]
-    assert [row["status"] for row in found] == ["error"]
-    assert "nothing was compressed" in found[0]["reason"]
-
-
-def test_overhead_refuses_to_time_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead.Chains, "_link", lambda chains, y: y * chains.vector)
-    with pytest.raises(RuntimeError, match="not each packs one tensor"):
-        overhead.Chains("cpu", 4)
 
 
 # Workers
