@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.nn import Module
+from torch.nn import LayerNorm, Module, RMSNorm
 from torch.utils.hooks import RemovableHandle
 
 from . import codec, fusions
@@ -26,11 +26,12 @@ from .compiled.blocks import called, reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
 from .engine.classes import give_class
 from .engine.marks import FUSING
-from .engine.recompute import offer_layer_norm
+from .engine.recompute import offer_exact_layer_norm, offer_norm
 from .engine.session import Session, close_abandoned
 from .engine.silence import stop_watches
 from .errors import ImplementationUnavailableError, PyactcompError
 from .fusions import FusionState, unfuse
+from .fusions.fusion import is_fused_class
 from .fusions.replaced import calls_are_replaced
 from .fusions.tampering import tampering_reason
 from .readers.observer import prepare
@@ -103,15 +104,17 @@ class _LeaveExact(_Hook):
             frame.leave_exact()
 
 
-class _OfferLayerNorm(_Hook):
-    """Forward hook of a layer norm: offers a recipe for the output."""
+class _OfferNorm(_Hook):
+    """Forward hook of a norm: offers a recipe for the output."""
 
-    def __call__(self, module: torch.nn.LayerNorm, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self.session.frame() is None:
+    def __call__(self, module: Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self.session.frame() is None or type(output) is not torch.Tensor:
             return
+        if not self.session.lossless:
+            offer_norm(output)
         # A replaced function may have normalised by another weight or eps.
-        if type(output) is torch.Tensor and tampering_reason(module) is None and not calls_are_replaced(module):
-            offer_layer_norm(output, module)
+        elif type(module) is LayerNorm and tampering_reason(module) is None and not calls_are_replaced(module):
+            offer_exact_layer_norm(output, module)
 
 
 def _sessions(model: Module) -> Iterator[tuple[Module, Session]]:
@@ -207,10 +210,10 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
     return list(dict.fromkeys(module for each in skipped for module in called(each)))
 
 
-def _offer_layer_norms(session: Session, model: Module) -> list[RemovableHandle]:
-    """Register the hooks on the layer norms that run torch's own forward."""
-    norms = (module for module in model.modules() if type(module) is torch.nn.LayerNorm)
-    return [module.register_forward_hook(_OfferLayerNorm(session)) for module in norms]
+def _offer_norms(session: Session, model: Module) -> list[RemovableHandle]:
+    """Register the hooks on the norms of rows that are not fused."""
+    norms = (m for m in model.modules() if isinstance(m, (LayerNorm, RMSNorm)) and not is_fused_class(type(m)))
+    return [module.register_forward_hook(_OfferNorm(session)) for module in norms]
 
 
 def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle]:
@@ -398,7 +401,7 @@ on_conflict, compile_blocks
         model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
         model.register_forward_hook(_CloseHooks(session), always_call=True)
         _keep_exact(session, skipped)
-        _offer_layer_norms(session, model)
+        _offer_norms(session, model)
         marks.mark(model, config, skipped)
         session.watch_gradients(model)
     except BaseException:
@@ -475,7 +478,7 @@ class Compressed(contextlib.ContextDecorator):
             raise
         self._handles = _keep_exact(self.session, self._exact)
         if self.model is not None:
-            self._handles += _offer_layer_norms(self.session, self.model)
+            self._handles += _offer_norms(self.session, self.model)
         return self
 
     def __exit__(

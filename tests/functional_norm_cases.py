@@ -171,12 +171,15 @@ def test_output_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
 
 def test_gradients_that_are_not_wanted_are_not_computed() -> None:
     c = case(8, 256, device=DEVICE)
-    everything = c.leaves()
+    everything, unpacked = c.leaves(), c.leaves()
     c.run(everything, "triton").backward(c.grad)
+    c.run(unpacked, "reference", bits=None).backward(c.grad)
     for wanted in (0, 2, 3):
+        # An input that needs no gradient is kept as it is.
+        reference_leaves = everything if wanted == 0 else unpacked
         leaves = [None if t is None else t.detach().requires_grad_(i == wanted) for i, t in enumerate(everything)]
         c.run(leaves, "triton").backward(c.grad)
-        for i, (leaf, reference_leaf) in enumerate(zip(leaves, everything, strict=True)):
+        for i, (leaf, reference_leaf) in enumerate(zip(leaves, reference_leaves, strict=True)):
             if leaf is not None and reference_leaf is not None:
                 assert (leaf.grad is not None) == (i == wanted)
                 if i == wanted:

@@ -318,7 +318,7 @@ class Frame:
             return self._pack_result_of_cast(tensor, saved, reading, form)
         # A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
         if saved is tensor and reading is not CHECKPOINT:
-            source = source_of(tensor, name)
+            source = source_of(tensor, name, self.packing.lossless)
             if source is not None and self._serves(source[0], form):
                 return self._recomputed(tensor, *source)
         # Where the layout decides on codes, the layout of a shard may not allow them.

@@ -4,13 +4,15 @@ A saved tensor's node names the operator and holds the operator's saved operands
 from the operands, and was provably not written to since, store a recipe over the stored forms of the operands instead.
 A recipe never holds a node: the node's backward frees the saved tensors, and to free a long chain of nodes overflows
 the stack.
+
+Longer than 400 lines: one function for each operator with a cheap output.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -23,7 +25,7 @@ from ..codec.layouts import layout_of
 from ..readers.forms import ITSELF
 from ..readers.nodes import CAST, source
 from ..readers.observer import being_traced, observer
-from ..torch_private import graph_is_retained, saved_form, saves_are_dropped
+from ..torch_private import graph_is_retained, passed_hooks, saved_form, saves_are_dropped
 from .marks import PACKS, RECIPE, Packs
 from .policy import PLAIN
 from .recipes import Compute, FromRecipe, Recipe
@@ -43,9 +45,10 @@ _DEEPEST = 2
 
 Stored = Kept | Region | View | FromRecipe
 
+_LAYER_NORM = "NativeLayerNormBackward0"
 # Operators and autograd functions that offered a recipe. The nodes of all others are spared the look-up, for which
 # torch makes a dict.
-_OFFERING = {"NativeLayerNormBackward0"}
+_OFFERING = {_LAYER_NORM}
 
 
 def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
@@ -101,7 +104,7 @@ def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Te
     return codes
 
 
-def source_of(tensor: Tensor, origin: str) -> tuple[Recipe, Tensor, torch.dtype] | None:
+def source_of(tensor: Tensor, origin: str, bitwise: bool = False) -> tuple[Recipe, Tensor, torch.dtype] | None:
     """Return the recipe for a tensor whose operator is not a cast, with the output and the wanted dtype; or None.
 
     Parameters
@@ -110,10 +113,14 @@ def source_of(tensor: Tensor, origin: str) -> tuple[Recipe, Tensor, torch.dtype]
         A plain tensor, dense or a view.
     origin : str
         The name of the node behind the tensor, views aside.
+    bitwise : bool
+        Whether the recipe must give the output to the bit if it reads exact operands.
     """
     base = tensor._base
     out = tensor if base is None else base
     build = _OPERATORS.get(origin)
+    if bitwise and build is _norm:
+        build = None
     if build is None and origin not in _OFFERING:
         return None
     recipe = RECIPE.get(out)
@@ -307,6 +314,40 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     )
 
 
+def _constant(node: Node, name: str) -> Kept | None:
+    """Return the stored form of a statistic, or of an input without a gradient: a leaf, but no parameter."""
+    stored = saved_form(node, name)
+    if not isinstance(stored, Kept) or stored.tensor.requires_grad or isinstance(stored.tensor, torch.nn.Parameter):
+        return None
+    return stored
+
+
+def _norm(out: Tensor, node: Node) -> Recipe | None:
+    """Recompute a layer or RMS norm from its input and the saved statistics of the rows.
+
+    A few gains may be a hundred times the others: codes of the output would round all channels of a group in steps of
+    the largest. A norm's input is coded before the gains.
+    """
+    read = [name for name in ("input", "result1", "result2", "weight", "bias") if passed_hooks(node, name)]
+    forms = {name: _constant(node, name) or _operand(node, name) for name in read}
+    if _may_be_freed():
+        forms = {name: _lasting(form, out) for name, form in forms.items()}
+    if None in forms.values():
+        return None
+
+    def compute(dtype: torch.dtype, *stored: Stored) -> Tensor:
+        saved = {name: each.restore() for name, each in zip(read, stored, strict=True)}
+        row = saved["input"].to(torch.promote_types(saved["input"].dtype, torch.float32))
+        # A layer norm has saved means and reciprocal deviations, an RMS norm the latter alone.
+        row = (row - saved["result1"]) * saved["result2"] if "result2" in saved else row * saved["result1"]
+        if "weight" in saved:
+            row = row * saved["weight"]
+        return (row + saved["bias"] if "bias" in saved else row).to(dtype)
+
+    depth = 1 + _depth(cast(Stored, forms["input"]))
+    return Recipe(out, compute, depth=depth, fixed=True, forms=tuple(forms.values()))
+
+
 @functools.lru_cache(maxsize=64)
 def _scale_of_dropout(probability: float, narrow: bool) -> float:
     """Return the scale of kept elements in dropout's forward.
@@ -324,13 +365,24 @@ _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
     "SiluBackward0": _silu,
     "MulBackward0": _mul,
     "NativeDropoutBackward0": _dropout_of_result,
+    _LAYER_NORM: _norm,
+    "FusedRmsNormBackward0": _norm,
 }
 
 
-def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
-    """Offer a recipe for a layer norm's output, with ``eps`` from the module: the node does not tell ``eps``."""
+def offer_norm(out: Tensor) -> None:
+    """Offer a recipe for the output of an operator that normalises rows: autocast's casts do not lead to the output."""
+    node = out.grad_fn
+    if node is not None and _OPERATORS.get(node.name()) is _norm and out._version == 0:
+        recipe = _norm(out, node)
+        if recipe is not None:
+            RECIPE.set(node, recipe)
+
+
+def offer_exact_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
+    """Offer a recipe for a layer norm's output to the bit, with ``eps`` from the module: the node does not tell it."""
     node: Any = out.grad_fn
-    if node is None or node.name() != "NativeLayerNormBackward0" or out._version != 0:
+    if node is None or node.name() != _LAYER_NORM or out._version != 0:
         return
     shape, eps = module.normalized_shape, module.eps
     # Autocast casts the parameters, and then the operator did not read the module's own.
@@ -351,9 +403,8 @@ def offer_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
 
     # Do not recompute casts: to normalise in float32 and cast moves 14 bytes an element to save 2. Equal casts are
     # stored once instead.
-    # A divisor asks for the relative precision of the output, which the input's does not give.
-    depth, exact = _depth(x) + 1, is_exact(x)
-    RECIPE.set(node, Recipe(out, compute, affine, depth=depth, casts=False, exact=exact, fixed=True, forms=(x,)))
+    recipe = Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x), fixed=True, forms=(x,))
+    RECIPE.set(node, recipe)
 
 
 def is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:

@@ -375,3 +375,9 @@ def check_float_tensor(name: str, x: Tensor | None) -> None:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be a floating-point torch.Tensor, got {got}")
+
+
+def check_dtype(function: str, dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless an optional dtype of ``function`` is a floating-point one."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{function} expects a floating-point dtype, got {dtype!r}")

@@ -98,19 +98,19 @@ def original_of(cls: type[Module]) -> type[Module]:
 _originals: WeakKeyDictionary[type[Module], ref[type[Module]]] = WeakKeyDictionary()
 
 
-def codes_for(module: Module, *inputs: Tensor) -> Codes | None:
-    """Return the codes for a fused call on ``inputs``, or None where the forward of the module's own class must run.
+def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Codes | None:
+    """Return the codes for a fused call on ``inputs``, or None where the forward of its own class must run.
 
     The own forward runs where :func:`.state.active_codes` returns None, and where an input is a tensor subclass, needs
-    no gradient or is smaller than ``min_bytes``: the engine keeps such tensors exact. A complex input also goes to the
-    module's own class, to be refused there.
+    no gradient (unless ``constant`` inputs are taken too) or is smaller than ``min_bytes``: the engine keeps such
+    tensors exact. A complex input also goes to the module's own class, to be refused there.
     """
     state: FusionState | None = FUSING.get(module)
     # Before the sizes: a size that is read while torch.compile traces ends the graph, or is fixed there.
     if state is None or torch.compiler.is_compiling():
         return None
     for x in inputs:
-        if type(x) not in (Tensor, Parameter) or not x.requires_grad or x.is_meta or x.is_nested:
+        if type(x) not in (Tensor, Parameter) or not (x.requires_grad or constant) or x.is_meta or x.is_nested:
             return None
         if not x.is_floating_point() or x.nbytes < state.config.min_bytes:
             return None

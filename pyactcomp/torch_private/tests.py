@@ -43,6 +43,7 @@ from . import (
     never_traced,
     normalises_by_cudnn,
     owner_being_traced,
+    passed_hooks,
     pluggable_setters,
     profiled_range,
     profiler_enabled,
@@ -281,6 +282,11 @@ def _test_saved_form() -> None:
     node: Any = out.grad_fn
     assert isinstance(saved_form(node, "self"), Held)
     assert saved_form(node, "result") is None
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        norm: Any = torch.nn.functional.layer_norm(x, (2,), bias=x).grad_fn
+    named = "input", "result1", "result2", "weight", "bias"
+    assert [passed_hooks(norm, name) for name in named] == [True, True, True, False, True]
+    assert norm._saved_result2.shape == (1,)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         of_other_hooks: Any = torch.nn.functional.gelu(x * 1).grad_fn
     assert saved_form(of_other_hooks, "self") is None
@@ -291,6 +297,7 @@ def _test_saved_form() -> None:
     scaled = (2.0 * x).grad_fn
     assert scaled is not None
     assert saved_form(scaled, "self") is None
+    assert not passed_hooks(scaled, "self")
     tanh: Any = x.tanh().grad_fn
     result = saved_as_it_is(tanh, "result")
     assert result is not None

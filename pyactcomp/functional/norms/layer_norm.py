@@ -16,7 +16,7 @@ from ...engine.recompute import offer, stable_copy
 from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
+from ..saving import Saving, begin, check_dtype, check_float_tensor, differentiable_once, recorded, same, saving, wide
 from .launch import Norm, draws_noise, norm_of, serves
 
 
@@ -54,18 +54,21 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The bias's gradient does not read x, but with bits=None only torch's operator has torch's rounding of it.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
+        # Nobody writes to the casts that autocast makes.
+        cast_first = x.dtype is not torch.float32 and _under_autocast(x)
+        # A program often holds an input that needs no gradient: the batch, or embeddings that are not trained.
+        itself = not any((*ctx.needs_input_grad[:2], cast_first, noise.quads)) and residual is None and rows is None
         gamma, beta = stable_copy(weight), stable_copy(bias)
         read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
-        # Leave out tensors that autocast casts: nobody writes to the casts.
         begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))
         parameters = [t for t in (gamma, beta) if t is not None]
         # Noise is drawn only if the kernels serve.
         if noise.quads or (ctx.keeps and serves(x, residual, shape, dtype, how)):
-            ctx.norm = norm = norm_of(shape, True, eps, how)
-            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, noise=noise)
+            ctx.norm = norm = norm_of(shape, True, eps, how, x.dtype if itself else None)
+            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, x if itself else None, noise)
             ctx.save_for_backward(packed, rstd, weight, rows)
             compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, beta, layout_of(out).shape)
-            offer(ctx, out, compute, *parameters)
+            offer(ctx, out, compute, *([packed] if itself else []), *parameters)
             return out
 
         x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
@@ -75,7 +78,7 @@ class _LayerNorm(torch.autograd.Function):
         out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
         out = out.to(dtype)
         if ctx.keeps:
-            kept, restore = how.keep_rows(x, math.prod(shape))
+            kept, restore = (x, same) if itself else how.keep_rows(x, math.prod(shape))
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
             compute = functools.partial(
@@ -153,11 +156,6 @@ def _checked_shape(
             if tuple(parameter.shape) != shape:
                 raise ValueError(f"{function} expects a {name} of {shape}, got {tuple(parameter.shape)}")
     return shape
-
-
-def _checked_dtype(function: str, dtype: torch.dtype | None) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{function} expects a floating-point dtype, got {dtype!r}")
 
 
 def _checked_rows(rows: Tensor, count: int) -> None:
@@ -264,7 +262,7 @@ def layer_norm(
     """
     how = saving(codes)
     shape = _checked_shape("layer_norm", x, normalized_shape, weight, bias)
-    _checked_dtype("layer_norm", dtype)
+    check_dtype("layer_norm", dtype)
     if rows is not None:
         _checked_rows(rows, x.shape[: -len(shape)].numel())
         x = x.reshape(-1, *shape)
@@ -327,7 +325,7 @@ def add_layer_norm(
     """
     how = saving(codes)
     shape = _checked_shape("add_layer_norm", x, normalized_shape, weight, bias)
-    _checked_dtype("add_layer_norm", dtype)
+    check_dtype("add_layer_norm", dtype)
     check_float_tensor("residual", residual)
     if residual.shape != x.shape:
         raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")

@@ -11,7 +11,17 @@ from torch import Tensor
 from ...codec.layouts import layout_of
 from ...engine.recompute import offer, stable_copy
 from ..codes import INT8, Codes, one_option
-from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ..saving import (
+    Restore,
+    Saving,
+    begin,
+    check_dtype,
+    check_float_tensor,
+    differentiable_once,
+    recorded,
+    same,
+    saving,
+)
 from .launch import Norm, norm_of, serves
 
 
@@ -35,29 +45,36 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, copy: bool, how: Saving) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None, copy: bool, how: Saving
+    ) -> Tensor:
         # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
         begin(ctx, x if how.bits is not None and _wide(x) is x else None)
-        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        dtype = dtype or (x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
+        # A program often holds an input that needs no gradient: the batch, or embeddings that are not trained.
+        itself = not ctx.needs_input_grad[0] and _wide(x) is x
         gamma = stable_copy(weight)
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype
         if x.is_contiguous() and serves(x, None, x.shape[-1:], dtype, how):
-            ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy else None)
-            out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype)
+            ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy or itself else None)
+            out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype, x if itself else None)
             ctx.save_for_backward(packed, rstd, weight)
             compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
-            offer(ctx, out, compute, *parameters)
+            offer(ctx, out, compute, *([packed] if itself else []), *parameters)
             return out
 
-        kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach(), x.shape[-1])
+        if itself:
+            kept, ctx.restore = x.detach(), same
+        else:
+            kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach(), x.shape[-1])
         wide = _wide(x)
         rstd = _reciprocal_deviation(wide, eps)
         # With bits=None backward differentiates torch's chain of operators, rstd included.
         ctx.exact = how.bits is None
         ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
-        out = _scaled(wide, rstd, weight, x.dtype)
+        out = _scaled(wide, rstd, weight, x.dtype).to(dtype)
         if out.is_contiguous():
             offer(ctx, out, functools.partial(_recompute, kept, ctx.restore, rstd, gamma), kept, *parameters)
         return out
@@ -78,7 +95,7 @@ class _RmsNorm(torch.autograd.Function):
             g = g if weight is None else g * _wide(weight)
             grad_x = (g - row * (g * row).mean(-1, keepdim=True)) * rstd
         grads = (None if g is None else g.to(d) for g, d in zip((grad_x, grad_weight), ctx.dtypes, strict=True))
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _differentiated(
@@ -90,7 +107,9 @@ def _differentiated(
     ]
     with torch.enable_grad():
         out = _rms_norm(cast(Tensor, leaves[0]), leaves[1], eps)
-    wanted = iter(torch.autograd.grad(out, [t for t in leaves if t is not None and t.requires_grad], grad))
+    wanted = iter(
+        torch.autograd.grad(out, [t for t in leaves if t is not None and t.requires_grad], grad.to(out.dtype))
+    )
     return tuple(next(wanted) if need else None for need in needs)
 
 
@@ -117,6 +136,7 @@ def rms_norm(
     weight: Tensor | None,
     eps: float,
     *,
+    dtype: torch.dtype | None = None,
     copy: bool = False,
     codes: Codes = INT8,
 ) -> Tensor:
@@ -135,6 +155,8 @@ def rms_norm(
         Factor of normalised elements.
     eps : float
         Added to the mean square.
+    dtype : torch.dtype, optional
+        The dtype of the output; by default the promoted one.
     copy : bool
         Whether to save a copy of ``x`` in its own dtype instead of codes. Everything backward computes from the copy,
         including the recomputed output, then has rounding errors only. Worth the memory if the output is the input of
@@ -148,6 +170,8 @@ def rms_norm(
 
     Raises
     ------
+    TypeError
+        If ``dtype`` is not floating point.
     ValueError
         If ``copy=True`` is given with ``bits=None``, where ``x`` is saved unpacked.
 
@@ -172,8 +196,10 @@ def rms_norm(
     """
     how = saving(codes)
     check_rows("rms_norm", x, weight)
+    check_dtype("rms_norm", dtype)
     if copy and how.bits is None:
         raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
     if not recorded(x, weight):
-        return _rms_norm(x, weight, eps)
-    return cast(Tensor, _RmsNorm.apply(x, weight, eps, copy, how))  # type: ignore[no-untyped-call]
+        out = _rms_norm(x, weight, eps)
+        return out if dtype is None else out.to(dtype)
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps, dtype, copy, how))  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ class LayerNorm(Fused, nn.LayerNorm):
     def normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Normalise ``x`` and, where codes serve, cast to ``dtype``."""
         own, weight, bias = local_rows(x, len(self.normalized_shape), self.weight, self.bias)
-        codes = codes_for(self, own)
+        codes = codes_for(self, own, constant=True)
         # timm's layer norm may run apex's kernel, with another rounding.
         if codes is None or getattr(self, "_fast_norm", False) or not fits(self, own):
             return super().forward(x)
@@ -59,20 +59,29 @@ class RMSNorm(Fused, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
         own, weight = local_rows(x, 1, self.weight)
-        codes = codes_for(self, own)
-        # Under autocast torch's result is float32 on some devices only; without a weight or eps its formula differs.
+        codes = codes_for(self, own, constant=True)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        # Without a weight or eps torch's formula differs.
         if (
             codes is None
             or self.weight is None
             or self.eps is None
             or len(self.normalized_shape) != 1
             or x.shape[-1:] != self.weight.shape
-            or self.weight.dtype is not x.dtype
-            or torch.is_autocast_enabled(x.device.type)
+            or self.weight.dtype is not (torch.float32 if autocast else x.dtype)
         ):
             return super().forward(x)
-        out = rms_norm(own, weight, self.eps, codes=codes)
+        # Under autocast torch normalises in float32, and returns float32 on some devices only.
+        dtype = _result_of_rms_norm(x.device, x.dtype, torch.get_autocast_dtype(x.device.type)) if autocast else None
+        out = rms_norm(own.float() if autocast else own, weight, self.eps, dtype=dtype, codes=codes)
         return out if own is x else of_rows(out, x)
+
+
+@functools.lru_cache(maxsize=64)
+def _result_of_rms_norm(device: torch.device, dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
+    """Return the dtype of torch's result under autocast."""
+    with torch.no_grad(), torch.autocast(device.type, autocast):
+        return nn.functional.rms_norm(torch.ones(1, device=device, dtype=dtype), (1,), eps=1.0).dtype
 
 
 class GELU(Fused, nn.GELU):

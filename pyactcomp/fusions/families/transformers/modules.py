@@ -53,7 +53,7 @@ class RMSNorm(Fused):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
         own, weight = local_rows(hidden_states, 1, self.weight)
-        codes = codes_for(self, own)
+        codes = codes_for(self, own, constant=True)
         if codes is None or hidden_states.shape[-1:] != self.weight.shape:
             return cast(Tensor, super().forward(hidden_states))
         out = rms_norm(own, weight, self.variance_epsilon, copy=self._copy, codes=codes)
