@@ -203,6 +203,10 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 """Return the current stream of a CUDA device, by its index, as an integer."""
 
 
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+"""Return the index of the current CUDA device, once CUDA is in use."""
+
+
 def draw_from_generator(device: int, count: int) -> tuple[int, int]:
     """Return seed and offset of the generator of a CUDA device, by index, and advance the offset by ``count`` numbers.
 

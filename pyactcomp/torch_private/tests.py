@@ -28,6 +28,7 @@ from . import (
     being_traced,
     checkpointed_run,
     constant_in_graphs,
+    current_cuda_device,
     current_raw_stream,
     dispatch_mode_active,
     draw_from_generator,
@@ -169,10 +170,8 @@ def _test_transformed() -> None:
 
 def _test_profiler() -> None:
     assert not profiler_enabled()
-    with profiler.profile() as profile:
+    with profiler.profile() as profile, profiled_range("a range"):
         assert profiler_enabled()
-        with profiled_range("a range"):
-            pass
     assert "a range" in {event.name for event in profile.function_events}
 
 
@@ -189,6 +188,7 @@ def _test_storage_weak_ref() -> None:
 def _test_raw_stream() -> None:
     if torch.cuda.is_available():
         assert current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+        assert current_cuda_device() == torch.cuda.current_device()
 
 
 def _test_batch_norm_backend() -> None:
@@ -553,7 +553,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch.autograd.forward_ad._current_level, torch._C._is_tracing": _test_transformed,
     "torch.autograd.profiler._is_profiler_enabled, torch.ops.profiler._record_function_enter_new": _test_profiler,
     "UntypedStorage: one Python object, alive as long as the storage": _test_storage_weak_ref,
-    "torch._C._cuda_getCurrentRawStream": _test_raw_stream,
+    "torch._C._cuda_getCurrentRawStream, _cuda_getDevice": _test_raw_stream,
     "torch._C._select_batch_norm_backend": _test_batch_norm_backend,
     "torch.Generator.get_offset, set_offset": _test_generator,
     "Tensor._version, shared by detach() and kept by .data =": _test_version_counter,

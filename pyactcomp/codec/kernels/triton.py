@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ...errors import PyactcompError
-from ...torch_private import current_raw_stream
+from ...torch_private import current_cuda_device, current_raw_stream
 from .. import format as fmt
 
 if TYPE_CHECKING:
     from . import Kernel
+    from .triton_direct import Launch
 
 # Elements and warps of a program, and registers of a thread. Each thread has 16 elements: for bfloat16, two independent
 # 16-byte loads. The ordinary path needs 64 registers to avoid spills, and 64 let 32 warps run on a multiprocessor; only
@@ -27,6 +29,10 @@ WARPS = 2
 REGISTERS = 64
 DECODE_TILE = 2048
 DECODE_WARPS = 4
+
+# Triton compiles a kernel for pointers aligned to this many bytes, and another for other pointers.
+_ALIGNED = 16
+_dtype_of = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 def interpreted() -> bool:
@@ -54,7 +60,8 @@ class Launcher:
     """A Triton kernel with bound constants, launched on the current stream of one device.
 
     Triton's own dispatch hashes every argument on each launch. The launcher caches compiled kernels by the tensors'
-    dtypes and the alignment of each pointer to 16 bytes, so a kernel must specialise on nothing else.
+    dtypes and the alignment of each pointer to 16 bytes, so a kernel must specialise on nothing else. It then calls the
+    function in C that Triton's launch ends with (:mod:`.triton_direct`).
 
     Parameters
     ----------
@@ -76,13 +83,17 @@ class Launcher:
         device: torch.device,
         registers: int | None = None,
     ) -> None:
+        from . import triton_direct
+
+        self._direct, self._is_watched = triton_direct.direct, triton_direct.launches_are_watched
         self._kernel = kernel
         self._constants = constants
         # No contraction: the arithmetic is part of the format.
         self._options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
         self._index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
+        self._indices = {self._index}
         self._interpreted = interpreted()
-        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._compiled: dict[tuple[object, ...], tuple[Any, Launch | None]] = {}
 
     def __call__(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         """Launch ``programs`` programs; nothing if 0."""
@@ -90,31 +101,40 @@ class Launcher:
             return
         if self._interpreted:
             self._interpret(programs, tensors, scalars)
-        elif torch.cuda.current_device() == self._index:
+        elif current_cuda_device() == self._index:
             self._launch(programs, tensors, scalars)
         else:
             with torch.cuda.device(self._index):
                 self._launch(programs, tensors, scalars)
 
     def _launch(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
-        if any([tensor.get_device() != self._index for tensor in tensors]):
+        # Functions in C without a frame of Python for each tensor: a launch must cost less than the kernel takes.
+        if {*map(Tensor.get_device, tensors)} != self._indices:
             devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
             raise ValueError(f"expected all tensors on cuda:{self._index}, got some on {devices}")
-        grid = (programs, 1, 1)
         try:
-            pointers = [tensor.data_ptr() for tensor in tensors]
+            pointers = [*map(Tensor.data_ptr, tensors)]
         except RuntimeError as error:
             raise PyactcompError(
                 "a kernel was given a tensor without memory of its own, as batches of gradients are: compute gradients "
                 "one by one (no is_grads_batched=True, vectorize=True or torch.func), or decompress the model"
             ) from error
-        signature = (*[tensor.dtype for tensor in tensors], *[pointer % 16 == 0 for pointer in pointers])
-        compiled = self._compiled.get(signature)
+        signature: tuple[object, ...] = (*map(_dtype_of, tensors),)
+        if functools.reduce(operator.or_, pointers) % _ALIGNED:
+            signature += (*[pointer % _ALIGNED == 0 for pointer in pointers],)
+        compiled, start = self._compiled.get(signature, (None, None))
         if compiled is None:
-            self._compiled[signature] = self._kernel[grid](*tensors, *scalars, *self._constants, **self._options)
+            grid = (programs, 1, 1)
+            compiled = self._kernel[grid](*tensors, *scalars, *self._constants, **self._options)
+            self._compiled[signature] = compiled, self._direct(compiled)
+            return
+        # Integers save Triton a driver call for each pointer; a given stream saves the query of the current one.
+        stream = current_raw_stream(self._index)
+        arguments = (*pointers, *scalars, *self._constants)
+        if start is None or self._is_watched():
+            compiled[programs, 1, 1](*arguments, stream=stream)
         else:
-            # Integers save Triton a driver call for each pointer; a given stream saves the query of the current one.
-            compiled[grid](*pointers, *scalars, *self._constants, stream=current_raw_stream(self._index))
+            start(programs, stream, arguments)
 
     def _interpret(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         import numpy
