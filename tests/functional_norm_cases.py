@@ -114,6 +114,20 @@ def test_layer_norm_of_transposed_rows_is_that_of_a_contiguous_copy(summed: bool
     assert torch.equal(recipe_of(of(apart)).compute(torch.float32), recipe_of(of(together)).compute(torch.float32))
 
 
+def test_transposed_rows_without_a_gradient_are_saved_as_they_are() -> None:
+    x, weight = normal(4, 128, 6).to(DEVICE).mT, normal(128, seed=1).to(DEVICE).requires_grad_()
+    grad = normal(4, 6, 128, seed=2).to(DEVICE)
+    found = layer_norm(x, 128, weight, codes=Codes(impl="triton"))
+    expected = F.layer_norm(x, [128], weight)
+    # A row of 128 and sums over 24 rows in another order, and a dozen operations on each element.
+    within = (128 + 24 + 12) * EPS
+    assert_within(found, expected.detach().double().cpu(), within * (1 + expected.detach().abs()).double().cpu())
+    (of_found,) = torch.autograd.grad(found, weight, grad)
+    (of_expected,) = torch.autograd.grad(expected, weight, grad)
+    size = (grad.abs() * (1 + F.layer_norm(x, [128]).abs())).sum((0, 1))
+    assert_within(of_found, of_expected.double().cpu(), within * size.double().cpu())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype: torch.dtype) -> None:
     x, residual = normal(8, 256).to(DEVICE, torch.bfloat16), normal(8, 256, seed=1).to(DEVICE, dtype)

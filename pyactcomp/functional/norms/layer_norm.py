@@ -63,7 +63,8 @@ class _LayerNorm(torch.autograd.Function):
         begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))
         parameters = [t for t in (gamma, beta) if t is not None]
         # Noise is drawn only if the kernels serve.
-        if noise.quads or (ctx.keeps and serves(x, residual, shape, dtype, how)):
+        served = ctx.keeps and serves(x, residual, shape, dtype, how) and (x.is_contiguous() or not itself)
+        if noise.quads or served:
             ctx.norm = norm = norm_of(shape, True, eps, how, x.dtype if itself else None)
             out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, x if itself else None, noise)
             ctx.save_for_backward(packed, rstd, weight, rows)
