@@ -5,28 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-FLOAT32: int
-BFLOAT16: int
-FLOAT16: int
-BOOL: int
-
 has_cuda_codec: bool
-"""Whether the codec's CUDA kernels were built, by nvcc; CudaCodec exists only then."""
+"""Whether the codec's CUDA kernels were built, by nvcc; the target "cuda" exists only then."""
 
-class CpuCodec:
-    def __init__(
-        self, dtype: int, bits: int, group_size: int, stochastic: bool, keep_positive: bool, simd: bool = True
-    ) -> None: ...
-    def encode(self, source: int, out: int, numel: int, key0: int, key1: int, threads: int) -> None: ...
-    def decode(self, packed: int, out: int, numel: int, threads: int) -> None: ...
+kernels: object
+"""The table of kernels for libraries that include torch, a capsule; see csrc/codec/kernel_table.hpp."""
 
-class CudaCodec:
+class Comparison:
+    def __init__(self, relation: str, low: float, high: float, yes: float, no: float) -> None: ...
+
+class Kernel:
+    """One stored form of one dtype on one device; ``where`` is the stream on CUDA, else the most threads."""
+
     def __init__(
-        self, dtype: int, bits: int, group_size: int, stochastic: bool, keep_positive: bool, device: int
+        self,
+        encoding: str,
+        dtype: str,
+        target: str,
+        device: int = -1,
+        *,
+        bits: int = 8,
+        group_size: int = 64,
+        stochastic: bool = False,
+        keep_positive: bool = False,
+        narrow: str = "float32",
+        comparison: Comparison = ...,
     ) -> None: ...
-    def encode(self, source: int, out: int, numel: int, key0: int, key1: int, stream: int) -> None: ...
-    def encode_rows(self, source: int, length: int, gap: int, out: int, numel: int, stream: int) -> None: ...
-    def decode(self, packed: int, out: int, numel: int, stream: int) -> None: ...
+    def packed_nbytes(self, numel: int) -> int: ...
+    def encode(self, source: int, packed: int, numel: int, seed: int, where: int) -> None: ...
+    def encode_rows(self, source: int, length: int, gap: int, packed: int, numel: int, where: int) -> None: ...
+    def decode(self, packed: int, out: int, numel: int, where: int) -> None: ...
 
 class AllocatorConfig:
     def __init__(

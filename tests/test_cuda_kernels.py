@@ -246,9 +246,9 @@ def test_cuda_launch_uses_and_restores_the_device() -> None:
 def test_cuda_launch_failure_is_an_exception_and_leaves_no_error_behind() -> None:
     from pyactcomp import PyactcompError, _core
 
-    codec = _core.CudaCodec(_core.FLOAT32, 8, 64, False, False, torch.cuda.device_count())
+    kernel = _core.Kernel("codes", "float32", "cuda", torch.cuda.device_count())
     with pytest.raises(PyactcompError, match="cudaErrorInvalidDevice"):
-        codec.encode(0, 0, 64, 0, 0, 0)
+        kernel.encode(0, 0, 64, 0, 0)
     x = cases.CASES["normal"](1000)
     check_parity(x, 8, 64, False)
 

@@ -152,13 +152,15 @@ def test_codec_arguments_are_checked() -> None:
     from pyactcomp import _core
 
     with pytest.raises(ValueError, match=r"bits is 8, 4 or 2, got 3"):
-        _core.CpuCodec(_core.FLOAT32, 3, 64, False, False)
+        _core.Kernel("codes", "float32", "cpu", bits=3)
     with pytest.raises(ValueError, match=r"group_size is 64, 128 or 256, got 65"):
-        _core.CpuCodec(_core.FLOAT32, 8, 65, False, False)
-    with pytest.raises(ValueError, match=r"dtype is one of .* got 9"):
-        _core.CpuCodec(9, 8, 64, False, False)
-    with pytest.raises(ValueError, match=r"bits is 1 for booleans, got 8"):
-        _core.CpuCodec(_core.BOOL, 8, 64, False, False)
+        _core.Kernel("codes", "float32", "cpu", group_size=65)
+    with pytest.raises(ValueError, match=r"dtype is one of float32, .* got int8"):
+        _core.Kernel("codes", "int8", "cpu")
+    with pytest.raises(ValueError, match=r"no kernel for cpu stores bool as codes"):
+        _core.Kernel("codes", "bool", "cpu")
+    with pytest.raises(ValueError, match=r"device is the index of a CUDA device, got -1"):
+        _core.Kernel("codes", "float32", "cuda")
 
 
 def test_newton_division_equals_true_division(tmp_path: Path) -> None:

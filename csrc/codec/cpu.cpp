@@ -76,16 +76,16 @@ void for_each_share(std::int64_t numel, int group_size, int threads, const Work&
   run(0);
 }
 
-Loops loops_of(const Spec& spec, Isa isa) {
+Loops loops_of(const Format& format, Isa isa) {
 #if PAC_AVX2
-  if (isa == Isa::kAvx2) return avx2::loops_of(spec);
+  if (isa == Isa::kAvx2) return avx2::loops_of(format);
 #else
   static_cast<void>(isa);
 #endif
-  return baseline::loops_of(spec);
+  return baseline::loops_of(format);
 }
 
-int group_size_of(const Spec& spec) { return spec.dtype == DType::kBool ? kBooleanGroup : spec.group_size; }
+int group_size_of(const Format& format) { return format.dtype == DType::kBool ? kBooleanGroup : format.group_size; }
 
 }  // namespace
 
@@ -96,23 +96,23 @@ Isa best_isa() {
   return Isa::kBaseline;
 }
 
-void encode(const Spec& spec, Isa isa, const void* source, void* out, std::int64_t numel, Keys keys, int threads) {
-  const Loops loops = loops_of(spec, isa);
+void encode(const Format& format, Isa isa, const void* source, void* out, std::int64_t numel, Keys keys, int threads) {
+  const Loops loops = loops_of(format, isa);
   const auto* from = static_cast<const unsigned char*>(source);
   auto* to = static_cast<unsigned char*>(out);
-  if (spec.dtype != DType::kBool) {
-    const std::int64_t codes_end = ceil_div(numel * spec.bits, 8);
-    std::fill(to + codes_end, to + parameters_offset(numel, spec.bits), static_cast<unsigned char>(0));
+  if (format.dtype != DType::kBool) {
+    const std::int64_t codes_end = ceil_div(numel * format.bits, 8);
+    std::fill(to + codes_end, to + parameters_offset(numel, format.bits), static_cast<unsigned char>(0));
   }
-  for_each_share(numel, group_size_of(spec), threads,
-                 [&](const Range& range) { loops.encode(from, to, range, keys, spec.keep_positive); });
+  for_each_share(numel, group_size_of(format), threads,
+                 [&](const Range& range) { loops.encode(from, to, range, keys, format.keep_positive); });
 }
 
-void decode(const Spec& spec, Isa isa, const void* packed, void* out, std::int64_t numel, int threads) {
-  const Loops loops = loops_of(spec, isa);
+void decode(const Format& format, Isa isa, const void* packed, void* out, std::int64_t numel, int threads) {
+  const Loops loops = loops_of(format, isa);
   const auto* from = static_cast<const unsigned char*>(packed);
   auto* to = static_cast<unsigned char*>(out);
-  for_each_share(numel, group_size_of(spec), threads, [&](const Range& range) { loops.decode(from, to, range); });
+  for_each_share(numel, group_size_of(format), threads, [&](const Range& range) { loops.decode(from, to, range); });
 }
 
 }  // namespace pac::cpu

@@ -13,10 +13,10 @@ enum class Isa : int { kBaseline = 0, kAvx2 = 1 };
 [[nodiscard]] Isa best_isa();
 
 /// Packs numel elements. `out` holds the codes, zero bytes up to a multiple of 16, and the parameters.
-void encode(const Spec& spec, Isa isa, const void* source, void* out, std::int64_t numel, Keys keys, int threads);
+void encode(const Format& format, Isa isa, const void* source, void* out, std::int64_t numel, Keys keys, int threads);
 
 /// Restores numel elements; the inverse of encode.
-void decode(const Spec& spec, Isa isa, const void* packed, void* out, std::int64_t numel, int threads);
+void decode(const Format& format, Isa isa, const void* packed, void* out, std::int64_t numel, int threads);
 
 /// A range of groups for the loops of one instruction set. A "group" of booleans is 64 elements.
 struct Range {
@@ -35,10 +35,10 @@ struct Loops {
 };
 
 namespace baseline {
-[[nodiscard]] Loops loops_of(const Spec& spec);
+[[nodiscard]] Loops loops_of(const Format& format);
 }
 namespace avx2 {
-[[nodiscard]] Loops loops_of(const Spec& spec);
+[[nodiscard]] Loops loops_of(const Format& format);
 }
 
 }  // namespace pac::cpu

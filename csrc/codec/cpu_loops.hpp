@@ -167,15 +167,16 @@ Loops loops_for(int bits, bool stochastic) {
 
 }  // namespace
 
-Loops loops_of(const Spec& spec) {
-  switch (spec.dtype) {
+Loops loops_of(const Format& format) {
+  switch (format.dtype) {
     case DType::kFloat32:
-      return loops_for<DType::kFloat32>(spec.bits, spec.stochastic);
+      return loops_for<DType::kFloat32>(format.bits, format.stochastic);
     case DType::kBFloat16:
-      return loops_for<DType::kBFloat16>(spec.bits, spec.stochastic);
+      return loops_for<DType::kBFloat16>(format.bits, format.stochastic);
     case DType::kFloat16:
-      return loops_for<DType::kFloat16>(spec.bits, spec.stochastic);
+      return loops_for<DType::kFloat16>(format.bits, format.stochastic);
     case DType::kBool:
+    case DType::kFloat64:
       break;
   }
   return {encode_booleans, decode_booleans};

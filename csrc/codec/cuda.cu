@@ -342,44 +342,46 @@ KernelOf<EncodeArguments> encode_kernel_of_rows(bool small) {
 }
 
 template <DType kType>
-KernelOf<EncodeArguments> encode_kernel_for(const Spec& spec, bool small, bool apart) {
+KernelOf<EncodeArguments> encode_kernel_for(const Format& format, bool small, bool apart) {
   if (apart) return encode_kernel_of_rows<kType>(small);
-  if (spec.bits == 8)
-    return spec.stochastic ? encode_kernel_for<kType, 8, true>(small) : encode_kernel_for<kType, 8, false>(small);
-  if (spec.bits == 4)
-    return spec.stochastic ? encode_kernel_for<kType, 4, true>(small) : encode_kernel_for<kType, 4, false>(small);
-  return spec.stochastic ? encode_kernel_for<kType, 2, true>(small) : encode_kernel_for<kType, 2, false>(small);
+  if (format.bits == 8)
+    return format.stochastic ? encode_kernel_for<kType, 8, true>(small) : encode_kernel_for<kType, 8, false>(small);
+  if (format.bits == 4)
+    return format.stochastic ? encode_kernel_for<kType, 4, true>(small) : encode_kernel_for<kType, 4, false>(small);
+  return format.stochastic ? encode_kernel_for<kType, 2, true>(small) : encode_kernel_for<kType, 2, false>(small);
 }
 
 template <DType kType>
-KernelOf<DecodeArguments> decode_kernel_for(const Spec& spec, bool small) {
-  if (spec.bits == 8) return decode_kernel_for<kType, 8>(small);
-  return spec.bits == 4 ? decode_kernel_for<kType, 4>(small) : decode_kernel_for<kType, 2>(small);
+KernelOf<DecodeArguments> decode_kernel_for(const Format& format, bool small) {
+  if (format.bits == 8) return decode_kernel_for<kType, 8>(small);
+  return format.bits == 4 ? decode_kernel_for<kType, 4>(small) : decode_kernel_for<kType, 2>(small);
 }
 
-KernelOf<EncodeArguments> encode_kernel_of(const Spec& spec, bool small, bool apart) {
-  switch (spec.dtype) {
+KernelOf<EncodeArguments> encode_kernel_of(const Format& format, bool small, bool apart) {
+  switch (format.dtype) {
     case DType::kFloat32:
-      return encode_kernel_for<DType::kFloat32>(spec, small, apart);
+      return encode_kernel_for<DType::kFloat32>(format, small, apart);
     case DType::kBFloat16:
-      return encode_kernel_for<DType::kBFloat16>(spec, small, apart);
+      return encode_kernel_for<DType::kBFloat16>(format, small, apart);
     case DType::kFloat16:
-      return encode_kernel_for<DType::kFloat16>(spec, small, apart);
+      return encode_kernel_for<DType::kFloat16>(format, small, apart);
     case DType::kBool:
+    case DType::kFloat64:
       break;
   }
   return encode_booleans_kernel;
 }
 
-KernelOf<DecodeArguments> decode_kernel_of(const Spec& spec, bool small) {
-  switch (spec.dtype) {
+KernelOf<DecodeArguments> decode_kernel_of(const Format& format, bool small) {
+  switch (format.dtype) {
     case DType::kFloat32:
-      return decode_kernel_for<DType::kFloat32>(spec, small);
+      return decode_kernel_for<DType::kFloat32>(format, small);
     case DType::kBFloat16:
-      return decode_kernel_for<DType::kBFloat16>(spec, small);
+      return decode_kernel_for<DType::kBFloat16>(format, small);
     case DType::kFloat16:
-      return decode_kernel_for<DType::kFloat16>(spec, small);
+      return decode_kernel_for<DType::kFloat16>(format, small);
     case DType::kBool:
+    case DType::kFloat64:
       break;
   }
   return decode_booleans_kernel;
@@ -400,48 +402,48 @@ cudaError_t launch(KernelOf<Arguments> kernel, dim3 grid, Arguments arguments, c
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(kThreads), parameters, 0, stream);
 }
 
-int elements_per_thread(const Spec& spec, bool small, int unroll) {
-  if (spec.dtype == DType::kBool) return kBooleans;
+int elements_per_thread(const Format& format, bool small, int unroll) {
+  if (format.dtype == DType::kBool) return kBooleans;
   return small ? kPerLane : kPerLane * unroll;
 }
 
 }  // namespace
 
-cudaError_t encode(const Spec& spec, const void* source, Rows rows, void* out, std::int64_t numel, Keys keys,
+cudaError_t encode(const Format& format, const void* source, Rows rows, void* out, std::int64_t numel, Keys keys,
                    cudaStream_t stream) {
   if (numel == 0) return cudaSuccess;
   const bool apart = rows.length != 0;
   const bool whole = rows.length % kPerLane == 0 && rows.gap % kPerLane == 0 && numel / kPerLane <= UINT32_MAX;
-  const bool served = spec.bits == 8 && !spec.stochastic && spec.dtype != DType::kBool;
+  const bool served = format.bits == 8 && !format.stochastic && format.dtype != DType::kBool;
   if (apart && !(whole && served)) return cudaErrorInvalidValue;
   const bool small = numel <= kSmall;
   auto* const codes = static_cast<unsigned char*>(out);
   const EncodeArguments arguments{static_cast<const unsigned char*>(source),
                                   codes,
-                                  codes + parameters_offset(numel, spec.bits),
+                                  codes + parameters_offset(numel, format.bits),
                                   numel,
-                                  shift_of(spec.group_size),
+                                  shift_of(format.group_size),
                                   aligned(source) && aligned(out),
-                                  spec.keep_positive,
+                                  format.keep_positive,
                                   keys,
                                   static_cast<std::uint32_t>(rows.length / kPerLane),
                                   rows.gap / kPerLane};
-  const dim3 grid = grid_for(numel, elements_per_thread(spec, small, kEncodeUnroll));
-  return launch(encode_kernel_of(spec, small, apart), grid, arguments, stream);
+  const dim3 grid = grid_for(numel, elements_per_thread(format, small, kEncodeUnroll));
+  return launch(encode_kernel_of(format, small, apart), grid, arguments, stream);
 }
 
-cudaError_t decode(const Spec& spec, const void* packed, void* out, std::int64_t numel, cudaStream_t stream) {
+cudaError_t decode(const Format& format, const void* packed, void* out, std::int64_t numel, cudaStream_t stream) {
   if (numel == 0) return cudaSuccess;
   const bool small = numel <= kSmall;
   const auto* const codes = static_cast<const unsigned char*>(packed);
   const DecodeArguments arguments{codes,
-                                  codes + parameters_offset(numel, spec.bits),
+                                  codes + parameters_offset(numel, format.bits),
                                   static_cast<unsigned char*>(out),
                                   numel,
-                                  shift_of(spec.group_size),
+                                  shift_of(format.group_size),
                                   aligned(packed) && aligned(out)};
-  const dim3 grid = grid_for(numel, elements_per_thread(spec, small, kDecodeUnroll));
-  return launch(decode_kernel_of(spec, small), grid, arguments, stream);
+  const dim3 grid = grid_for(numel, elements_per_thread(format, small, kDecodeUnroll));
+  return launch(decode_kernel_of(format, small), grid, arguments, stream);
 }
 
 }  // namespace pac::cuda

@@ -19,15 +19,52 @@
 
 namespace pac {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3 };
+enum class DType : std::int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3, kFloat64 = 4 };
 
-/// One packed format. For kBool, bits is 1 and the rest is ignored. The last two fields affect packing only.
-struct Spec {
-  DType dtype;
-  int bits;
-  int group_size;
-  bool stochastic;
-  bool keep_positive;
+/// How the elements of a stored tensor lie in memory, and the dtypes of the tensors that it serves.
+enum class Encoding : std::int32_t {
+  kCodes,           ///< codes of 8, 4 or 2 bits and the parameters of groups: kFloat32, kBFloat16, kFloat16
+  kBooleans,        ///< one bit an element: kBool
+  kComparison,      ///< one bit an element, the answer to a comparison: every float
+  kCast,            ///< the dtype `narrow`, which holds every value of the tensor: kFloat32, kFloat64
+  kBFloat16,        ///< bfloat16; a finite value stays finite: kFloat32, kFloat64
+  kFloat16,         ///< float16, saturating: kFloat32, kFloat64
+  kProbability,     ///< 16-bit logit of a probability: kFloat32, kFloat64
+  kLogProbability,  ///< 16-bit logit of the exponential: kFloat32, kFloat64
+  kArtanh,          ///< float16 of the inverse hyperbolic tangent: kFloat32, kFloat64
+  kScaled,          ///< float16 times a power of two: kFloat32, kFloat64
+};
+
+/// What a comparison asks of x. The relations differ where x is NaN.
+enum class Relation : std::int32_t {
+  kAbove,       ///< x > low
+  kBelow,       ///< x < high
+  kNotBelow,    ///< not x <= low
+  kBetween,     ///< low < x < high
+  kWithin,      ///< low <= x <= high
+  kNotOutside,  ///< not (x <= low or x >= high)
+};
+
+/// A relation, and the values to restore where the answer is yes and where it is no. The bounds are rounded to float32
+/// for tensors of 32 bits and fewer.
+struct Comparison {
+  Relation relation = Relation::kAbove;
+  double low = 0;
+  double high = 0;
+  double yes = 0;
+  double no = 0;
+};
+
+/// One stored form of tensors of one dtype. Fields that the encoding does not name are ignored.
+struct Format {
+  Encoding encoding = Encoding::kCodes;
+  DType dtype = DType::kFloat32;   ///< of the tensor that is packed and restored
+  std::int32_t bits = 8;           ///< kCodes: 8, 4 or 2
+  std::int32_t group_size = 64;    ///< kCodes: 64, 128 or 256
+  bool stochastic = false;         ///< kCodes, packing alone
+  bool keep_positive = false;      ///< kCodes, packing alone
+  DType narrow = DType::kFloat32;  ///< kCast: kBFloat16, kFloat16; of kFloat64 also kFloat32
+  Comparison comparison = {};      ///< kComparison
 };
 
 /// The two halves of the generator's 64-bit key.

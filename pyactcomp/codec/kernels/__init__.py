@@ -31,13 +31,15 @@ class RowsKernel(Protocol):
         """Write the packed form of ``source``, whose rows have gaps between them, to ``out`` (uint8)."""
 
 
-def native_dtype(dtype: torch.dtype) -> int:
-    """Return the native module's number for ``dtype``."""
-    from ... import _core
+_NATIVE = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+    torch.bool: "bool",
+}
 
-    return {
-        torch.float32: _core.FLOAT32,
-        torch.bfloat16: _core.BFLOAT16,
-        torch.float16: _core.FLOAT16,
-        torch.bool: _core.BOOL,
-    }[dtype]
+
+def native_dtype(dtype: torch.dtype) -> str:
+    """Return the native module's name for ``dtype``."""
+    return _NATIVE[dtype]

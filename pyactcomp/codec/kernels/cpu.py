@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import format as fmt
 from . import Kernel, native_dtype
 
 
@@ -48,15 +47,21 @@ class CpuKernel:
     ) -> None:
         from ... import _core
 
-        codec = _core.CpuCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, simd)
-        self._encode = codec.encode
-        self._decode = codec.decode
-        self._stochastic = stochastic
+        kernel = _core.Kernel(
+            "booleans" if dtype is torch.bool else "codes",
+            native_dtype(dtype),
+            "cpu" if simd else "cpu_baseline",
+            bits=8 if dtype is torch.bool else bits,
+            group_size=group_size,
+            stochastic=stochastic,
+            keep_positive=keep_positive,
+        )
+        self._encode = kernel.encode
+        self._decode = kernel.decode
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Write the packed form of ``source`` to ``out``."""
-        key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
-        self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, torch.get_num_threads())
+        self._encode(source.data_ptr(), out.data_ptr(), source.numel(), seed, torch.get_num_threads())
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Restore ``packed`` into ``out``."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...errors import ImplementationUnavailableError
 from ...torch_private import current_raw_stream
-from .. import format as fmt
 from ..layouts import Rows
 from . import Kernel, native_dtype
 
@@ -63,20 +62,27 @@ class CudaKernel:
     ) -> None:
         from ... import _core
 
-        codec = _core.CudaCodec(native_dtype(dtype), bits, group_size, stochastic, keep_positive, device_index)
-        self._encode = codec.encode
-        self._encode_rows = codec.encode_rows
-        self._decode = codec.decode
+        kernel = _core.Kernel(
+            "booleans" if dtype is torch.bool else "codes",
+            native_dtype(dtype),
+            "cuda",
+            device_index,
+            bits=8 if dtype is torch.bool else bits,
+            group_size=group_size,
+            stochastic=stochastic,
+            keep_positive=keep_positive,
+        )
+        self._encode = kernel.encode
+        self._encode_rows = kernel.encode_rows
+        self._decode = kernel.decode
         self._device_index = device_index
-        self._stochastic = stochastic
         # Of graphs, which alone pack rows where they are.
         self._serves_rows = bits == 8 and not stochastic
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Launch the packing of ``source`` into ``out`` on the current stream."""
-        key0, key1 = fmt.random_keys(seed) if self._stochastic else (0, 0)
         stream = current_raw_stream(self._device_index)
-        self._encode(source.data_ptr(), out.data_ptr(), source.numel(), key0, key1, stream)
+        self._encode(source.data_ptr(), out.data_ptr(), source.numel(), seed, stream)
 
     def encode_rows(self, source: Tensor, rows: Rows, out: Tensor, seed: int) -> None:
         """Launch the packing of ``source``; 8 bits to nearest read rows of whole vectors where they are."""
