@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import pyactcomp
+from pyactcomp.codec import format as fmt
 from pyactcomp.engine import packing
 from pyactcomp.engine.marks import FUSING
 from pyactcomp.engine.saved import ModifiedError
@@ -42,6 +43,9 @@ class Rounding:
 
     def __init__(self) -> None:
         self.held: dict[int, Tensor] = {}
+
+    def packed_nbytes(self, numel: int) -> int:
+        return fmt.packed_nbytes(numel, 8, 64)
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         numbers = source.detach().as_strided((source.numel(),), (1,))

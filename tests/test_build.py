@@ -46,9 +46,11 @@ def test_cuda_source_contracts_nothing_in_ptx(source: Path, tmp_path: Path) -> N
     subprocess.run([nvcc(), *FLAGS, "-arch=compute_90", "-ptx", str(source), "-o", str(ptx)], check=True)
     text = ptx.read_text()
     assert ".visible .entry" in text or ".entry" in text
-    # Divisions are IEEE, and nothing flushes subnormal numbers but the reciprocal's approximation.
+    # Divisions are IEEE, and nothing flushes subnormal numbers but the reciprocal's approximation, and what CUDA's own
+    # tanh and logarithms are made of: their results are right to a few units in the last place.
     assert re.findall(r"\bdiv\.(?:full|approx)\S*", text) == []
-    assert set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\.\w+", text)) <= {"rcp.approx.ftz.f32"}
+    of_libraries = {"ex2.approx.ftz.f32", "rcp.approx.ftz.f64"} if source.stem == "cuda_halves" else set()
+    assert set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\.\w+", text)) <= {"rcp.approx.ftz.f32"} | of_libraries
 
 
 def test_torch_is_included_in_libraries_alone_that_tell_their_release_of_torch() -> None:
@@ -136,7 +138,7 @@ def test_configuring_says_whether_the_allocator_is_built(headers: str, tmp_path:
 
 
 def test_every_launch_names_its_stream() -> None:
-    for source in CUDA_SOURCES:
+    for source in (*CUDA_SOURCES, *CSRC.rglob("*.cuh")):
         text = source.read_text()
         assert "<<<" not in text, f"{source.name}: launch through cudaLaunchKernel, whose status is checked"
         for call in re.findall(r"cudaLaunchKernel\(([^;]*)\);", text):

@@ -17,7 +17,7 @@ SEED = 0x1234_5678_9ABC_DEF0
 
 # One wave of single chunks; above it a warp takes four.
 SMALL = 132 * 64 * 256
-DEVICE = torch.device("cuda", 0)
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def decode(packed: Tensor, numel: int, dtype: torch.dtype, bits: int, group_size
 
 def check_parity(x: Tensor, bits: int, group_size: int, stochastic: bool) -> None:
     """Against the C++ host codec, which test_native.py compares with the reference."""
-    host = cpu.CpuKernel(x.dtype, bits, group_size, stochastic, False)
+    host = cpu.bind(x.dtype, bits, group_size, stochastic, False, CPU)
     expected = torch.empty(fmt.packed_nbytes(x.numel(), bits, group_size), dtype=torch.uint8)
     host.encode(x, expected, SEED)
     restored = torch.empty_like(x)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import probability
-from pyactcomp.engine.halves import BitsKernel, half_kernel, half_nbytes
+from pyactcomp.engine.halves import form_kernel
 from pyactcomp.readers.forms import (
     ARTANH,
     BFLOAT16,
@@ -37,14 +37,22 @@ def named(form: Form) -> str:
     return form.name
 
 
-def through(form: Form, x: Tensor) -> Tensor:
-    """Return a dense tensor after it was stored in a form."""
-    kernel = half_kernel(form, False)
-    buffer = torch.empty(half_nbytes(x.numel(), form), dtype=torch.uint8)
-    kernel.encode(x, buffer, 0)
-    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-    kernel.decode(buffer, out)
-    return out
+Through = Callable[[Form, Tensor], Tensor]
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def through(request: pytest.FixtureRequest) -> Through:
+    """Return a function that stores a dense tensor in a form and restores it: natively, or in plain torch."""
+
+    def stored(form: Form, x: Tensor) -> Tensor:
+        kernel = form_kernel(form, request.param, x.dtype, x.device)
+        buffer = torch.empty(kernel.packed_nbytes(x.numel()), dtype=torch.uint8)
+        kernel.encode(x, buffer, 0)
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        kernel.decode(buffer, out)
+        return out
+
+    return stored
 
 
 def values(form: Form, dtype: torch.dtype, numel: int = 4097) -> Tensor:
@@ -68,7 +76,7 @@ def of_rounded(z: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_bfloat16_is_relative_at_every_magnitude(dtype: torch.dtype) -> None:
+def test_bfloat16_is_relative_at_every_magnitude(through: Through, dtype: torch.dtype) -> None:
     for scale in (1.0, 1e30, 1e-30):
         x = values(BFLOAT16, dtype) * scale
         error = (through(BFLOAT16, x) - x).abs()
@@ -76,7 +84,7 @@ def test_bfloat16_is_relative_at_every_magnitude(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_logarithms_are_relative_and_saturate(dtype: torch.dtype) -> None:
+def test_logarithms_are_relative_and_saturate(through: Through, dtype: torch.dtype) -> None:
     x = values(LOG, dtype) * 100
     error = (through(LOG, x) - x).abs()
     assert bool((error <= FLOAT16_HALF_ULP * x.abs() + SUBNORMAL_HALF_ULP).all())
@@ -93,7 +101,7 @@ def moved_by_half_a_step(logit: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_a_probability_and_its_distance_from_one_are_both_relative(dtype: torch.dtype) -> None:
+def test_a_probability_and_its_distance_from_one_are_both_relative(through: Through, dtype: torch.dtype) -> None:
     p = torch.cat([values(PROBABILITY, dtype), torch.logspace(-37, -1, 999, dtype=dtype)])
     p = p[p < 1 - 2.0**-23]
     got, p = through(PROBABILITY, p).double(), p.double()
@@ -108,7 +116,9 @@ def test_a_probability_and_its_distance_from_one_are_both_relative(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_the_exponential_of_a_log_probability_and_its_distance_from_one_are_both_relative(dtype: torch.dtype) -> None:
+def test_the_exponential_of_a_log_probability_and_its_distance_from_one_are_both_relative(
+    through: Through, dtype: torch.dtype
+) -> None:
     x = torch.cat([values(LOG_PROBABILITY, dtype), torch.linspace(-87, 0, 999, dtype=dtype)])
     x = x[x < -(2.0**-23)]
     got, x = through(LOG_PROBABILITY, x).double(), x.double()
@@ -131,7 +141,7 @@ def test_every_code_of_a_probability_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_one_less_the_square_of_a_tanh_is_relative(dtype: torch.dtype) -> None:
+def test_one_less_the_square_of_a_tanh_is_relative(through: Through, dtype: torch.dtype) -> None:
     y = values(ARTANH, dtype)
     got, y = through(ARTANH, y).double(), y.double()
     # d log(1 - y**2) = -2 y dz; beside it y's own dtype ends near one.
@@ -145,7 +155,9 @@ def test_one_less_the_square_of_a_tanh_is_relative(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 2.0**14, 2.0**15, 65504.0])
-def test_scaled_is_relative_down_to_a_fraction_of_the_largest(scale: float, dtype: torch.dtype) -> None:
+def test_scaled_is_relative_down_to_a_fraction_of_the_largest(
+    through: Through, scale: float, dtype: torch.dtype
+) -> None:
     x = values(SCALED, dtype) * torch.logspace(-8, 0, 4097, dtype=dtype) * scale
     x[7] = 0
     largest = float(x.abs().max())
@@ -153,14 +165,18 @@ def test_scaled_is_relative_down_to_a_fraction_of_the_largest(scale: float, dtyp
     error = (through(SCALED, x) - x).abs()
     near = x.abs() >= 2.0**-24 * largest
     assert bool((error <= FLOAT16_HALF_ULP * x.abs())[near].all())
-    # The largest is at least 2**14 times the power of two, where float16's subnormals end.
-    assert bool((error <= FLOAT16_HALF_ULP * x.abs() + SUBNORMAL_HALF_ULP * largest / 2**14).all())
+    # The largest of each part is at least 2**14 over the power of two, where float16's subnormals end; the power is at
+    # most 2**126.
+    largest_of_part = torch.cat([part.abs().amax().expand(len(part)) for part in x.split(256)])
+    assert bool(
+        (error <= FLOAT16_HALF_ULP * x.abs() + SUBNORMAL_HALF_ULP * (largest_of_part / 2**14 + 2.0**-126)).all()
+    )
     assert through(SCALED, x)[7] == 0
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=named)
-def test_values_that_are_no_numbers_come_back(form: Form, dtype: torch.dtype) -> None:
+def test_values_that_are_no_numbers_come_back(through: Through, form: Form, dtype: torch.dtype) -> None:
     x = torch.full((9,), -0.5 if form is LOG_PROBABILITY else 0.5, dtype=dtype)
     x[4] = math.nan
     got = through(form, x)
@@ -177,7 +193,7 @@ def test_values_that_are_no_numbers_come_back(form: Form, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=named)
-def test_zeros_come_back(form: Form, dtype: torch.dtype) -> None:
+def test_zeros_come_back(through: Through, form: Form, dtype: torch.dtype) -> None:
     assert torch.equal(through(form, torch.zeros(5, dtype=dtype)), torch.zeros(5, dtype=dtype))
 
 
@@ -194,7 +210,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS, ids=named)
-def test_elements_stay_in_their_places_in_every_dense_layout(form: Form, layout: str, dtype: torch.dtype) -> None:
+def test_elements_stay_in_their_places_in_every_dense_layout(
+    through: Through, form: Form, layout: str, dtype: torch.dtype
+) -> None:
     x = LAYOUTS[layout](values(form, dtype))
     got = through(form, x)
     assert got.stride() == x.stride()
@@ -203,12 +221,13 @@ def test_elements_stay_in_their_places_in_every_dense_layout(form: Form, layout:
     assert torch.equal(got.as_strided((x.numel(),), (1,)), through(form, in_memory))
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize("form", FORMS, ids=named)
-def test_a_buffer_has_two_bytes_an_element(form: Form) -> None:
+def test_a_buffer_has_two_bytes_an_element(form: Form, impl: str) -> None:
+    kernel = form_kernel(form, impl, torch.float32, torch.device("cpu"))
     for numel in (0, 1, 5, 4096):
-        extra = half_nbytes(numel, form) - 2 * numel
-        # A scale of four bytes, at a multiple of four.
-        assert extra == (0 if form is not SCALED else 4 + 2 * (numel % 2))
+        # An exponent for each part of 256 elements.
+        assert kernel.packed_nbytes(numel) - 2 * numel == (0 if form is not SCALED else -(-numel // 256))
 
 
 # One bit.
@@ -287,14 +306,14 @@ def test_a_bound_that_16_bits_do_not_hold_is_compared_as_torch_does(bound: float
         assert pyactcomp.report(c).stored_bytes == kept
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize("relation", ["above", "below", "not below", "between", "within", "not outside"])
-def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str) -> None:
+def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str, impl: str) -> None:
     # A pair for each: the two sides of one bound, or inside of two.
     yes, no = {"above": (2.0, -2.0), "below": (-2.0, 2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
     comparison = Comparison(relation, -0.5, 0.5, yes, no)  # type: ignore[arg-type]
-    packing = pyactcomp.engine.packing.Packing(pyactcomp.Config())
+    packing = pyactcomp.engine.packing.Packing(pyactcomp.Config(impl=impl))  # type: ignore[arg-type]
     kernel = packing.storing(torch.empty(1), Form("1 bit", 1, comparison)).kernel
-    assert isinstance(kernel, BitsKernel)
     x = torch.tensor([math.nan, -math.inf, -1.0, -0.5, 0.0, 0.5, 1.0, math.inf])
     low, high = x > -0.5, x < 0.5
     expected = {

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import reference
-from pyactcomp.codec.kernels import cpu
+from pyactcomp.codec.kernels import Kernel, cpu
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CPU = torch.device("cpu")
 CANARY = 0xA5
 SEED = 0x1234_5678_9ABC_DEF0
 
 
-def encode(kernel: cpu.CpuKernel, x: Tensor, nbytes: int, seed: int = SEED) -> Tensor:
+def encode(kernel: Kernel, x: Tensor, nbytes: int, seed: int = SEED) -> Tensor:
     """Pack into the middle of a poisoned buffer; nothing outside may change, and every byte inside must."""
     buffer = torch.full((nbytes + 128,), CANARY, dtype=torch.uint8)
     kernel.encode(x, buffer[64 : 64 + nbytes], seed)
@@ -32,7 +33,7 @@ def encode(kernel: cpu.CpuKernel, x: Tensor, nbytes: int, seed: int = SEED) -> T
     return buffer[64 : 64 + nbytes].clone()
 
 
-def decode(kernel: cpu.CpuKernel, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def decode(kernel: Kernel, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     buffer = torch.full((numel * dtype.itemsize + 128,), CANARY, dtype=torch.uint8)
     out = buffer[64 : 64 + numel * dtype.itemsize].view(dtype)
     kernel.decode(packed, out)
@@ -46,7 +47,7 @@ def check_parity(x: Tensor, bits: int, group_size: int, stochastic: bool) -> Non
     packed = reference.quantize(x, bits=bits, group_size=group_size, stochastic=stochastic, seed=SEED)
     restored = reference.dequantize(packed, numel, dtype=x.dtype, bits=bits, group_size=group_size)
     for simd in (True, False):
-        kernel = cpu.CpuKernel(x.dtype, bits, group_size, stochastic, False, simd=simd)
+        kernel = cpu.bind(x.dtype, bits, group_size, stochastic, False, CPU, simd=simd)
         cases.assert_same_bytes(encode(kernel, x, fmt.packed_nbytes(numel, bits, group_size)), packed)
         cases.assert_same_bytes(decode(kernel, packed, numel, x.dtype), restored)
 
@@ -81,7 +82,7 @@ def test_cpu_bytes_equal_the_reference_for_any_bit_pattern(data: st.DataObject) 
 
 @pytest.mark.parametrize("simd", [True, False], ids=["simd", "baseline"])
 def test_cpu_bool_bytes_equal_the_reference(simd: bool) -> None:
-    kernel = cpu.CpuKernel(torch.bool, 1, 64, False, False, simd=simd)
+    kernel = cpu.bind(torch.bool, 1, 64, False, False, CPU, simd=simd)
     for numel in (*cases.SIZES, 7, 8, 9):
         x = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < 0.5
         packed = encode(kernel, x, fmt.packed_bool_nbytes(numel))
@@ -97,7 +98,7 @@ def test_cpu_bytes_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, th
     x = cases.CASES["specials"](numel)
     x = x > 0 if dtype is torch.bool else x.to(dtype)
     bits, nbytes = (1, fmt.packed_bool_nbytes(numel)) if dtype is torch.bool else (4, fmt.packed_nbytes(numel, 4, 64))
-    kernel = cpu.CpuKernel(dtype, bits, 64, True, False)
+    kernel = cpu.bind(dtype, bits, 64, True, False, CPU)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -112,7 +113,7 @@ def test_cpu_bytes_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, th
 
 def test_cpu_bytes_do_not_depend_on_flushing_of_subnormal_numbers() -> None:
     x = cases.CASES["subnormal"](1000)
-    kernel = cpu.CpuKernel(torch.float32, 8, 64, False, False)
+    kernel = cpu.bind(torch.float32, 8, 64, False, False, CPU)
     nbytes = fmt.packed_nbytes(1000, 8, 64)
     packed = encode(kernel, x, nbytes)
     restored = decode(kernel, packed, 1000, torch.float32)
@@ -133,13 +134,13 @@ def test_cpu_bytes_do_not_depend_on_flushing_of_subnormal_numbers() -> None:
 def test_cpu_misaligned_pointers_give_the_same_bytes() -> None:
     x = cases.CASES["normal"](1001)[1:]
     buffer = torch.zeros(fmt.packed_nbytes(1000, 8, 64) + 3, dtype=torch.uint8)
-    cpu.CpuKernel(torch.float32, 8, 64, False, False).encode(x, buffer[3:], 0)
+    cpu.bind(torch.float32, 8, 64, False, False, CPU).encode(x, buffer[3:], 0)
     cases.assert_same_bytes(buffer[3:], reference.quantize(x))
 
 
 def test_cpu_dense_tensor_is_read_in_storage_order() -> None:
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
-    kernel = cpu.CpuKernel(x.dtype, 8, 64, False, False)
+    kernel = cpu.bind(x.dtype, 8, 64, False, False, CPU)
     packed = encode(kernel, x, fmt.packed_nbytes(x.numel(), 8, 64))
     cases.assert_same_bytes(packed, reference.quantize(x.permute(0, 2, 3, 1).reshape(-1)))
 

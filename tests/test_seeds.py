@@ -28,6 +28,7 @@ class Noted:
 
     def __init__(self, kernel: Any, seeds: list[int]) -> None:
         self._kernel, self._seeds = kernel, seeds
+        self.packed_nbytes = kernel.packed_nbytes
 
     def encode(self, x: Tensor, packed: Tensor, seed: int) -> None:
         self._seeds.append(seed % 2**64)  # operators take it as a signed integer

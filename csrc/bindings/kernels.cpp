@@ -71,8 +71,10 @@ class BoundKernel {
 
   std::int64_t packed_nbytes(std::int64_t numel) const { return kernel_->packed_nbytes(format_, numel); }
 
-  void encode(Address source, Address packed, std::int64_t numel, std::uint64_t seed, std::int64_t where) const {
-    const Keys keys = format_.stochastic ? kernel_table().random_keys(seed) : Keys{};
+  /// Operators of torch take a seed of 64 bits as a signed integer.
+  void encode(Address source, Address packed, std::int64_t numel, const py::int_& seed, std::int64_t where) const {
+    const Keys keys =
+        format_.stochastic ? kernel_table().random_keys(PyLong_AsUnsignedLongLongMask(seed.ptr())) : Keys{};
     run(where, [&](const Place& place) {
       return kernel_->encode(format_, pointer<const void>(source), pointer<void>(packed), numel, keys, place);
     });

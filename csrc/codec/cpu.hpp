@@ -18,7 +18,7 @@ void encode(const Format& format, Isa isa, const void* source, void* out, std::i
 /// Restores numel elements; the inverse of encode.
 void decode(const Format& format, Isa isa, const void* packed, void* out, std::int64_t numel, int threads);
 
-/// A range of groups for the loops of one instruction set. A "group" of booleans is 64 elements.
+/// A range of groups for the loops of one instruction set. A "group" of what has none is 256 elements.
 struct Range {
   std::int64_t numel;
   std::int64_t first_group;
@@ -27,9 +27,9 @@ struct Range {
 };
 
 struct Loops {
-  using Encode = void (*)(const unsigned char* source, unsigned char* out, const Range& range, Keys keys,
-                          bool keep_positive);
-  using Decode = void (*)(const unsigned char* packed, unsigned char* out, const Range& range);
+  using Encode = void (*)(const Format& format, const unsigned char* source, unsigned char* out, const Range& range,
+                          Keys keys);
+  using Decode = void (*)(const Format& format, const unsigned char* packed, unsigned char* out, const Range& range);
   Encode encode;
   Decode decode;
 };

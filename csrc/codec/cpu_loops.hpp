@@ -8,6 +8,7 @@
 
 #include "codec/cpu.hpp"
 #include "codec/format.hpp"
+#include "codec/halves.hpp"
 
 namespace pac::cpu::PAC_ISA {
 namespace {
@@ -26,12 +27,11 @@ PAC_FORMAT float from_ordered(std::int32_t key) {
 }
 
 template <DType kType>
-PAC_FORMAT void expand(const unsigned char* source, int count, float* x) {
-  using Storage = typename Element<kType>::Storage;
+PAC_FORMAT void expand(const unsigned char* source, int count, typename Number<kType>::T* x) {
+  typename Number<kType>::Storage element;
   for (int i = 0; i < count; ++i) {
-    Storage element;
     std::memcpy(&element, source + static_cast<std::size_t>(i) * sizeof element, sizeof element);
-    x[i] = Element<kType>::load(element);
+    x[i] = Number<kType>::load(element);
   }
 }
 
@@ -74,7 +74,8 @@ PAC_FORMAT void unpack_codes(const unsigned char* packed, int count, std::uint8_
 }
 
 template <DType kType, int kBits, bool kStochastic>
-void encode_groups(const unsigned char* source, unsigned char* out, const Range& range, Keys keys, bool keep_positive) {
+void encode_groups(const Format& format, const unsigned char* source, unsigned char* out, const Range& range,
+                   Keys keys) {
   constexpr std::int64_t kElementBytes = sizeof(typename Element<kType>::Storage);
   unsigned char* const parameters = out + parameters_offset(range.numel, kBits);
   float x[kMaxGroup];
@@ -102,7 +103,7 @@ void encode_groups(const unsigned char* source, unsigned char* out, const Range&
       for (int i = 0; i < count; ++i)
         codes[i] = static_cast<std::uint8_t>(ordinary_code<kBits, kStochastic>(x[i], stored, random(i)));
     }
-    if (keep_positive && lifts_positive(stored, kBits)) {
+    if (format.keep_positive && lifts_positive(stored, kBits)) {
       for (int i = 0; i < count; ++i) codes[i] = static_cast<std::uint8_t>(codes[i] | (codes[i] == 0 && x[i] > 0.0f));
     }
     pack_codes<kBits>(codes, count, out + first * kBits / 8);
@@ -110,7 +111,7 @@ void encode_groups(const unsigned char* source, unsigned char* out, const Range&
 }
 
 template <DType kType, int kBits>
-void decode_groups(const unsigned char* packed, unsigned char* out, const Range& range) {
+void decode_groups(const Format&, const unsigned char* packed, unsigned char* out, const Range& range) {
   using Storage = typename Element<kType>::Storage;
   const unsigned char* const parameters = packed + parameters_offset(range.numel, kBits);
   alignas(32) std::uint8_t codes[kMaxGroup];
@@ -133,9 +134,14 @@ void decode_groups(const unsigned char* packed, unsigned char* out, const Range&
   }
 }
 
-void encode_booleans(const unsigned char* source, unsigned char* out, const Range& range, Keys, bool) {
-  const std::int64_t last = range.last_group * range.group_size;
-  const std::int64_t end = last < range.numel ? last : range.numel;
+/// The element past the last one of a range.
+PAC_FORMAT std::int64_t end_of(const Range& range) {
+  const std::int64_t end = range.last_group * range.group_size;
+  return end < range.numel ? end : range.numel;
+}
+
+void encode_booleans(const Format&, const unsigned char* source, unsigned char* out, const Range& range, Keys) {
+  const std::int64_t end = end_of(range);
   std::uint8_t codes[8];
   for (std::int64_t i = range.first_group * range.group_size; i < end; i += 8) {
     for (int j = 0; j < 8; ++j) codes[j] = i + j < end && source[i + j] != 0 ? 1 : 0;
@@ -143,14 +149,117 @@ void encode_booleans(const unsigned char* source, unsigned char* out, const Rang
   }
 }
 
-void decode_booleans(const unsigned char* packed, unsigned char* out, const Range& range) {
-  const std::int64_t last = range.last_group * range.group_size;
-  const std::int64_t end = last < range.numel ? last : range.numel;
+void decode_booleans(const Format&, const unsigned char* packed, unsigned char* out, const Range& range) {
+  const std::int64_t end = end_of(range);
   std::uint8_t codes[8];
   for (std::int64_t i = range.first_group * range.group_size; i < end; i += 8) {
     unpack_codes<1>(packed + i / 8, 8, codes);
     std::memcpy(out + i, codes, static_cast<std::size_t>(end - i < 8 ? end - i : 8));
   }
+}
+
+/// Calls `work` with the first element and the count of each part of a range.
+template <class Work>
+PAC_FORMAT void for_each_part(const Range& range, const Work& work) {
+  for (std::int64_t group = range.first_group; group < range.last_group; ++group) {
+    const std::int64_t first = group * kPart;
+    const std::int64_t left = range.numel - first;
+    work(first, left < kPart ? static_cast<int>(left) : kPart);
+  }
+}
+
+template <class T>
+PAC_FORMAT void copy_out(const T* values, int count, unsigned char* out, std::int64_t first) {
+  std::memcpy(out + first * static_cast<std::int64_t>(sizeof(T)), values, static_cast<std::size_t>(count) * sizeof(T));
+}
+
+template <class T>
+PAC_FORMAT void copy_in(const unsigned char* source, std::int64_t first, int count, T* values) {
+  std::memcpy(values, source + first * static_cast<std::int64_t>(sizeof(T)),
+              static_cast<std::size_t>(count) * sizeof(T));
+}
+
+template <class Map>
+void encode_map(const Format&, const unsigned char* source, unsigned char* out, const Range& range, Keys) {
+  using Number = pac::Number<Map::kSource>;
+  for_each_part(range, [&](std::int64_t first, int count) {
+    typename Number::T x[kPart];
+    typename Map::Stored stored[kPart];
+    expand<Map::kSource>(source + first * static_cast<std::int64_t>(sizeof(typename Number::Storage)), count, x);
+    for (int i = 0; i < count; ++i) stored[i] = Map::encode(x[i]);
+    copy_out(stored, count, out, first);
+  });
+}
+
+template <class Map>
+void decode_map(const Format&, const unsigned char* packed, unsigned char* out, const Range& range) {
+  using Number = pac::Number<Map::kSource>;
+  for_each_part(range, [&](std::int64_t first, int count) {
+    typename Map::Stored stored[kPart];
+    typename Number::Storage x[kPart];
+    copy_in(packed, first, count, stored);
+    for (int i = 0; i < count; ++i) x[i] = Number::store(Map::decode(stored[i]));
+    copy_out(x, count, out, first);
+  });
+}
+
+template <DType kType>
+void encode_scaled(const Format&, const unsigned char* source, unsigned char* out, const Range& range, Keys) {
+  using Number = pac::Number<kType>;
+  unsigned char* const exponents = out + 2 * range.numel;
+  for_each_part(range, [&](std::int64_t first, int count) {
+    typename Number::T x[kPart];
+    std::uint16_t stored[kPart];
+    expand<kType>(source + first * static_cast<std::int64_t>(sizeof(typename Number::Storage)), count, x);
+    std::uint32_t largest = 0;
+    for (int i = 0; i < count; ++i) largest = Scaled<kType>::key(x[i]) > largest ? Scaled<kType>::key(x[i]) : largest;
+    const int exponent = Scaled<kType>::exponent(largest);
+    const auto scale = Scaled<kType>::power(exponent);
+    for (int i = 0; i < count; ++i) stored[i] = Scaled<kType>::encode(x[i], scale);
+    copy_out(stored, count, out, first);
+    exponents[first / kPart] = static_cast<unsigned char>(exponent);
+  });
+}
+
+template <DType kType>
+void decode_scaled(const Format&, const unsigned char* packed, unsigned char* out, const Range& range) {
+  const unsigned char* const exponents = packed + 2 * range.numel;
+  for_each_part(range, [&](std::int64_t first, int count) {
+    std::uint16_t stored[kPart];
+    typename Number<kType>::Storage x[kPart];
+    copy_in(packed, first, count, stored);
+    const auto inverse = Scaled<kType>::power(-static_cast<signed char>(exponents[first / kPart]));
+    for (int i = 0; i < count; ++i) x[i] = Scaled<kType>::decode(stored[i], inverse);
+    copy_out(x, count, out, first);
+  });
+}
+
+template <DType kType>
+void encode_answers(const Format& format, const unsigned char* source, unsigned char* out, const Range& range, Keys) {
+  using Number = pac::Number<kType>;
+  const auto yes = interval_of<typename Number::T>(format.comparison);
+  for_each_part(range, [&](std::int64_t first, int count) {
+    typename Number::T x[kPart];
+    // Zero beyond a partial last part: the last byte is written whole.
+    std::uint8_t answers[kPart] = {};
+    expand<kType>(source + first * static_cast<std::int64_t>(sizeof(typename Number::Storage)), count, x);
+    for (int i = 0; i < count; ++i) answers[i] = yes.holds(x[i]) ? 1 : 0;
+    pack_codes<1>(answers, count, out + first / 8);
+  });
+}
+
+template <DType kType>
+void decode_answers(const Format& format, const unsigned char* packed, unsigned char* out, const Range& range) {
+  using Number = pac::Number<kType>;
+  const auto yes = Number::store(static_cast<typename Number::T>(format.comparison.yes));
+  const auto no = Number::store(static_cast<typename Number::T>(format.comparison.no));
+  for_each_part(range, [&](std::int64_t first, int count) {
+    std::uint8_t answers[kPart];
+    typename Number::Storage x[kPart];
+    unpack_codes<1>(packed + first / 8, count, answers);
+    for (int i = 0; i < count; ++i) x[i] = answers[i] != 0 ? yes : no;
+    copy_out(x, count, out, first);
+  });
 }
 
 template <DType kType, int kBits>
@@ -165,21 +274,37 @@ Loops loops_for(int bits, bool stochastic) {
                    : (bits == 4 ? loops_for<kType, 4>(stochastic) : loops_for<kType, 2>(stochastic));
 }
 
-}  // namespace
-
-Loops loops_of(const Format& format) {
+Loops loops_of_codes(const Format& format) {
   switch (format.dtype) {
-    case DType::kFloat32:
-      return loops_for<DType::kFloat32>(format.bits, format.stochastic);
     case DType::kBFloat16:
       return loops_for<DType::kBFloat16>(format.bits, format.stochastic);
     case DType::kFloat16:
       return loops_for<DType::kFloat16>(format.bits, format.stochastic);
-    case DType::kBool:
-    case DType::kFloat64:
+    default:
+      return loops_for<DType::kFloat32>(format.bits, format.stochastic);
+  }
+}
+
+}  // namespace
+
+Loops loops_of(const Format& format) {
+  switch (format.encoding) {
+    case Encoding::kCodes:
+      return loops_of_codes(format);
+    case Encoding::kBooleans:
+      return {encode_booleans, decode_booleans};
+    case Encoding::kComparison:
+      return with_dtype(format.dtype, [](auto dtype) {
+        return Loops{encode_answers<decltype(dtype)::kType>, decode_answers<decltype(dtype)::kType>};
+      });
+    case Encoding::kScaled:
+      return with_width<Scaled>(format.dtype, [](auto map) {
+        return Loops{encode_scaled<decltype(map)::kSource>, decode_scaled<decltype(map)::kSource>};
+      });
+    default:
       break;
   }
-  return {encode_booleans, decode_booleans};
+  return with_map(format, [](auto map) { return Loops{encode_map<decltype(map)>, decode_map<decltype(map)>}; });
 }
 
 }  // namespace pac::cpu::PAC_ISA

@@ -6,23 +6,11 @@
 // Longer than 400 lines: packing and restoring share the tile order, and every kernel needs an instance for each dtype,
 // width and rounding.
 #include "codec/cuda.hpp"
+#include "codec/cuda_tiles.cuh"
 #include "codec/cuda_vector.cuh"
 
 namespace pac::cuda {
 namespace {
-
-constexpr unsigned kWarp = 32;
-constexpr unsigned kThreads = 128;
-constexpr int kChunk = kPerLane * static_cast<int>(kWarp);
-
-/// Chunks of a warp if the tensor fills the device. Measured on an H200 with 1, 2, 4 and 8, bfloat16 of 256 MiB, as a
-/// share of the copy's rate: encode 0.76, 0.91, 1.01, 1.00; decode 0.94, 0.96, 0.94, 0.93.
-constexpr int kEncodeUnroll = 4;
-constexpr int kDecodeUnroll = 2;
-
-/// Up to this many elements, one chunk for each warp fits the device in one wave (132 SMs of 64 warps on an H100 or
-/// H200), and spreading the work counts more than loads in flight.
-constexpr std::int64_t kSmall = std::int64_t{132} * 64 * kChunk;
 
 /// `group_shift` is the logarithm of the group size; `wide` means that every pointer is aligned to 16 bytes.
 struct EncodeArguments {
@@ -48,17 +36,7 @@ struct DecodeArguments {
   bool wide;
 };
 
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
-
 __device__ __forceinline__ int lanes_of_group(int group_shift) { return 1 << (group_shift - 3); }
-
-/// The first element of this warp's tile. Tiles run in descending order: the producer has just written the tensor in
-/// ascending order, so the tail is still in the L2 cache; and decode writes the start last, for the next reader.
-template <int kChunks>
-__device__ __forceinline__ std::int64_t tile_begin() {
-  const std::int64_t block = gridDim.x - 1 - blockIdx.x;
-  return (block * (kThreads / kWarp) + threadIdx.x / kWarp) * (kChunk * kChunks);
-}
 
 /// The place of an element in the source. Rows apart have kernels of their own: with a branch on `a.row` instead, the
 /// kernels of 16-bit tensors spilled a register, and encode of 256 MiB fell from 1.01 to 0.94 of the copy's rate.
@@ -323,9 +301,6 @@ __global__ void __launch_bounds__(kThreads) decode_booleans_kernel(const __grid_
   }
 }
 
-template <class Arguments>
-using KernelOf = void (*)(Arguments);
-
 template <DType kType, int kBits, bool kStochastic>
 KernelOf<EncodeArguments> encode_kernel_for(bool small) {
   return small ? encode_kernel<kType, kBits, kStochastic, 1> : encode_kernel<kType, kBits, kStochastic, kEncodeUnroll>;
@@ -387,20 +362,7 @@ KernelOf<DecodeArguments> decode_kernel_of(const Format& format, bool small) {
   return decode_booleans_kernel;
 }
 
-bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
-
 int shift_of(int group_size) { return group_size == 64 ? 6 : (group_size == 128 ? 7 : 8); }
-
-/// The grid for `per_thread` elements a thread.
-dim3 grid_for(std::int64_t numel, int per_thread) {
-  return dim3(static_cast<unsigned>(ceil_div(numel, std::int64_t{kThreads} * per_thread)));
-}
-
-template <class Arguments>
-cudaError_t launch(KernelOf<Arguments> kernel, dim3 grid, Arguments arguments, cudaStream_t stream) {
-  void* parameters[] = {&arguments};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(kThreads), parameters, 0, stream);
-}
 
 int elements_per_thread(const Format& format, bool small, int unroll) {
   if (format.dtype == DType::kBool) return kBooleans;

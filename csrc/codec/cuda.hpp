@@ -10,12 +10,18 @@
 
 namespace pac::cuda {
 
-/// Packs numel elements on the current device.
+/// Packs numel elements in codes or bits on the current device.
 [[nodiscard]] cudaError_t encode(const Format& format, const void* source, Rows rows, void* out, std::int64_t numel,
                                  Keys keys, cudaStream_t stream);
 
 /// Restores numel elements on the current device; the inverse of encode.
 [[nodiscard]] cudaError_t decode(const Format& format, const void* packed, void* out, std::int64_t numel,
                                  cudaStream_t stream);
+
+/// As encode and decode, of every encoding but codes and booleans; the stored form is at an address of a whole element.
+[[nodiscard]] cudaError_t encode_form(const Format& format, const void* source, void* packed, std::int64_t numel,
+                                      cudaStream_t stream);
+[[nodiscard]] cudaError_t decode_form(const Format& format, const void* packed, void* out, std::int64_t numel,
+                                      cudaStream_t stream);
 
 }  // namespace pac::cuda

@@ -185,6 +185,10 @@ template <>
 struct Word<8> {
   using Type = uint2;
 };
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
 
 /// kCount consecutive codes, as loaded.
 template <int kBits, int kCount>

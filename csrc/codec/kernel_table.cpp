@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "codec/cpu.hpp"
+#include "codec/halves.hpp"
 
 #if PAC_CUDA_CODEC
 #include "codec/cuda.hpp"
@@ -14,8 +15,19 @@ namespace pac {
 namespace {
 
 std::int64_t packed_nbytes(const Format& format, std::int64_t numel) noexcept {
-  if (format.encoding != Encoding::kCodes) return ceil_div(numel, 8);
-  return parameters_offset(numel, format.bits) + 4 * ceil_div(numel, format.group_size);
+  switch (format.encoding) {
+    case Encoding::kCodes:
+      return parameters_offset(numel, format.bits) + 4 * ceil_div(numel, format.group_size);
+    case Encoding::kBooleans:
+    case Encoding::kComparison:
+      return ceil_div(numel, 8);
+    case Encoding::kScaled:
+      return 2 * numel + ceil_div(numel, kPart);
+    case Encoding::kCast:
+      return (format.narrow == DType::kFloat32 ? 4 : 2) * numel;
+    default:
+      return 2 * numel;
+  }
 }
 
 /// No exception may pass the table: threads and memory can run out.
@@ -81,21 +93,47 @@ Status decode_on_cuda(const Format& format, const void* packed, void* out, std::
                    [&] { return cuda::decode(format, packed, out, numel, static_cast<cudaStream_t>(place.stream)); });
 }
 
+Status encode_form_on_cuda(const Format& format, const void* source, void* packed, std::int64_t numel, Keys,
+                           const Place& place) noexcept {
+  return on_device(place.device, [&] {
+    return cuda::encode_form(format, source, packed, numel, static_cast<cudaStream_t>(place.stream));
+  });
+}
+
+Status decode_form_on_cuda(const Format& format, const void* packed, void* out, std::int64_t numel,
+                           const Place& place) noexcept {
+  return on_device(place.device, [&] {
+    return cuda::decode_form(format, packed, out, numel, static_cast<cudaStream_t>(place.stream));
+  });
+}
+
+constexpr Kernel kCudaFormKernel = {packed_nbytes, encode_form_on_cuda, nullptr, decode_form_on_cuda};
 constexpr Kernel kCudaKernel = {packed_nbytes, encode_on_cuda, encode_rows_on_cuda, decode_on_cuda};
 #endif
 
 bool is_served(const Format& format) {
+  const bool wide = format.dtype == DType::kFloat32 || format.dtype == DType::kFloat64;
+  const bool narrow = format.narrow == DType::kBFloat16 || format.narrow == DType::kFloat16;
+  const bool whole = format.bits == 8 || format.bits == 4 || format.bits == 2;
+  const bool grouped = format.group_size == 64 || format.group_size == 128 || format.group_size == 256;
   switch (format.encoding) {
-    case Encoding::kCodes: {
-      const bool whole = format.bits == 8 || format.bits == 4 || format.bits == 2;
-      const bool grouped = format.group_size == 64 || format.group_size == 128 || format.group_size == 256;
+    case Encoding::kCodes:
       return whole && grouped && format.dtype != DType::kBool && format.dtype != DType::kFloat64;
-    }
     case Encoding::kBooleans:
       return format.dtype == DType::kBool;
-    default:
-      return false;
+    case Encoding::kComparison:
+      return format.dtype != DType::kBool;
+    case Encoding::kCast:
+      return wide && (narrow || (format.dtype == DType::kFloat64 && format.narrow == DType::kFloat32));
+    case Encoding::kBFloat16:
+    case Encoding::kFloat16:
+    case Encoding::kProbability:
+    case Encoding::kLogProbability:
+    case Encoding::kArtanh:
+    case Encoding::kScaled:
+      return wide;
   }
+  return false;
 }
 
 const Kernel* find(const Format& format, Target target) noexcept {
@@ -107,7 +145,8 @@ const Kernel* find(const Format& format, Target target) noexcept {
       return &kCpuKernel<cpu::Isa::kBaseline>;
     case Target::kCuda:
 #if PAC_CUDA_CODEC
-      return &kCudaKernel;
+      return format.encoding == Encoding::kCodes || format.encoding == Encoding::kBooleans ? &kCudaKernel
+                                                                                           : &kCudaFormKernel;
 #endif
       break;
   }

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ImplementationUnavailableError, PyactcompError, check_choice, check_integer
 from . import format as fmt
 from . import reference
-from .kernels import Kernel
+from .kernels import Comparison, Kernel, plain
 from .layouts import is_dense
 
 Impl = Literal["auto", "cuda", "triton", "cpu", "reference"]
@@ -34,6 +34,9 @@ class _ReferenceKernel:
     def __init__(self, dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool) -> None:
         self.dtype, self.bits, self.group_size = dtype, bits, group_size
         self.stochastic, self.keep_positive = stochastic, keep_positive
+
+    def packed_nbytes(self, numel: int) -> int:
+        return fmt.packed_nbytes(numel, self.bits, self.group_size)
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         flat = source.detach().as_strided((source.numel(),), (1,))
@@ -137,6 +140,44 @@ def bind(
     if name == "reference":
         return _ReferenceKernel(dtype, bits, group_size, stochastic, keep_positive)
     return cast(Kernel, _module(name).bind(dtype, bits, group_size, stochastic, keep_positive, device))
+
+
+@functools.lru_cache(maxsize=1024)
+def bind_form(
+    impl: str,
+    encoding: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: torch.dtype | None = None,
+    comparison: Comparison | None = None,
+) -> Kernel:
+    """Return the kernel of a form between codes and the tensor as it is; :mod:`.kernels.plain` defines each form.
+
+    Parameters
+    ----------
+    impl : {"auto", "cuda", "triton", "cpu", "reference"}
+        ``"triton"`` and ``"reference"`` take plain torch, the first with Triton's kernels where there are some.
+    encoding : {"bfloat16", "float16", "probability", "log_probability", "artanh", "scaled", "cast", "comparison"}
+    dtype : torch.dtype
+        Of the tensor: float32 or float64, for a comparison any float.
+    device : torch.device
+    narrow : torch.dtype, optional
+        The narrower dtype of a cast.
+    comparison : Comparison, optional
+        The comparison whose answers are stored.
+
+    Raises
+    ------
+    ImplementationUnavailableError
+        As :func:`resolve`.
+    """
+    name = resolve(impl, device)
+    if name in ("cpu", "cuda"):
+        return cast(Kernel, _module(name).bind_form(encoding, dtype, device, narrow, comparison))
+    if comparison is not None:
+        return plain.bind_answers(comparison, bind(name, torch.bool, 1, 64, False, False, device))
+    by_triton = name == "triton" and device.type == "cuda" and dtype is torch.float32
+    return plain.bind(encoding, narrow, by_triton)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
+from ..codec import bind_form
 from ..codec.layouts import Layout, layout_of, overlaps, without_expanded
 from ..errors import ImplementationUnavailableError
 from ..readers.forms import (
@@ -64,7 +65,7 @@ from .factors import (
 )
 from .gathered import GATHERED, Gathering, gathering, new_region
 from .marks import PACKS
-from .narrow import is_exact_cast, narrow_kernel
+from .narrow import is_exact_cast
 from .packing import HALF_BYTES, Packing
 from .policy import (
     HELD,
@@ -516,8 +517,11 @@ class Frame:
             or not layout_of(whole).dense
         ):
             return self._keep_for(tensor, reading)
-        kernel = narrow_kernel(dtype, self.packing.config.impl in ("auto", "triton"))
-        nbytes = whole.numel() * dtype.itemsize
+        try:
+            kernel = bind_form(self.packing.config.impl, "cast", whole.dtype, whole.device, dtype)
+        except ImplementationUnavailableError:
+            return self._keep_for(tensor, reading)
+        nbytes = kernel.packed_nbytes(whole.numel())
         region, added = self._region(
             whole, Storing.of(layout_of(whole), whole.dtype, whole.dtype, ITSELF, kernel, nbytes)
         )

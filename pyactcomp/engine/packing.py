@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..codec import bind
-from ..codec import format as fmt
 from ..codec.kernels import Kernel
 from ..codec.layouts import layout_of, spans_rows
 from ..codec.seeds import Seeds
@@ -35,7 +34,7 @@ from ..readers.forms import (
     Reading,
 )
 from ..readers.observer import observer
-from .halves import BitsKernel, half_kernel, half_nbytes
+from .halves import form_kernel
 from .marks import compiled_mark
 from .policy import CARRIER
 from .saved import Storing
@@ -87,21 +86,15 @@ class Packing:
         kernel = self._kernels.get((dtype, device, form))
         if kernel is None:
             kernel = self._kernels[dtype, device, form] = self._new_kernel(dtype, device, form)
-        if dtype is not torch.bool and form.need == RELATIVE:
-            nbytes = half_nbytes(numel, form)
-        else:
-            bits = 1 if dtype is torch.bool or form.need == BITS else self.config.bits
-            nbytes = fmt.packed_nbytes(numel, bits, self.config.group_size)
         carrier = CARRIER[dtype] if form.need == CODES else dtype
-        return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, nbytes)
+        return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, kernel.packed_nbytes(numel))
 
     def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
         config = self.config
-        if dtype is not torch.bool and form.need == RELATIVE:
-            return half_kernel(form, config.impl in ("auto", "triton"))
-        if dtype is torch.bool or form.need == BITS:
-            bits = bind(config.impl, torch.bool, 1, config.group_size, self.stochastic, False, device)
-            return bits if form.comparison is None else BitsKernel(form.comparison, bits)
+        if dtype is torch.bool:
+            return bind(config.impl, dtype, 1, config.group_size, self.stochastic, False, device)
+        if form.need in (RELATIVE, BITS):
+            return form_kernel(form, config.impl, dtype, device)
         carrier, positive = CARRIER[dtype], form is POSITIVE
         return bind(config.impl, carrier, config.bits, config.group_size, self.stochastic, positive, device)
 

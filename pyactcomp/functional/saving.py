@@ -15,14 +15,13 @@ from torch import Tensor
 from .. import codec
 from ..codec import Impl, Packed
 from ..codec import format as fmt
+from ..codec.kernels import plain as plain_forms
 from ..codec.layouts import arranged, contiguous_layout, layout_of
 from ..codec.seeds import calls, second_of
-from ..engine.halves import half_kernel, half_nbytes
 from ..engine.policy import PLAIN
 from ..engine.recompute import mark_as_packed, withdraw
 from ..engine.saved import Versioned
 from ..errors import PyactcompError
-from ..readers.forms import SCALED
 from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
     dispatch_mode_active,
@@ -41,7 +40,8 @@ from .codes import Codes
 Restore = Callable[[Tensor], Tensor]
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
-_SCALED = half_kernel(SCALED, by_triton=False)
+_SCALED = plain_forms.bind("scaled", None, by_triton=False)
+"""Operators of torch, which leave nodes in a traced graph."""
 _PACKED_AS_IT_IS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 """The dtypes that kernels read; a float64 is cast before."""
 
@@ -124,13 +124,15 @@ class Saving(Codes):
         if x.itemsize <= 2:
             return x, same
         dtype, shape, device = x.dtype, x.shape, x.device
-        buffer = torch.empty(half_nbytes(x.numel(), SCALED), dtype=torch.uint8, device=device)
+        plain = _traced() or type(x) not in PLAIN
+        kernel = _SCALED if plain else codec.bind_form(self.impl, "scaled", dtype, device)
+        buffer = torch.empty(kernel.packed_nbytes(x.numel()), dtype=torch.uint8, device=device)
         if not saves_are_dropped():
-            _SCALED.encode(x.contiguous(), buffer, 0)
+            kernel.encode(x.contiguous(), buffer, 0)
 
         def restore(buffer: Tensor) -> Tensor:
             out = torch.empty(shape, dtype=dtype, device=device)
-            _SCALED.decode(buffer, out)
+            (kernel if type(buffer) is Tensor and not _traced() else _SCALED).decode(buffer, out)
             return out
 
         return mark_as_packed(buffer, x), restore

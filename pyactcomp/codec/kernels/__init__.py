@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..layouts import Rows
 
+if TYPE_CHECKING:
+    from ... import _core
+
 
 class Kernel(Protocol):
-    """One implementation bound to a dtype, a width, a group size, a rounding and a device.
+    """One implementation bound to a stored form of tensors of one dtype, and to a device.
 
     Kernels check no arguments: ``codec`` has validated them, and every saved tensor passes here.
     """
+
+    def packed_nbytes(self, numel: int) -> int:
+        """Return the size in bytes of the packed form of ``numel`` elements."""
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Write the packed form of ``source``, a dense tensor read in storage order, to ``out`` (uint8)."""
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Restore ``packed`` (uint8) into ``out``, a dense tensor written in storage order."""
+
+
+class Comparison(Protocol):
+    """A comparison whose answers are stored, as :class:`pyactcomp.readers.forms.Comparison` describes it."""
+
+    @property
+    def relation(self) -> str:
+        """Name of the relation."""
+
+    @property
+    def low(self) -> float:
+        """Lower bound."""
+
+    @property
+    def high(self) -> float:
+        """Upper bound."""
+
+    @property
+    def yes(self) -> float:
+        """Restored value of an element for which the answer is yes."""
+
+    @property
+    def no(self) -> float:
+        """Restored value of an element for which the answer is no."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return a boolean tensor: where the comparison is true."""
 
 
 @runtime_checkable
@@ -40,6 +73,41 @@ _NATIVE = {
 }
 
 
-def native_dtype(dtype: torch.dtype) -> str:
-    """Return the native module's name for ``dtype``."""
-    return _NATIVE[dtype]
+def native_codes(
+    target: str, index: int, dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool
+) -> _core.Kernel:
+    """Return the native kernel of codes, or of booleans if ``dtype`` is bool."""
+    from ... import _core
+
+    if dtype is torch.bool:
+        return _core.Kernel("booleans", "bool", target, index)
+    return _core.Kernel(
+        "codes",
+        _NATIVE[dtype],
+        target,
+        index,
+        bits=bits,
+        group_size=group_size,
+        stochastic=stochastic,
+        keep_positive=keep_positive,
+    )
+
+
+def native_form(
+    target: str,
+    index: int,
+    encoding: str,
+    dtype: torch.dtype,
+    narrow: torch.dtype | None,
+    comparison: Comparison | None,
+) -> _core.Kernel:
+    """Return the native kernel of a form between codes and the tensor as it is."""
+    from ... import _core
+
+    if narrow is not None:
+        return _core.Kernel(encoding, _NATIVE[dtype], target, index, narrow=_NATIVE[narrow])
+    if comparison is not None:
+        c = comparison
+        asked = _core.Comparison(c.relation, c.low, c.high, c.yes, c.no)
+        return _core.Kernel(encoding, _NATIVE[dtype], target, index, comparison=asked)
+    return _core.Kernel(encoding, _NATIVE[dtype], target, index)

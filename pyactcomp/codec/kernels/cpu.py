@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from . import Kernel, native_dtype
+from . import Comparison, Kernel, native_codes, native_form
+
+if TYPE_CHECKING:
+    from ... import _core
 
 
 def unavailable_reason() -> str | None:
@@ -18,46 +23,46 @@ def unavailable_reason() -> str | None:
 
 
 def bind(
-    dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool, device: torch.device
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    keep_positive: bool,
+    device: torch.device,
+    *,
+    simd: bool = True,
 ) -> Kernel:
-    """Return the kernel for one format; ``device`` is the CPU."""
-    return CpuKernel(dtype, bits, group_size, stochastic, keep_positive)
+    """Return the kernel for one format; ``device`` is the CPU.
+
+    ``simd=False`` restricts it to the baseline instruction set.
+    """
+    return CpuKernel(native_codes(_target(simd), -1, dtype, bits, group_size, stochastic, keep_positive))
+
+
+def bind_form(
+    encoding: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: torch.dtype | None,
+    comparison: Comparison | None,
+    *,
+    simd: bool = True,
+) -> Kernel:
+    """Return the kernel for one form between codes and the tensor as it is; ``device`` is the CPU."""
+    return CpuKernel(native_form(_target(simd), -1, encoding, dtype, narrow, comparison))
+
+
+def _target(simd: bool) -> str:
+    return "cpu" if simd else "cpu_baseline"
 
 
 class CpuKernel:
-    """One format on the CPU.
+    """A native kernel on the CPU."""
 
-    Parameters
-    ----------
-    dtype, bits, group_size, stochastic, keep_positive
-        As for :func:`bind`.
-    simd : bool
-        False restricts the kernel to the baseline instruction set.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        bits: int,
-        group_size: int,
-        stochastic: bool,
-        keep_positive: bool,
-        *,
-        simd: bool = True,
-    ) -> None:
-        from ... import _core
-
-        kernel = _core.Kernel(
-            "booleans" if dtype is torch.bool else "codes",
-            native_dtype(dtype),
-            "cpu" if simd else "cpu_baseline",
-            bits=8 if dtype is torch.bool else bits,
-            group_size=group_size,
-            stochastic=stochastic,
-            keep_positive=keep_positive,
-        )
-        self._encode = kernel.encode
-        self._decode = kernel.decode
+    def __init__(self, native: _core.Kernel) -> None:
+        self.packed_nbytes = native.packed_nbytes
+        self._encode = native.encode
+        self._decode = native.decode
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Write the packed form of ``source`` to ``out``."""

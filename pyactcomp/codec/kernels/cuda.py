@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ...errors import ImplementationUnavailableError
 from ...torch_private import current_raw_stream
 from ..layouts import Rows
-from . import Kernel, native_dtype
+from . import Comparison, Kernel, native_codes, native_form
+
+if TYPE_CHECKING:
+    from ... import _core
 
 VECTOR = 8
 """Elements that a lane reads at once."""
@@ -41,43 +46,47 @@ def bind(
     ImplementationUnavailableError
         If :func:`unavailable_reason` returns a reason.
     """
+    index = _index(device)
+    native = native_codes("cuda", index, dtype, bits, group_size, stochastic, keep_positive)
+    # Of graphs, which alone pack rows where they are.
+    return CudaKernel(native, index, serves_rows=bits == 8 and not stochastic)
+
+
+def bind_form(
+    encoding: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: torch.dtype | None,
+    comparison: Comparison | None,
+) -> Kernel:
+    """Return the kernel for one form between codes and the tensor as it is, on one device.
+
+    Raises
+    ------
+    ImplementationUnavailableError
+        If :func:`unavailable_reason` returns a reason.
+    """
+    index = _index(device)
+    return CudaKernel(native_form("cuda", index, encoding, dtype, narrow, comparison), index, serves_rows=False)
+
+
+def _index(device: torch.device) -> int:
     reason = unavailable_reason()
     if reason is not None:
         raise ImplementationUnavailableError(f"the CUDA kernels cannot run here: {reason}")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return CudaKernel(dtype, bits, group_size, stochastic, keep_positive, index)
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class CudaKernel:
-    """One format on one CUDA device."""
+    """A native kernel on one CUDA device."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        bits: int,
-        group_size: int,
-        stochastic: bool,
-        keep_positive: bool,
-        device_index: int,
-    ) -> None:
-        from ... import _core
-
-        kernel = _core.Kernel(
-            "booleans" if dtype is torch.bool else "codes",
-            native_dtype(dtype),
-            "cuda",
-            device_index,
-            bits=8 if dtype is torch.bool else bits,
-            group_size=group_size,
-            stochastic=stochastic,
-            keep_positive=keep_positive,
-        )
-        self._encode = kernel.encode
-        self._encode_rows = kernel.encode_rows
-        self._decode = kernel.decode
+    def __init__(self, native: _core.Kernel, device_index: int, *, serves_rows: bool) -> None:
+        self.packed_nbytes = native.packed_nbytes
+        self._encode = native.encode
+        self._encode_rows = native.encode_rows
+        self._decode = native.decode
         self._device_index = device_index
-        # Of graphs, which alone pack rows where they are.
-        self._serves_rows = bits == 8 and not stochastic
+        self._serves_rows = serves_rows
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         """Launch the packing of ``source`` into ``out`` on the current stream."""

@@ -149,7 +149,7 @@ class _FloatKernel:
     def __init__(self, bits: int, group_size: int, stochastic: bool, keep_positive: bool, device: torch.device) -> None:
         from . import triton_kernels
 
-        form = (bits, group_size)
+        form = self._form = (bits, group_size)
         compiled = not interpreted()
         self._stochastic = stochastic
         self._tile, self._decode_tile = TILE, DECODE_TILE
@@ -157,6 +157,9 @@ class _FloatKernel:
         decode = (*form, DECODE_TILE // group_size, compiled)
         self._encode = Launcher(triton_kernels.encode_kernel, encode, WARPS, device, REGISTERS)
         self._decode = Launcher(triton_kernels.decode_kernel, decode, DECODE_WARPS, device, REGISTERS)
+
+    def packed_nbytes(self, numel: int) -> int:
+        return fmt.packed_nbytes(numel, *self._form)
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         numel = source.numel()
@@ -174,6 +177,9 @@ class _BoolKernel:
 
         self._encode = Launcher(triton_kernels.encode_bool_kernel, (TILE // 8,), WARPS, device)
         self._decode = Launcher(triton_kernels.decode_bool_kernel, (TILE // 8,), WARPS, device)
+
+    def packed_nbytes(self, numel: int) -> int:
+        return fmt.packed_bool_nbytes(numel)
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         self._encode(-(-source.numel() // TILE), (source, out), (source.numel(),))
