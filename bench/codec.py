@@ -1,4 +1,4 @@
-"""Suite `codec`: quantise and dequantise against a device copy and the peers, device time."""
+"""Suite `codec`: quantise and dequantise against a device copy and the peers, device time; and the forms of 16 bits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyactcomp import codec
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import reference
+from pyactcomp.codec.kernels import Kernel
+from pyactcomp.readers.forms import Comparison
 
 from .measure import CONTENDED, buffer_sets, device_task, host_task, interleave
 from .rows import Options, Row, failure, quantile, summary
@@ -26,24 +29,59 @@ PEER_ERROR = 0.05
 whose rounding error is 0.015 sigma; output that is not restored data at all is off by 1 or more."""
 
 
+ABOVE_ZERO = Comparison("above", 0.0, float("inf"), 1.0, -1.0)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form between codes and float32 itself: what it holds, made of normal numbers, and what it restores of that."""
+
+    encoding: str
+    held: Callable[[Tensor], Tensor]
+    restored: Callable[[Tensor], Tensor] = lambda x: x
+    narrow: torch.dtype | None = None
+    comparison: Comparison | None = None
+
+
+# Logits of standard deviation 8: some lie on the coarse steps, some probabilities are one.
+FORMS = {
+    "probabilities": Form("probability", lambda x: x.mul_(8).sigmoid_()),
+    "log-probabilities": Form("log_probability", lambda x: torch.nn.functional.logsigmoid(x.mul_(8))),
+    "bfloat16": Form("bfloat16", lambda x: x),
+    "float16": Form("float16", lambda x: x.mul_(8)),
+    "artanh": Form("artanh", lambda x: x.tanh_()),
+    "scaled": Form("scaled", lambda x: x),
+    "cast": Form("cast", lambda x: x.bfloat16().float(), narrow=torch.bfloat16),
+    "above-zero": Form("comparison", lambda x: x, lambda x: torch.where(x > 0, 1.0, -1.0), comparison=ABOVE_ZERO),
+}
+
+
 @dataclass(frozen=True)
 class Case:
-    """One tensor: its dtype, its size in bytes, and whether it is normal or holds probabilities."""
+    """One tensor: its dtype and its size in bytes; normal numbers for codes, or what one of FORMS holds."""
 
     dtype: str
     nbytes: int
-    probabilities: bool = False
+    form: str = ""
 
     @property
     def name(self) -> str:
         size = f"{self.nbytes // MIB}MiB" if self.nbytes >= MIB else f"{self.nbytes >> 10}KiB"
-        return f"{'probabilities' if self.probabilities else self.dtype}/{size}"
+        return f"{self.form or self.dtype}/{size}"
+
+    @property
+    def numel(self) -> int:
+        return self.nbytes // DTYPES[self.dtype].itemsize
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        dtype = DTYPES[self.dtype]
-        x = torch.randn(self.nbytes // dtype.itemsize, generator=generator, device=generator.device, dtype=dtype)
-        # Logits of standard deviation 8: some lie on the coarse steps, some probabilities are one.
-        return x.mul_(8).sigmoid_() if self.probabilities else x
+        x = torch.randn(self.numel, generator=generator, device=generator.device, dtype=DTYPES[self.dtype])
+        return FORMS[self.form].held(x) if self.form else x
+
+    def kernel(self, implementation: str, device: torch.device) -> Kernel:
+        if not self.form:
+            return codec.bind(implementation, DTYPES[self.dtype], BITS, GROUP, False, False, device)
+        form = FORMS[self.form]
+        return codec.bind_form(implementation, form.encoding, torch.float32, device, form.narrow, form.comparison)
 
 
 def cases(tiny: bool, device: str) -> list[Case]:
@@ -51,9 +89,9 @@ def cases(tiny: bool, device: str) -> list[Case]:
     if tiny:
         return [Case("bf16", 8 << 10), Case("fp32", 16 << 10)]
     if device == "cpu":
-        return [Case("fp32", 64 * MIB), Case("bf16", 64 * MIB)]
+        return [Case("fp32", 64 * MIB), Case("bf16", 64 * MIB), *(Case("fp32", 64 * MIB, form) for form in FORMS)]
     main = [Case("bf16", size * MIB) for size in (256, 64, 1, 1024, 8)]
-    main += [Case("fp32", size * MIB, probabilities=True) for size in (256, 64, 1)]
+    main += [Case("fp32", size * MIB, form) for form in FORMS for size in (256, 64, 1)]
     return main + [Case(dtype, size * MIB) for dtype in ("fp32", "fp16") for size in (256, 64, 1)]
 
 
@@ -66,25 +104,10 @@ class Provider:
     decode: Callable[[Any], Tensor]
     tensors: Callable[[Any], tuple[Tensor, ...]]
     exact_format: bool = False
+    expected: Callable[[Tensor], Tensor] = lambda x: x
+    """What is restored but for rounding."""
     capturable: bool = True
     """False for what launches on the default stream: a graph would not hold it."""
-
-
-def _logit(case: Case, device: torch.device) -> Provider:
-    triton = importlib.import_module("pyactcomp.codec.kernels.triton")
-    numel = case.nbytes // torch.float32.itemsize
-
-    def encode(source: Tensor) -> Tensor:
-        out = torch.empty(numel, dtype=torch.int16, device=device)
-        triton.encode_probabilities(source, out, False)
-        return out
-
-    def decode(codes: Tensor) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=device)
-        triton.decode_probabilities(codes, out, False)
-        return out
-
-    return Provider("pyactcomp-logit", encode, decode, lambda stored: (stored,))
 
 
 def _cast(_: Case, __: torch.device) -> Provider:
@@ -106,15 +129,12 @@ def _memcpy(_: Case, __: torch.device) -> Provider:
 
 def _ours(implementation: str) -> Callable[[Case, torch.device], Provider]:
     def make(case: Case, device: torch.device) -> Provider:
-        module = importlib.import_module(f"pyactcomp.codec.kernels.{implementation}")
-        if (reason := module.unavailable_reason()) is not None:
+        if (reason := codec.unavailable_reason(implementation, device)) is not None:
             raise ImportError(reason)
-        dtype = DTYPES[case.dtype]
-        numel = case.nbytes // dtype.itemsize
-        kernel = module.bind(dtype, BITS, GROUP, False, False, device)
+        kernel, numel, dtype = case.kernel(implementation, device), case.numel, DTYPES[case.dtype]
 
         def encode(source: Tensor) -> Tensor:
-            out = torch.empty(fmt.packed_nbytes(numel, BITS, GROUP), dtype=torch.uint8, device=device)
+            out = torch.empty(kernel.packed_nbytes(numel), dtype=torch.uint8, device=device)
             kernel.encode(source, out, 0)
             return out
 
@@ -123,21 +143,11 @@ def _ours(implementation: str) -> Callable[[Case, torch.device], Provider]:
             kernel.decode(packed, out)
             return out
 
-        return Provider(f"pyactcomp-{implementation}", encode, decode, lambda stored: (stored,), exact_format=True)
+        expected = FORMS[case.form].restored if case.form else lambda x: x
+        name = implementation if implementation == "reference" else f"pyactcomp-{implementation}"
+        return Provider(name, encode, decode, lambda stored: (stored,), not case.form, expected)
 
     return make
-
-
-def _reference(case: Case, _: torch.device) -> Provider:
-    dtype = DTYPES[case.dtype]
-    numel = case.nbytes // dtype.itemsize
-    return Provider(
-        "reference",
-        reference.quantize,
-        lambda packed: reference.dequantize(packed, numel, dtype=dtype),
-        lambda stored: (stored,),
-        exact_format=True,
-    )
 
 
 def _bitsandbytes(_: Case, __: torch.device) -> Provider:
@@ -161,7 +171,9 @@ def _eager(case: Case, _: torch.device) -> Provider:
     return Provider("eager-absmax", encode, lambda stored: stored[0].to(dtype) * stored[1], lambda stored: stored)
 
 
-OF_PROBABILITIES = {"pyactcomp-logit": _logit, "cast-bfloat16": _cast}
+# Of the forms; what is ours serves them as well as codes.
+CASTS = {"cast-bfloat16": _cast}
+OF_ALL = frozenset({"copy", "reference", "pyactcomp-cpu", "pyactcomp-cuda", "pyactcomp-triton"})
 
 
 def makers(device: str) -> dict[str, Callable[[Case, torch.device], Provider]]:
@@ -170,7 +182,7 @@ def makers(device: str) -> dict[str, Callable[[Case, torch.device], Provider]]:
         return {
             "copy": _copy,
             "pyactcomp-cpu": _ours("cpu"),
-            "reference": _reference,
+            "reference": _ours("reference"),
             "eager-absmax": _eager,
         }
     return {
@@ -180,13 +192,15 @@ def makers(device: str) -> dict[str, Callable[[Case, torch.device], Provider]]:
         "pyactcomp-triton": _ours("triton"),
         "bitsandbytes": _bitsandbytes,
         "eager-absmax": _eager,
-        **OF_PROBABILITIES,
+        **CASTS,
     }
 
 
 def serves(method: str, case: Case) -> bool:
-    """Return whether a provider is for the case: the copy is for all, the forms of 16 bits are for probabilities."""
-    return method == "copy" or (method in OF_PROBABILITIES) == case.probabilities
+    """Return whether a provider is for the case: of the peers, a cast packs what 16 bits hold, the others codes."""
+    if method in CASTS:
+        return bool(case.form) and FORMS[case.form].comparison is None
+    return method in OF_ALL or not case.form
 
 
 def share_of_copy(nbytes: int, us: float, copy_nbytes: int, copy_us: float) -> float:
@@ -205,16 +219,17 @@ def check(provider: Provider, source: Tensor) -> float:
     for begin in range(0, source.numel(), CHECK_CHUNK):
         part = slice(begin, min(begin + CHECK_CHUNK, source.numel()))
         x, y = source[part], restored[part]
-        difference = y.double() - x.double()
-        squares += torch.stack([difference.square().sum(), x.double().square().sum()])
+        expected = provider.expected(x).double()
+        difference = y.double() - expected
+        squares += torch.stack([difference.square().sum(), expected.square().sum()])
         if not provider.exact_format:
             continue
         # A chunk is whole groups, so its codes and parameters are slices of the tensor's.
-        expected = reference.quantize(x)
+        exact = reference.quantize(x)
         codes, groups = x.numel(), fmt.group_count(x.numel(), GROUP) * fmt.PARAMETER_BYTES
         offset = fmt.parameters_offset(source.numel(), BITS) + part.start // GROUP * fmt.PARAMETER_BYTES
-        same_codes = torch.equal(stored[part], expected[:codes])
-        if not same_codes or not torch.equal(stored[offset : offset + groups], expected[-groups:]):
+        same_codes = torch.equal(stored[part], exact[:codes])
+        if not same_codes or not torch.equal(stored[offset : offset + groups], exact[-groups:]):
             raise RuntimeError(f"{provider.name} differs from the reference's bytes in elements {part}")
         if not bool((difference.abs() <= reference.error_bound(x, dtype=x.dtype)).all()):
             raise RuntimeError(f"{provider.name} exceeds the error bound in elements {part}")

@@ -162,7 +162,7 @@ def test_share_of_copy_is_the_ratio_of_rates() -> None:
 
 
 def codec_makers(*names: str) -> dict[str, Any]:
-    every = {"copy": codec._copy, "reference": codec._reference, "eager-absmax": codec._eager}
+    every = {"copy": codec._copy, "reference": codec._ours("reference"), "eager-absmax": codec._eager}
     return {name: every[name] for name in names}
 
 
@@ -198,18 +198,22 @@ def test_codec_writes_both_phases_and_skips_them_the_second_time(
     assert len(json.loads(path.read_text())["rows"]) == len(found) + 4
 
 
-def test_codec_measures_probabilities_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = codec.Case("fp32", 4 << 10, probabilities=True)
-    values = case.draw(torch.Generator().manual_seed(0))
+def test_codec_measures_the_forms_between_codes_and_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = codec.Case("fp32", 4 << 10, "probabilities").draw(torch.Generator().manual_seed(0))
     assert 0 <= values.min() < 1e-7
     assert values.max() == 1
-    monkeypatch.setattr(codec, "cases", lambda tiny, device: [case])
-    monkeypatch.setattr(
-        codec, "makers", lambda device: {**codec_makers("copy", "reference"), "cast-bfloat16": codec._cast}
-    )
+    cases = [codec.Case("fp32", 4 << 10, form) for form in codec.FORMS]
+    monkeypatch.setattr(codec, "cases", lambda tiny, device: cases)
+    makers = {"pyactcomp-cpu": codec._ours("cpu"), "cast-bfloat16": codec._cast, **codec_makers("copy", "reference")}
+    monkeypatch.setattr(codec, "makers", lambda device: {**makers, **codec_makers("eager-absmax")})
     codec.run(options(tmp_path))
     found = json.loads((tmp_path / "codec.json").read_text())["rows"]
-    assert {row["method"]: row["bytes_moved"] for row in found} == {"copy": 8 << 10, "cast-bfloat16": 6 << 10}
+    for case in cases:
+        stored = {"scaled": (2 << 10) + 4, "above-zero": 1 << 7}.get(case.form, 2 << 10)
+        expected = {"copy": 8 << 10, "pyactcomp-cpu": (4 << 10) + stored, "reference": (4 << 10) + stored}
+        if case.form != "above-zero":
+            expected["cast-bfloat16"] = 6 << 10
+        assert {row["method"]: row["bytes_moved"] for row in rows.select(found, workload=case.name)} == expected
 
 
 def test_codec_starts_nothing_without_budget(tmp_path: Path) -> None:
@@ -219,7 +223,7 @@ def test_codec_starts_nothing_without_budget(tmp_path: Path) -> None:
 
 def test_codec_rejects_a_wrong_byte_before_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def corrupted(case: codec.Case, device: torch.device) -> codec.Provider:
-        right = codec._reference(case, device)
+        right = codec._ours("reference")(case, device)
 
         def encode(x: torch.Tensor) -> torch.Tensor:
             packed: torch.Tensor = right.encode(x)
@@ -239,7 +243,7 @@ def test_codec_rejects_a_wrong_byte_before_timing(tmp_path: Path, monkeypatch: p
 def test_codec_checks_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "CHECK_CHUNK", 256)
     case = codec.Case("fp32", 4 * 1000)
-    right = codec._reference(case, torch.device("cpu"))
+    right = codec._ours("reference")(case, torch.device("cpu"))
     source = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     bound = reference.error_bound(source).norm() / source.double().norm()
     assert 0 < codec.check(right, source) <= bound
