@@ -19,6 +19,7 @@ from resnets import stand_in
 from tampering_ways import WAYS, Seen, first
 from torch import Tensor, nn
 from works_with import GRADIENT_BOUND, gradients, relative_error
+from written_norms import CentredByVar, Gemma, Llama
 
 import pyactcomp
 from pyactcomp.fusions import fused_modules
@@ -58,6 +59,13 @@ def timm_model(module: str, cls: str, **options: Any) -> nn.Module:
     models = pytest.importorskip(f"timm.models.{module}", reason="timm defines the blocks", exc_type=ImportError)
     made: nn.Module = getattr(models, cls)(num_classes=4, **options)
     return made
+
+
+def written_norms() -> nn.Module:
+    """Return norms that a program writes out, between Linears."""
+    norms = Llama(WIDTH), Gemma(WIDTH), CentredByVar(WIDTH)
+    parts = [part for norm in norms for part in (norm, nn.Linear(WIDTH, WIDTH))]
+    return nn.Sequential(nn.Embedding(64, WIDTH), nn.Sequential(*parts), nn.Linear(WIDTH, WIDTH))
 
 
 def tokens() -> Tensor:
@@ -127,6 +135,7 @@ FAMILIES = {
         images, True, "layers.0.blocks.1.",
         "norm1 attn attn.qkv attn.softmax attn.attn_drop attn.proj norm2 drop_path1 mlp mlp.fc1",
     ),
+    "written norms": Family(written_norms, tokens, False, "1.", "0 1 2 3 4 5"),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch.nn import Module
 from ..config import Config
 from ..engine.classes import give_class, given_of
 from ..engine.marks import FUSING
-from . import families, head
+from . import families, head, written
 from .fusion import Fused, Fusion, is_fused_class, original_of
 from .state import FusionState, LeftAlone
 from .tampering import replaced_reason, tampering_reason
@@ -94,7 +94,8 @@ def left_alone(model: Module) -> list[LeftAlone]:
 
 def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[tuple[str, Module, Fusion]]:
     """Yield each module whose class, or a base of the class, has a fused class selected by ``config``."""
-    by_class = families.by_class({type(module) for module in model.modules()}) if config.fuse else {}
+    classes = {type(module) for module in model.modules()}
+    by_class = written.by_class(model.modules()) | families.by_class(classes) if config.fuse else {}
     by_place = _by_place(model) if config.fuse else {}
     for name, module in model.named_modules():
         if module in exempt:
@@ -103,11 +104,13 @@ def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[
         if headed is not None:
             yield name, module, Fusion(headed)
             continue
-        known = next((by_class[cls] for cls in type(module).__mro__ if cls in by_class), None)
-        fusion = by_place.get(module, known)
+        # A class derived from a norm may be one written out, or not: the first that suits.
+        bases = (by_class[cls] for cls in type(module).__mro__ if cls in by_class)
+        known = (by_place[module],) if module in by_place else bases
+        fusion = next((each for each in known if each.suits is None or each.suits(module)), None)
         if fusion is None or (config.mode == "lossless" and not fusion.exact):
             continue
-        if (fusion.suits is None or fusion.suits(module)) and not _mixes_rows(module, fusion, config):
+        if not _mixes_rows(module, fusion, config):
             yield name, module, fusion
 
 

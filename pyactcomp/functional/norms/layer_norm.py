@@ -18,6 +18,7 @@ from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
 from ..saving import Saving, begin, check_dtype, check_float_tensor, differentiable_once, recorded, same, saving, wide
 from .launch import Norm, draws_noise, norm_of, serves
+from .own import Own
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -48,7 +49,10 @@ class _LayerNorm(torch.autograd.Function):
         dtype: torch.dtype,
         how: Saving,
         noise: Noise,
+        own: Own | None,
     ) -> Tensor:
+        result = None if own is None else own.result(x)
+        dtype = dtype if result is None else result.dtype
         exact = how.bits is None
         ctx.shape, ctx.norm, ctx.noise = shape, None, noise
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
@@ -57,16 +61,19 @@ class _LayerNorm(torch.autograd.Function):
         # Nobody writes to the casts that autocast makes.
         cast_first = x.dtype is not torch.float32 and _under_autocast(x)
         # A program often holds an input that needs no gradient: the batch, or embeddings that are not trained.
-        itself = not any((*ctx.needs_input_grad[:2], cast_first, noise.quads)) and residual is None and rows is None
+        needed = *ctx.needs_input_grad[:2], cast_first, noise.quads
+        itself = not any(needed) and all(each is None for each in (residual, rows, own))
         gamma, beta = stable_copy(weight), stable_copy(bias)
         read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
-        begin(ctx, *(t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)))
+        saved_by_torch = [t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)]
+        begin(ctx, *(saved_by_torch if own is None else ()))
         parameters = [t for t in (gamma, beta) if t is not None]
         # Noise is drawn only if the kernels serve.
         served = ctx.keeps and serves(x, residual, shape, dtype, how) and (x.is_contiguous() or not itself)
         if noise.quads or served:
             ctx.norm = norm = norm_of(shape, True, eps, how, x.dtype if itself else None)
             out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, x if itself else None, noise)
+            out = out if result is None else result
             ctx.save_for_backward(packed, rstd, weight, rows)
             compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, beta, layout_of(out).shape)
             offer(ctx, out, compute, *([packed] if itself else []), *parameters)
@@ -77,7 +84,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.wide = None if exact and not _under_autocast(x) else wide(x.dtype)
         exactly, wide_gamma, wide_beta = (_to(t, ctx.wide) for t in (x, gamma, beta))
         out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
-        out = out.to(dtype)
+        out = out.to(dtype) if result is None else result
         if ctx.keeps:
             kept, restore = (x, same) if itself else how.keep_rows(x, math.prod(shape))
             ctx.restore = restore
@@ -117,7 +124,7 @@ class _LayerNorm(torch.autograd.Function):
         wanted = (
             g.to(d) if g is not None and need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True)
         )
-        return *wanted, None, None, None, None, None, None
+        return *wanted, *(None,) * 7
 
 
 def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -196,7 +203,7 @@ def _apply(
     if not recorded(x, residual, weight, bias):
         out = F.layer_norm(_normalised(x, residual, rows), shape, weight, bias, eps)
         return out if dtype is None else out.to(dtype)
-    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, wanted, how, noise)  # type: ignore[no-untyped-call]
+    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, wanted, how, noise, None)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 

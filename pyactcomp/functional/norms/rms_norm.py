@@ -23,6 +23,7 @@ from ..saving import (
     saving,
 )
 from .launch import Norm, norm_of, serves
+from .own import Own
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -46,13 +47,22 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None, copy: bool, how: Saving
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        dtype: torch.dtype | None,
+        copy: bool,
+        how: Saving,
+        own: Own | None,
     ) -> Tensor:
+        result = None if own is None else own.result(x)
         # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
-        begin(ctx, x if how.bits is not None and _wide(x) is x else None)
+        begin(ctx, x if how.bits is not None and _wide(x) is x and own is None else None)
+        dtype = dtype if result is None else result.dtype
         dtype = dtype or (x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
         # A program often holds an input that needs no gradient: the batch, or embeddings that are not trained.
-        itself = not ctx.needs_input_grad[0] and _wide(x) is x
+        itself = not ctx.needs_input_grad[0] and _wide(x) is x and own is None
         gamma = stable_copy(weight)
         parameters = () if gamma is None else (gamma,)
         ctx.norm, ctx.eps = None, eps
@@ -60,6 +70,7 @@ class _RmsNorm(torch.autograd.Function):
         if x.is_contiguous() and serves(x, None, x.shape[-1:], dtype, how):
             ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy or itself else None)
             out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype, x if itself else None)
+            out = out if result is None else result
             ctx.save_for_backward(packed, rstd, weight)
             compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
             offer(ctx, out, compute, *([packed] if itself else []), *parameters)
@@ -74,7 +85,7 @@ class _RmsNorm(torch.autograd.Function):
         # With bits=None backward differentiates torch's chain of operators, rstd included.
         ctx.exact = how.bits is None
         ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
-        out = _scaled(wide, rstd, weight, x.dtype).to(dtype)
+        out = _scaled(wide, rstd, weight, x.dtype).to(dtype) if result is None else result
         if out.is_contiguous():
             offer(ctx, out, functools.partial(_recompute, kept, ctx.restore, rstd, gamma), kept, *parameters)
         return out
@@ -95,7 +106,7 @@ class _RmsNorm(torch.autograd.Function):
             g = g if weight is None else g * _wide(weight)
             grad_x = (g - row * (g * row).mean(-1, keepdim=True)) * rstd
         grads = (None if g is None else g.to(d) for g, d in zip((grad_x, grad_weight), ctx.dtypes, strict=True))
-        return *grads, None, None, None, None
+        return *grads, *(None,) * 5
 
 
 def _differentiated(
@@ -202,4 +213,4 @@ def rms_norm(
     if not recorded(x, weight):
         out = _rms_norm(x, weight, eps)
         return out if dtype is None else out.to(dtype)
-    return cast(Tensor, _RmsNorm.apply(x, weight, eps, dtype, copy, how))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps, dtype, copy, how, None))  # type: ignore[no-untyped-call]

@@ -1,0 +1,28 @@
+"""Norms whose output another function computes: a module of a program's own, with roundings of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A program's own code for a norm.
+
+    Attributes
+    ----------
+    forward : callable, optional
+        Maps the input to the output; left out where the fused function computes the same.
+    """
+
+    forward: Callable[[Tensor], Tensor] | None
+
+    def result(self, x: Tensor) -> Tensor | None:
+        """Return the output, contiguous and in memory of its own; the caller records no graph."""
+        if self.forward is None:
+            return None
+        out = self.forward(x.detach())
+        return out.contiguous() if out._base is None else out.clone()
