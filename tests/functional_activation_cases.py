@@ -28,7 +28,6 @@ from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.recipes import Recipe
 from pyactcomp.functional import Codes, dropout, new_gelu, relu, silu_mul
 from pyactcomp.functional import launch as shared_launch
-from pyactcomp.functional.activations import gelu_kernels
 from pyactcomp.functional.activations import launch as activation_launch
 from pyactcomp.functional.masks import launch as mask_launch
 from pyactcomp.functional.norms import launch as norm_launch
@@ -97,8 +96,9 @@ def test_the_derivative_and_gelu_are_computed_in_one_pass(
     x, grad = on_device(3 * normal(numel), dtype), on_device(normal(numel), dtype)
     x[5], x[6] = float("inf"), float("nan")
     how = saving(Codes(group_size=group_size, impl="triton"))
-    packed = activation_launch.unary(x, gelu_kernels, "gelu", (tanh,), how)[1]
-    derivative, again = activation_launch.unary_backward(packed, grad, gelu_kernels, "gelu", (tanh,), how)
+    fused = activation_launch.gelu(x, tanh, how)
+    _, packed = fused.forward(x)
+    derivative, again = fused.backward_and_recompute(packed, grad)
     assert derivative.dtype == again.dtype == dtype
     exact = restored(packed, numel, 8, group_size)
     approximate = "tanh" if tanh else "none"

@@ -45,7 +45,8 @@ def test_rope_is_eager(
 ) -> None:
     leaves, split, cos, sin = rope_case(heads, dim, *types, unsqueeze, batch)
     views = [split(leaves[0], heads), split(leaves[1], 1)]
-    assert rope_launch.serves(*(views[0].movedim(unsqueeze, 2),) * 2, cos, sin)
+    by_token = views[0].movedim(unsqueeze, 2)
+    assert rope_launch.rotate(by_token, cos, sin, torch.empty_like(by_token), backward=False)
     ours = rope(*views, cos, sin, unsqueeze, impl="triton")
     wide = [t.unsqueeze(unsqueeze) for t in (cos, sin)]
     theirs = [x * wide[0] + turned(x) * wide[1] for x in views]

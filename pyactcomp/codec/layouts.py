@@ -39,6 +39,11 @@ def arranged(tensor: Tensor, layout: Layout) -> Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without gaps or overlaps, its dimensions in the order of torch's elementwise results."""
+    return tensor if layout_of(tensor).dense else tensor.clone()
+
+
 @functools.lru_cache(maxsize=1024)
 def contiguous_layout(shape: torch.Size) -> Layout:
     """Return the layout of a contiguous tensor."""

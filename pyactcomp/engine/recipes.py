@@ -91,10 +91,10 @@ class Recipe:
     ) -> None:
         self._compute = compute
         self._forms = tuple(map(ref, forms))
-        self._held = tuple(form for form in forms if isinstance(form, LeafMemory))
+        self._held = tuple([form for form in forms if isinstance(form, LeafMemory)]) if forms else ()
         self._operands = operands
         self._out = ref(out)
-        self._versions = tuple(operand._version for operand in operands)
+        self._versions = tuple([operand._version for operand in operands])
         self._stored: ref[FromRecipe] | None = None
         self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
         self.depth = depth

@@ -64,7 +64,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out, compute, *operands
         As in :class:`Recipe`.
     """
-    if torch.compiler.is_compiling() or being_traced():  # no hook will use the recipe, and sizes may be symbols
+    if being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
     _OFFERING.add(type(ctx).__name__)
     RECIPE.set(ctx, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands, fixed=True))
@@ -76,21 +76,23 @@ def withdraw(ctx: Any) -> None:
         RECIPE.drop(ctx)
 
 
-def stable_copy(parameter: Tensor | None) -> Tensor | None:
-    """Return a detached parameter that stays valid until backward ends; a clone if training is distributed.
+def stable_copies(*parameters: Tensor | None) -> list[Tensor | None]:
+    """Return the parameters, detached, as they stay valid until backward ends; clones if training is distributed.
 
     FSDP frees a parameter after forward and gathers the parameter only for the backward of its module. Operators behind
     the module recompute the module's output before that.
     """
-    if parameter is None:
-        return None
-    bare = observer().bare(parameter)
-    return bare.clone() if _may_be_freed() else bare
+    bare = observer().bare
+    copies = [None if parameter is None else bare(parameter) for parameter in parameters]
+    return [None if copy is None else copy.clone() for copy in copies] if _may_be_freed() else copies
+
+
+_DISTRIBUTED = torch.distributed.is_available()
 
 
 def _may_be_freed() -> bool:
     """Return whether FSDP may free parameters between the forward and the backward of their module."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _DISTRIBUTED and torch.distributed.is_initialized()
 
 
 def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Tensor:
@@ -395,7 +397,7 @@ def offer_exact_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
         return
 
     # Read the parameters now: by backward their ``.data`` may be reassigned or freed.
-    gamma, beta = stable_copy(module.weight), stable_copy(module.bias)
+    gamma, beta = stable_copies(module.weight, module.bias)
     affine = tuple(each for each in (gamma, beta) if each is not None)
 
     def compute(dtype: torch.dtype, x: Stored) -> Tensor:

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ..codec.kernels.triton import Launcher
 from ..codec.layouts import Layout, arranged, elementwise_layout, layout_of
 from . import kernel_parts
 from .launch import launcher
@@ -27,6 +28,11 @@ class Elementwise:
 
     layout: Layout
     device: torch.device
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.layout.shape.numel()
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory for a result."""
@@ -65,25 +71,36 @@ class Elementwise:
         alone: of 25,177,597 elements with such masks in every tile, a step of LayerNorm, GELU and ReLU took 2.8 %
         longer on an H200.
         """
-        numel = self.layout.shape.numel()
-        full = numel // tile
-        if numel % tile == 0:
-            launches = [(full, tile)]
-        elif numel % 16 == 0:
-            launches = [(full + 1, 16)]
-        else:
-            launches = [(1, 1)] if full == 0 else [(1, 1), (full, tile)]
-        for programs, unit in launches:
-            start = launcher(kernels, name, (*constants, unit), warps, self.device, registers)
-            start(programs, tensors, (numel, *scalars))
+        starts = _starts(kernels, name, constants, self.numel, tile, warps, registers, self.device)
+        for start, programs in starts:
+            start(programs, tensors, (self.numel, *scalars))
+
+
+@functools.lru_cache(maxsize=1024)
+def _starts(
+    kernels: ModuleType,
+    name: str,
+    constants: tuple[object, ...],
+    numel: int,
+    tile: int,
+    warps: int,
+    registers: int | None,
+    device: torch.device,
+) -> list[tuple[Launcher, int]]:
+    """Return the launchers for all elements, each with the number of programs."""
+    full = numel // tile
+    if numel % tile == 0:
+        units = [(full, tile)]
+    elif numel % 16 == 0:
+        units = [(full + 1, 16)]
+    else:
+        units = [(1, 1)] if full == 0 else [(1, 1), (full, tile)]
+    return [
+        (launcher(kernels, name, (*constants, unit), warps, device, registers), programs) for programs, unit in units
+    ]
 
 
 _of = functools.lru_cache(maxsize=1024)(Elementwise)
-
-
-def dense(x: Tensor) -> Tensor:
-    """Return ``x`` without gaps or overlaps, its dimensions in the order of torch's elementwise results."""
-    return x if layout_of(x).dense else x.clone()
 
 
 def elementwise(x: Tensor) -> Elementwise:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..codec import format as fmt
 from ..codec.kernels import triton as codec_kernels
 from ..engine.recompute import mark_as_packed
+from ..readers.observer import observer
 from ..torch_private import saves_are_dropped
 from .saving import Saving
 
@@ -41,11 +42,6 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def keys(how: Saving) -> tuple[int, int]:
-    """Return the two keys of stochastic rounding; zeros for rounding to nearest."""
-    return fmt.random_keys(how.seed) if how.stochastic else (0, 0)
-
-
 def argument(t: Tensor | None, stand_in: Tensor) -> Tensor:
     """Return a contiguous ``t`` for a kernel; ``stand_in``, which the kernel does not read, for None."""
     return stand_in if t is None else t.contiguous()
@@ -59,13 +55,17 @@ def written_bits(bits: int | None) -> int | None:
 def buffer(x: Tensor, how: Saving, numel: int | None = None) -> Tensor:
     """Return a buffer for the codes of ``x``, padded to ``numel`` elements if given."""
     assert how.bits is not None
-    nbytes = fmt.packed_nbytes(x.numel() if numel is None else numel, how.bits, how.group_size)
-    return mark_as_packed(torch.empty(nbytes, dtype=torch.uint8, device=x.device), x)
+    nbytes = _packed_nbytes(x.numel() if numel is None else numel, how.bits, how.group_size)
+    return mark_as_packed(observer().buffer(x, nbytes), x)
+
+
+# Sizes repeat from step to step.
+_packed_nbytes = functools.lru_cache(maxsize=1024)(fmt.packed_nbytes)
 
 
 def copy_buffer(x: Tensor) -> Tensor:
     """Return a byte buffer for a copy of ``x``. Hooks keep the bytes unpacked, like codes."""
-    return mark_as_packed(torch.empty(x.nbytes, dtype=torch.uint8, device=x.device), x)
+    return mark_as_packed(observer().buffer(x, x.nbytes), x)
 
 
 def bytes_of(x: Tensor) -> Tensor:

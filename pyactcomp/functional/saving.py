@@ -20,7 +20,7 @@ from ..codec.layouts import arranged, contiguous_layout, layout_of
 from ..codec.seeds import calls, second_of
 from ..engine.policy import PLAIN
 from ..engine.recompute import mark_as_packed, withdraw
-from ..engine.saved import Versioned
+from ..engine.saved import check_unchanged
 from ..errors import PyactcompError
 from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
@@ -43,7 +43,10 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 _SCALED = plain_forms.bind("scaled", None, by_triton=False)
 """Operators of torch, which leave nodes in a traced graph."""
 _PACKED_AS_IT_IS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
-"""The dtypes that kernels read; a float64 is cast before."""
+"""The dtypes that the codec's kernels read; a float64 is cast before."""
+
+KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""The dtypes that fused kernels read."""
 
 
 class Recomputed:
@@ -65,16 +68,29 @@ class Recomputed:
         return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Saving(Codes):
-    """The :class:`Codes` of one call: the seed is set, and ``bits`` is not 16."""
+    """The :class:`Codes` of one call: the seed is set, and ``bits`` is not 16. Equal options are one object."""
 
     seed: int = 0
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits == 16:
             raise ValueError("bits must be one of 8, 4, 2 and None, got 16, which only window_attention takes")
+
+    @functools.cached_property
+    def stochastic(self) -> bool:
+        """Whether rounding is stochastic."""
+        return super().stochastic
+
+    @functools.cached_property
+    def keys(self) -> tuple[int, int]:
+        """The two keys of stochastic rounding; zeros for rounding to nearest."""
+        return fmt.random_keys(self.seed) if self.stochastic else (0, 0)
 
     def second(self) -> Saving:
         """Return the options for the second tensor of a call, with another seed."""
@@ -171,12 +187,12 @@ class Saving(Codes):
         the communication.
         """
         return (
-            type(x) in PLAIN
+            (self.impl == "triton" or (x.is_cuda and self.impl == "auto"))
+            and type(x) in PLAIN
+            and x.dtype in KERNEL_DTYPES
+            and x.numel() > 0
             and not _replaced()
             and not is_batch(x)
-            and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            and x.numel() > 0
-            and (self.impl == "triton" or (self.impl == "auto" and x.is_cuda))
             and _triton_serves(self.impl, x.device)
         )
 
@@ -187,6 +203,8 @@ _saving = functools.lru_cache(maxsize=256)(Saving)
 
 def saving(codes: Codes) -> Saving:
     """Return the options of one call. Stochastic rounding without a seed takes the next seed of the sequence."""
+    if type(codes) is Saving:
+        return codes
     if not isinstance(codes, Codes):
         raise TypeError(f"codes must be a pyactcomp.functional.Codes, got {codes!r}")
     seed = codes.seed
@@ -217,8 +235,6 @@ def _traced() -> bool:
 
 def _replaced() -> bool:
     """Return whether a direct kernel call would be missing from a trace, or get tensors without memory."""
-    if torch.compiler.is_compiling():
-        return inside_functorch()
     return observer().may_be_transformed() and (inside_functorch() or being_traced())
 
 
@@ -260,12 +276,10 @@ def begin(ctx: Any, *read: Tensor | None) -> None:
     not by this one: backward raises autograd's error if one of them was written to. Under torch.utils.checkpoint the
     check is left out, as checkpoint does not check recomputed tensors.
     """
-    if torch.compiler.is_compiling():
-        return
     ctx.set_materialize_grads(False)
-    if under_checkpoint() or transformed():
-        return
-    ctx.read = [(Versioned(t), t.size()) for t in read if t is not None and type(t) in PLAIN]
+    if read and not under_checkpoint() and not transformed():
+        version = observer().version
+        ctx.read = [(version(t), t.dtype, t.device, t.size()) for t in read if t is not None and type(t) in PLAIN]
 
 
 def differentiable_once(backward: Backward) -> Backward:
@@ -277,21 +291,24 @@ def differentiable_once(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             withdraw(ctx)
             if grads[0] is None and all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
-            for saved, shape in getattr(ctx, "read", ()):
-                saved.check(shape)
+            for seen, *described in getattr(ctx, "read", ()):
+                if seen.moved:
+                    check_unchanged(seen, *described)
             # A gradient that a collective still computes is a wrapper without memory, and kernels read memory.
-            grads = tuple([grad if grad is None or type(grad) is Tensor else waited(grad) for grad in grads])
+            if type(grads[0]) is not Tensor or len(grads) > 1:
+                grads = tuple([grad if grad is None or type(grad) is Tensor else waited(grad) for grad in grads])
         if torch.is_grad_enabled():
             raise PyactcompError(
                 "backward with create_graph=True went through a function of pyactcomp.functional, which can be "
                 "differentiated only once; use the function of torch.nn.functional there, or compress the model with "
                 "fuse=False"
             )
-        asked = None if torch.compiler.is_compiling() else observer().asked()
+        asked = None if compiling else observer().asked()
         return backward(ctx, *grads) if asked is None else _part(backward, ctx, grads, asked)
 
     return checked
@@ -357,9 +374,14 @@ def recorded(*tensors: Tensor | None) -> bool:
     """Return whether backward will want a gradient of one of the tensors.
 
     Forward-mode AD is left to torch, and so are function modes, which see the calls of torch's functions and may
-    replace them.
+    replace them, and graphs that torch.compile traces: what these save is decided for the whole graph.
     """
-    if not torch.is_grad_enabled() or forward_ad_active() or (function_modes() and function_mode_active()):
+    if (
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or forward_ad_active()
+        or (function_modes() and function_mode_active())
+    ):
         return False
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:

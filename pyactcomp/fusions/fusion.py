@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Module, Parameter
+from torch import Tensor
+from torch.nn import Module
 
 from ..engine.classes import Given, InFront, class_in_front, given_of, unmarked
 from ..engine.marks import FORM, FUSING, GIVEN
+from ..engine.policy import PLAIN
 from ..functional.codes import Codes
-from .state import FusionState, active_codes
+from ..functional.saving import Saving
+from .state import FusionState, codes_in
 
 
 class Fused(InFront):
@@ -98,7 +100,7 @@ def original_of(cls: type[Module]) -> type[Module]:
 _originals: WeakKeyDictionary[type[Module], ref[type[Module]]] = WeakKeyDictionary()
 
 
-def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Codes | None:
+def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Saving | None:
     """Return the codes for a fused call on ``inputs``, or None where the forward of its own class must run.
 
     The own forward runs where :func:`.state.active_codes` returns None, and where an input is a tensor subclass, needs
@@ -110,14 +112,14 @@ def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Codes 
     if state is None or torch.compiler.is_compiling():
         return None
     for x in inputs:
-        if type(x) not in (Tensor, Parameter) or not (x.requires_grad or constant) or x.is_meta or x.is_nested:
+        if type(x) not in PLAIN or not (x.requires_grad or constant) or x.is_meta or x.is_nested:
             return None
         if not x.is_floating_point() or x.nbytes < state.config.min_bytes:
             return None
-    return active_codes(module)
+    return codes_in(state, module)
 
 
-def attention_codes(module: Module, codes: Codes) -> Codes:
+def attention_codes(module: Module, codes: Saving) -> Codes:
     """Return ``codes`` for queries and keys: as in the engine, 16 bits where ``config.attention`` is "exact"."""
     state: FusionState | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks
@@ -125,22 +127,25 @@ def attention_codes(module: Module, codes: Codes) -> Codes:
 
 
 @functools.lru_cache(maxsize=8)
-def _sixteen_bits(codes: Codes) -> Codes:
-    return replace(codes, bits=16)
+def _sixteen_bits(codes: Saving) -> Codes:
+    return Codes(16, codes.group_size, codes.rounding, codes.seed, codes.impl)
 
 
-def fits(norm: nn.LayerNorm, x: Tensor) -> bool:
+def fits(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> bool:
     """Return whether torch's layer norm accepts ``x``; if not, the own forward raises torch's error."""
-    shape = norm.normalized_shape
     # Outside autocast, CUDA's layer norm refuses mixed dtypes.
-    mixed = x.device.type == "cpu" or torch.is_autocast_enabled(x.device.type)
-    return x.shape[-len(shape) :] == shape and of_one_dtype(x, norm.weight, norm.bias, mixed=mixed)
+    mixed = not x.is_cuda or torch.is_autocast_enabled("cuda")
+    return x.shape[-len(shape) :] == shape and of_one_dtype(x, weight, bias, mixed=mixed)
 
 
 def of_one_dtype(x: Tensor, *parameters: Tensor | None, mixed: bool) -> bool:
     """Return whether the parameters have the dtype of ``x`` or, if ``mixed``, are float32 and ``x`` has 16 bits."""
-    wide = torch.float32 if mixed and x.itemsize == 2 else x.dtype
-    return all(p is None or p.dtype is x.dtype or p.dtype is wide for p in parameters)
+    dtype = x.dtype
+    wide = torch.float32 if mixed and x.itemsize == 2 else dtype
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype is not dtype and parameter.dtype is not wide:
+            return False
+    return True
 
 
 def linear_dtype(x: Tensor) -> torch.dtype | None:

@@ -15,6 +15,7 @@ from ..config import Config
 from ..engine.marks import FUSING
 from ..engine.reruns import as_in_first_run
 from ..functional.codes import Codes
+from ..functional.saving import Saving, saving
 from ..readers.observer import transformed
 from .replaced import calls_are_replaced
 
@@ -50,9 +51,9 @@ class FusionState:
         return FusionState, (self.config, self.left_alone, self.seeds)
 
     @functools.cached_property
-    def _codes(self) -> Codes:
+    def _codes(self) -> Saving:
         config = self.config
-        return Codes(
+        codes = Codes(
             bits=None if config.mode == "lossless" else config.bits,
             group_size=config.group_size,
             rounding=config.rounding,
@@ -61,13 +62,14 @@ class FusionState:
             # Fused functions have Triton kernels only; "cuda" selects the codec of the engine.
             impl="auto" if config.impl == "cuda" else config.impl,
         )
+        return saving(codes)
 
-    def codes(self) -> Codes:
+    def codes(self) -> Saving:
         """Return the codes of one call, with a new seed; in lossless mode tensors are kept exact."""
         return replace(self._codes, seed=self.seeds.next()) if self._codes.stochastic else self._codes
 
 
-def active_codes(module: Module) -> Codes | None:
+def active_codes(module: Module) -> Saving | None:
     """Return the codes for one call of a fused module, or None where the forward of its own class must run.
 
     The own forward runs in evaluation mode, without gradients, inside functorch transforms and forward-mode
@@ -77,7 +79,12 @@ def active_codes(module: Module) -> Codes | None:
     of its first run.
     """
     state: FusionState | None = FUSING.get(module)
-    if state is None or not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
+    return None if state is None or torch.compiler.is_compiling() else codes_in(state, module)
+
+
+def codes_in(state: FusionState, module: Module) -> Saving | None:
+    """Return the same as :func:`active_codes`, given the state of the module, where torch.compile does not trace."""
+    if not torch.is_grad_enabled() or transformed():
         return None
     return state.codes() if as_in_first_run(_is_active, module) else None
 
@@ -93,7 +100,7 @@ def _is_active(module: Module) -> bool:
     )
 
 
-def next_codes(module: Module) -> Codes:
+def next_codes(module: Module) -> Saving:
     """Return codes with another seed, for the next fused call in the same forward."""
     state: FusionState | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks

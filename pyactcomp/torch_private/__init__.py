@@ -92,11 +92,8 @@ def _code_of_dropping_hook() -> CodeType | None:
 def saves_are_dropped() -> bool:
     """Return whether saved tensors are dropped unread: in the first run of a function under torch.utils.checkpoint.
 
-    Compare the hook's code, since wrappers copy names. False while torch.compile traces: the test would break the
-    graph.
+    Compare the hook's code, since wrappers copy names. Not for code that torch.compile traces: the test breaks graphs.
     """
-    if torch.compiler.is_compiling():
-        return False
     top = top_saved_tensor_hooks()
     code = None if top is None else getattr(top[0], "__code__", None)
     return code is not None and code is _code_of_dropping_hook()

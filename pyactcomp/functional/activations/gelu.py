@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of_torch
 
+from ...codec.layouts import dense
 from ...engine import recompute
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
@@ -15,20 +17,32 @@ from ..saving import Saving, begin, check_float_tensor, differentiable_once, rec
 Approximate = Literal["none", "tanh"]
 
 
+class _FusedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tanh: bool, how: Saving) -> Tensor:
+        from . import launch
+
+        begin(ctx, x)
+        x = dense(x)
+        ctx.kernels = kernels = launch.gelu(x, tanh, how)
+        out, packed = kernels.forward(x)
+        ctx.save_for_backward(packed)
+        recompute.offer(ctx, out, functools.partial(kernels.recompute, packed))
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.kernels.backward(*ctx.saved_tensors, grad), None, None
+
+
 class _Gelu(torch.autograd.Function):
+    """In torch's operators."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
         begin(ctx, None if how.bits is None else x)
         ctx.approximate = approximate
-        if how.fuses(x):
-            from . import gelu_kernels, launch
-
-            tanh = approximate == "tanh"
-            out, kept, ctx.fused_backward, compute = launch.unary(x, gelu_kernels, "gelu", (tanh,), how)
-            ctx.save_for_backward(kept)
-            recompute.offer(ctx, out, compute)
-            return out
-        ctx.fused_backward = None
         kept, restore = how.keep(x)
         ctx.restore = restore
         ctx.save_for_backward(kept)
@@ -43,8 +57,6 @@ class _Gelu(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        if ctx.fused_backward is not None:
-            return ctx.fused_backward(kept, grad), None, None
         grad_x = torch.ops.aten.gelu_backward(grad, ctx.restore(kept), approximate=ctx.approximate)
         return grad_x, None, None
 
@@ -89,6 +101,13 @@ def gelu(
     check_float_tensor("x", x)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    return applied(x, approximate, how)
+
+
+def applied(x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
+    """Return :func:`gelu` of arguments that are known to be right."""
     if not recorded(x):
         return gelu_of_torch(x, approximate=approximate)
+    if how.fuses(x):
+        return cast(Tensor, _FusedGelu.apply(x, approximate == "tanh", how))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Gelu.apply(x, approximate, how))  # type: ignore[no-untyped-call]

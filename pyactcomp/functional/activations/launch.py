@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...codec.kernels import triton as codec_kernels
-from ...codec.layouts import elementwise_layout, layout_of
+from ...codec.layouts import dense, elementwise_layout, layout_of
 from ...engine.recipes import Compute
 from ...engine.recompute import mark_as_packed
+from ...readers.observer import observer
 from ...torch_private import dispatch_mode_active
-from ..elementwise import FLAT_TILE, Elementwise, dense, elementwise
-from ..launch import buffer, keys, written_bits
+from ..elementwise import FLAT_TILE, Elementwise, elementwise
+from ..launch import buffer, written_bits
 from ..saving import Recomputed, Saving
 from . import gelu_kernels, silu_mul_kernels
 
@@ -32,31 +32,30 @@ def _owns_memory(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Unary:
-    """A function of dense operands of one layout. Per bfloat16 element: 5.06 bytes each way, 3.06 to recompute.
+class Gelu:
+    """GELU of dense operands of one layout. Per bfloat16 element: 5.06 bytes each way, 3.06 to recompute.
 
-    ``kernels`` has ``{name}_forward_kernel``, ``{name}_backward_kernel`` and ``{name}_redo_kernel``, each with
-    ``constants`` as the first constexpr arguments.
+    Get one from :func:`gelu`, which caches.
     """
 
     on: Elementwise
-    kernels: ModuleType
-    name: str
-    constants: tuple[object, ...]
+    tanh: bool
     how: Saving
 
     def _form(self, tile: int, bits: int | None) -> tuple[object, ...]:
         group_size = self.how.group_size
-        return *self.constants, bits, group_size, tile // group_size
+        return self.tanh, bits, group_size, tile // group_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        out, packed = self.on.empty(x.dtype), buffer(x, self.how)
+        """Return the result for a dense x, and the packed x."""
+        how = self.how
+        out, packed = observer().empty_as(x, x), buffer(x, how)
         self.on.launch(
-            self.kernels,
-            f"{self.name}_forward_kernel",
-            (*self._form(codec_kernels.TILE, written_bits(self.how.bits)), self.how.stochastic),
+            gelu_kernels,
+            "gelu_forward_kernel",
+            (*self._form(codec_kernels.TILE, written_bits(how.bits)), how.stochastic),
             (x, out, packed),
-            keys(self.how),
+            how.keys,
             tile=codec_kernels.TILE,
             warps=codec_kernels.WARPS,
             registers=codec_kernels.REGISTERS,
@@ -64,10 +63,11 @@ class _Unary:
         return out, packed
 
     def backward(self, packed: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient."""
         grad_x = self.on.empty(grad.dtype)
         self.on.launch(
-            self.kernels,
-            f"{self.name}_backward_kernel",
+            gelu_kernels,
+            "gelu_backward_kernel",
             self._form(codec_kernels.TILE, self.how.bits),
             (packed, self.on.arrange(grad), grad_x),
             tile=codec_kernels.TILE,
@@ -76,10 +76,11 @@ class _Unary:
         return self.on.as_torch(grad_x, grad)
 
     def recompute(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the result again, in a dtype."""
         out = self.on.empty(dtype)
         self.on.launch(
-            self.kernels,
-            f"{self.name}_redo_kernel",
+            gelu_kernels,
+            "gelu_redo_kernel",
             self._form(codec_kernels.DECODE_TILE, self.how.bits),
             (packed, out),
             tile=codec_kernels.DECODE_TILE,
@@ -88,11 +89,11 @@ class _Unary:
         return out
 
     def backward_and_recompute(self, packed: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient and the output, for kernels with a ``{name}_backward_redo_kernel``."""
+        """Return the gradient and the output, for a contiguous gradient."""
         grad_x, out = self.on.empty(grad.dtype), self.on.empty(grad.dtype)
         self.on.launch(
-            self.kernels,
-            f"{self.name}_backward_redo_kernel",
+            gelu_kernels,
+            "gelu_backward_redo_kernel",
             self._form(codec_kernels.TILE, self.how.bits),
             (packed, grad, grad_x, out),
             tile=codec_kernels.TILE,
@@ -101,29 +102,12 @@ class _Unary:
         return grad_x, out
 
 
-_unary_of = functools.lru_cache(maxsize=256)(_Unary)
+_gelu_of = functools.lru_cache(maxsize=256)(Gelu)
 
 
-def unary(
-    x: Tensor, kernels: ModuleType, name: str, constants: tuple[object, ...], how: Saving
-) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Run the Triton kernels of the function ``name`` in the module ``kernels``, packing x.
-
-    Returns
-    -------
-    The output, the packed x, the backward (packed x, output's gradient -> gradient) and the recompute.
-    """
-    x = dense(x)
-    fused = _unary_of(elementwise(x), kernels, name, constants, how)
-    out, packed = fused.forward(x)
-    return out, packed, fused.backward, functools.partial(_Unary.recompute, fused, packed)
-
-
-def unary_backward(
-    packed: Tensor, grad: Tensor, kernels: ModuleType, name: str, constants: tuple[object, ...], how: Saving
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of :func:`unary` and its output again, for a packed x and a contiguous gradient."""
-    return _unary_of(elementwise(grad), kernels, name, constants, how).backward_and_recompute(packed, grad)
+def gelu(x: Tensor, tanh: bool, how: Saving) -> Gelu:
+    """Return the kernels of GELU for tensors of the layout of a dense x."""
+    return _gelu_of(elementwise(x), tanh, how)
 
 
 def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:
@@ -155,14 +139,14 @@ def silu_mul(
         increment_version(up)
         out = up.data
     else:
-        out = on.empty(dtype)
+        out = observer().empty_as(gate, gate)
     exact = how.bits is None
     keeps_up = up_again is None
     # The kernels with codes take whole groups; the exact kernels take tiles without groups.
     groups = (how.bits, how.group_size, FLAT_TILE // how.group_size)
     form = () if exact else (*groups, keeps_up)
     operands = (gate, up) if keeps_up else (gate,)
-    kept = operands if exact else tuple(buffer(x, how) for x in operands)
+    kept = operands if exact else tuple([buffer(x, how) for x in operands])
     if overwrite and keeps_up and not exact:
         mark_as_packed(kept[1], up, overwritten=True)
     if written_bits(how.bits):
@@ -170,7 +154,7 @@ def silu_mul(
         tensors = (gate, up, out, kept[0], kept[-1])
         # The rare paths would take 80 registers. No limit for float32: the ordinary path takes more and would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
-        scalars = *keys(how), *keys(how.second())
+        scalars = *how.keys, *how.second().keys
         on.launch(silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
     else:
         _silu_mul_exactly(on, gate, up, out)
@@ -189,7 +173,8 @@ def silu_mul(
         of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
         return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
 
-    saved = tuple(t.detach() for t in kept)
+    # The recipe holds no graph.
+    saved = tuple([t.detach() for t in kept]) if exact else kept
 
     def compute(dtype: torch.dtype) -> Tensor:
         result = on.empty(dtype)
@@ -204,7 +189,7 @@ def silu_mul(
 
 
 def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return the same as :func:`unary` for the exact chain of operators, with x saved unpacked.
+    """Return the exact chain's result, the x to save, the backward (x, gradient -> gradient) and the recompute.
 
     Bytes moved per bfloat16 element: 6 forward and 8 backward with float32 results (``wide``), else 4 and 6; 4 to
     recompute in bfloat16.

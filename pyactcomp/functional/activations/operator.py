@@ -33,10 +33,9 @@ def _compute(x: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"the operator takes contiguous tensors, got shape {tuple(x.shape)}, strides {x.stride()}")
     how = saving(Codes(group_size=group_size))
     if how.fuses(x):
-        from . import gelu_kernels, launch
+        from . import launch
 
-        out, packed, *_ = launch.unary(x, gelu_kernels, "gelu", (tanh,), how)
-        return out, packed
+        return launch.gelu(x, tanh, how).forward(x)
     packed = quantize(x, 8, group_size, False, 0, "auto")
     return gelu_of_torch(x, approximate="tanh" if tanh else "none"), packed
 
@@ -49,10 +48,9 @@ def _restore(codes: Tensor, groups: Tensor, grad: Tensor, tanh: bool, group_size
         )
     how = saving(Codes(group_size=group_size))
     if how.fuses(grad):
-        from . import gelu_kernels, launch
+        from . import launch
 
-        packed = joined(codes, groups, group_size)
-        return launch.unary_backward(packed, grad, gelu_kernels, "gelu", (tanh,), how)
+        return launch.gelu(grad, tanh, how).backward_and_recompute(joined(codes, groups, group_size), grad)
     x = restore(codes, groups, grad.dtype, group_size).view(grad.shape)
     approximate = "tanh" if tanh else "none"
     return torch.ops.aten.gelu_backward(grad, x, approximate=approximate), gelu_of_torch(x, approximate=approximate)

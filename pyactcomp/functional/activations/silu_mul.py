@@ -26,7 +26,7 @@ class _SiluMul(torch.autograd.Function):
 
             out, kept, ctx.fused_backward, compute = launch.silu_mul(gate, up, up_again, inplace, how)
             ctx.save_for_backward(*kept)
-            recompute.offer(ctx, out, compute, *(t.detach() for t in kept))
+            recompute.offer(ctx, out, compute, *([t.detach() for t in kept] if exact else kept))
             return out
         ctx.fused_backward = None
         saves = [how.keep(gate)] if up_again is not None else [how.keep(gate), how.second().keep(up)]

@@ -72,6 +72,8 @@ class _Rope(torch.autograd.Function):
 
 
 def _product(dtype: torch.dtype, cos: Tensor, sin: Tensor) -> torch.dtype:
+    if cos.dtype is dtype and sin.dtype is dtype:
+        return dtype
     return torch.promote_types(torch.promote_types(dtype, cos.dtype), sin.dtype)
 
 
@@ -83,11 +85,8 @@ def _fused(
         return None
     from . import launch
 
-    source, target = _by_token(x, heads), _by_token(out, heads)
-    if not launch.serves(source, target, cos, sin):
-        return None
-    launch.rotate(source, cos, sin, target, backward=backward)
-    return out
+    served = launch.rotate(_by_token(x, heads), cos, sin, _by_token(out, heads), backward=backward)
+    return out if served else None
 
 
 @one_option
@@ -155,26 +154,31 @@ def rope(
         raise ValueError(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim!r}")
     for name, t in (("q", q), ("k", k)):
         _check_shapes(name, t, cos, sin, unsqueeze_dim)
-    return tuple(_rope(x, cos, sin, unsqueeze_dim, dtype, contiguous_grad, how) for x in (q, k))  # type: ignore[return-value]
+    turned = [_rope(x, cos, sin, unsqueeze_dim, dtype, contiguous_grad, how) for x in (q, k)]
+    return turned[0], turned[1]
 
 
 def _check_shapes(name: str, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    expected = [x.shape[0], x.shape[3 - heads], x.shape[3]] if x.dim() == 4 else None
-    if (
-        expected is None
-        or expected[2] % 2
-        or any(t.dim() != 3 or list(t.shape) not in (expected, [1, *expected[1:]]) for t in (cos, sin))
-    ):
+    if x.dim() != 4 or x.shape[3] % 2 or not _match(cos, x, heads) or not _match(sin, x, heads):
         raise ValueError(
             f"rope expects {name} of four dimensions, the last one even, and cos and sin [batch or 1, tokens, dim] to "
             f"match; got {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)} with unsqueeze_dim={heads}"
         )
 
 
+def _match(table: Tensor, x: Tensor, heads: int) -> bool:
+    return (
+        table.dim() == 3
+        and table.shape[0] in (1, x.shape[0])
+        and table.shape[1] == x.shape[3 - heads]
+        and table.shape[2] == x.shape[3]
+    )
+
+
 def _rope(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype | None, contiguous_grad: bool, how: Saving
 ) -> Tensor:
     dtype = dtype or _product(x.dtype, cos, sin)
-    if not recorded(x) or recorded(cos, sin):
+    if not recorded(x) or cos.requires_grad or sin.requires_grad:
         return _rotated(x, cos, sin, heads).to(dtype)
     return cast(Tensor, _Rope.apply(x, cos, sin, heads, dtype, contiguous_grad, how))  # type: ignore[no-untyped-call]

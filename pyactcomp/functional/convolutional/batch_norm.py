@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...codec.layouts import arranged, layout_of, overlaps, suggested_layout
 from ...engine.policy import PLAIN
-from ...engine.recompute import mark_as_packed, offer, stable_copy
+from ...engine.recompute import mark_as_packed, offer, stable_copies
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, same, saving, wide
@@ -75,7 +75,7 @@ class _BatchNorm(torch.autograd.Function):
         ctx.relu, ctx.eps = relu, eps
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
         recomputes = residual is None and how.bits is not None
-        gamma, beta = (stable_copy(t) if recomputes else None for t in (weight, bias))
+        gamma, beta = stable_copies(weight, bias) if recomputes else (None, None)
         operands = [t for t in (gamma, beta) if t is not None]
         ctx.fused = norm = _kernels(x, residual, running, relu, how)
         if norm is not None:

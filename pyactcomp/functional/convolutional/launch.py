@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import codec
 from ...codec.kernels import triton as codec_kernels
 from ...codec.layouts import elementwise_layout, layout_of
-from ..launch import argument, buffer, keys, launcher, processors
+from ..launch import argument, buffer, launcher, processors
 from ..saving import Saving
 from . import batch_norm_kernels, max_pool_kernels
 
@@ -148,7 +148,7 @@ class BatchNorm:
         parameters = (argument(weight, mean), argument(bias, mean))
         kept = (mean if signs is None else signs, packed, mean if packed_out is None else packed_out)
         tensors = (x, x if residual is None else residual, mean, rstd, *parameters, out, *kept)
-        self._launch("batch_norm_apply_kernel", constants, tensors, (*keys(self.how), *keys(self.how.second())))
+        self._launch("batch_norm_apply_kernel", constants, tensors, (*self.how.keys, *self.how.second().keys))
         return out, packed, signs, packed_out
 
     def _signs(self) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec.layouts import layout_of
-from ...engine.recompute import offer, stable_copy
+from ...engine.recompute import offer, stable_copies
 from ...engine.saved import Versioned
 from ...torch_private import under_checkpoint
 from ..codes import INT8, Codes, one_option
@@ -29,7 +28,8 @@ def _keeps_itself(x: Tensor, residual: Tensor | None) -> bool:
 
 def _dtype_of(*tensors: Tensor | None) -> torch.dtype:
     """Return the dtype that torch promotes the tensors to."""
-    return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
+    dtypes = [t.dtype for t in tensors if t is not None]
+    return dtypes[0] if dtypes.count(dtypes[0]) == len(dtypes) else functools.reduce(torch.promote_types, dtypes)
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -40,20 +40,21 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, how: Saving
     ) -> tuple[Tensor, Tensor]:
         # Check x only where torch saves it: for a sum torch saves the sum, for 16-bit rows a float32 cast.
-        begin(ctx, x if residual is None and x.dtype.itemsize >= 4 else None)
-        gamma = stable_copy(weight)
+        begin(ctx, weight, x if residual is None and x.dtype.itemsize >= 4 else None)
+        (gamma,) = stable_copies(weight)
         itself = _keeps_itself(x, residual)
         total = x if residual is None else torch.empty_like(x, dtype=_dtype_of(x, residual))
-        ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, total.dtype if itself else None)
+        ctx.norm = norm = norm_of(x.shape[-1:], False, eps, how, total.dtype if itself else None)
         dtype = _dtype_of(total, weight)
         out, packed, rstd = norm.forward(x, residual, gamma, None, None, dtype, total if itself else None)
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight))
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         # torch.utils.checkpoint does not check saved tensors for writes.
         ctx.version = Versioned(total) if itself and under_checkpoint() else None
-        ctx.save_for_backward(packed, rstd, weight)
-        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
+        ctx.weight = gamma
+        ctx.save_for_backward(packed, rstd)
+        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, out.size())
         read = packed if itself else None, gamma
-        offer(ctx, out, compute, *(t for t in read if t is not None))
+        offer(ctx, out, compute, *[t for t in read if t is not None])
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return out, total
@@ -61,18 +62,17 @@ class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, beside: Tensor | None) -> tuple[Tensor | None, ...]:
-        packed, rstd, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        dtypes = tuple(d if need else None for d, need in zip(ctx.dtypes, needs, strict=True))
+        packed, rstd = ctx.saved_tensors
+        of_x, of_residual, of_weight, *_ = ctx.needs_input_grad
+        x_dtype, residual_dtype = ctx.dtypes
+        dtypes = x_dtype if of_x else None, residual_dtype if of_residual else None
         if grad is None:
-            of_inputs = (None if d is None or beside is None else beside.to(d) for d in dtypes[:2])
+            of_inputs = [None if d is None or beside is None else beside.to(d) for d in dtypes]
             return *of_inputs, None, None, None
         if ctx.version is not None:
             ctx.version.check(grad.shape)
-        if beside is not None:
-            beside = beside.contiguous()
-        grads = ctx.norm.backward(packed, rstd, weight, None, grad, dtypes[:2], (needs[2], False), beside)
-        return *(None if g is None else g.to(d) for g, d in zip(grads[:3], dtypes, strict=True)), None, None
+        *grads, _ = ctx.norm.backward(packed, rstd, ctx.weight, None, grad, dtypes, (of_weight, False), beside)
+        return *grads, None, None
 
 
 @one_option

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...codec.kernels import triton as codec_kernels
-from ..launch import argument, buffer, bytes_of, copy_buffer, keys, launcher, processors, written_bits
+from ...readers.observer import observer
+from ..launch import buffer, bytes_of, copy_buffer, launcher, processors, written_bits
 from ..masks.noise import QUIET, Noise
 from ..saving import Saving
 
@@ -33,7 +34,8 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
     """Return whether the kernels serve a norm of x, or x + residual, over ``shape`` with output dtype ``dtype``."""
     length = math.prod(shape)
     return (
-        all(t is None or how.fuses(t) for t in (x, residual))
+        how.fuses(x)
+        and (residual is None or how.fuses(residual))
         and dtype is not torch.float64
         # A row that ends inside a group is padded in the codes, a shorter one is not; threads read and write 64 bytes.
         and (length % how.group_size == 0 or (length > how.group_size and length % _ALIGNED == 0))
@@ -95,26 +97,34 @@ class Norm:
         ``total`` is saved instead of codes: x itself, or memory for the sum, always written. ``noise`` applies dropout
         to x first.
         """
-        numel = x.numel()
+        how, numel = self.how, x.numel()
         # As torch's operator copies the rows of a permuted image, or of a sequence that convolutions made.
         source, x = x, x.contiguous()
-        out = torch.empty_like(x, dtype=dtype)
+        out = observer().empty_as(x, x) if x.dtype is dtype else torch.empty_like(x, dtype=dtype)
         if total is not None:
             packed = bytes_of(total)
             bits = 0 if residual is None else self._form.bits
         else:
-            packed = buffer(source, self.how, self._stored(numel)) if self.copied is None else copy_buffer(source)
+            packed = buffer(source, how, self._stored(numel)) if self.copied is None else copy_buffer(source)
             bits = written_bits(self._form.bits)
         rstd = x.new_empty(numel // self.length, dtype=torch.float32)
         flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
-        form = self._form._replace(bits=bits)
         # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without. No
         # limit for float32 or stochastic rounding: both would spill.
-        most = codec_kernels.REGISTERS if noise.quads == 2 and not self.how.stochastic else None
-        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (self.how.stochastic,), x.device, most)
-        given = (argument(residual, x), argument(weight, x), argument(bias, x), argument(indices, x))
-        tensors = (x, *given, out, self._elements(packed), rstd)
-        plan.launch(plan.tiles, tensors, (self._stored(numel), self.eps, *keys(self.how), *noise.arguments(False)))
+        most = codec_kernels.REGISTERS if noise.quads == 2 and not how.stochastic else None
+        form = self._form if bits == self._form.bits else self._form._replace(bits=bits)
+        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (how.stochastic,), x.device, most)
+        tensors = (
+            x,
+            x if residual is None else residual.contiguous(),
+            x if weight is None else weight.contiguous(),
+            x if bias is None else bias.contiguous(),
+            x if indices is None else indices.contiguous(),
+            out,
+            self._elements(packed),
+            rstd,
+        )
+        plan.launch(plan.tiles, tensors, (self._stored(numel), self.eps, *how.keys, *noise.of_forward))
         return out, packed, rstd
 
     def recompute(
@@ -128,12 +138,11 @@ class Norm:
     ) -> Tensor:
         """Recompute the output from the ``packed`` and ``rstd`` of :meth:`forward`."""
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-        numel = out.numel()
-        plan = _plan(
-            self._form, "norm_redo_kernel", numel, _RECOMPUTE, (weight is not None, bias is not None), (), out.device
-        )
-        tensors = (self._elements(packed), rstd, argument(weight, rstd), argument(bias, rstd), out)
-        plan.launch(plan.tiles, tensors, (self._stored(numel),))
+        numel, flags = out.numel(), (weight is not None, bias is not None)
+        plan = _plan(self._form, "norm_redo_kernel", numel, _RECOMPUTE, flags, (), out.device)
+        weight = rstd if weight is None else weight.contiguous()
+        bias = rstd if bias is None else bias.contiguous()
+        plan.launch(plan.tiles, (self._elements(packed), rstd, weight, bias, out), (self._stored(numel),))
         return out
 
     def backward(
@@ -147,38 +156,56 @@ class Norm:
         needs: tuple[bool, bool],
         beside: Tensor | None = None,
         noise: Noise = QUIET,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of x and residual in ``dtypes`` (None for None) and the needed ones of weight and bias.
 
         ``beside``, of the same dtype, is added to the gradients of x and residual. ``noise`` is the forward's.
         """
         grad = grad.contiguous()
-        numel = grad.numel()
-        noise = QUIET if dtypes[0] is None else noise
+        of_x, of_residual = dtypes
+        noise = QUIET if of_x is None else noise
+        grad_x = None if of_x is None else torch.empty_like(grad, dtype=of_x)
         # x and residual share a gradient if they have one dtype and x has no dropout.
-        kinds = (dtypes[0], noise.quads > 0), (dtypes[1], False)
-        inputs = {kind: torch.empty_like(grad, dtype=kind[0]) for kind in kinds if kind[0] is not None}
-        out, *other = inputs.values() or (grad,)
-        added = beside is not None
-        flags = (weight is not None, bool(inputs), *needs, bool(other), indices is not None, added, noise.quads)
+        shared = of_residual is of_x and not noise.quads
+        grad_residual = grad_x if of_residual is None or shared else torch.empty_like(grad, dtype=of_residual)
+        first = grad_x if grad_x is not None else grad_residual
+        second = grad_residual if grad_residual is not first else None
+        flags = (
+            weight is not None,
+            first is not None,
+            *needs,
+            second is not None,
+            indices is not None,
+            beside is not None,
+            noise.quads,
+        )
+        numel = grad.numel()
         plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
-        sums = grad.new_empty((sum(needs), plan.resident, *self.shape), dtype=torch.float32)
+        count = sum(needs)
         # Sums of the weight are first, sums of the bias last; rstd stands in if neither is needed.
-        parameters = (sums[0], sums[-1]) if any(needs) else (rstd, rstd)
-        results = (out, other[0] if other else out, *parameters)
+        sums = grad.new_empty((count, plan.resident, *self.shape), dtype=torch.float32) if count else rstd
+        parts = sums.unbind(0) if count else (rstd,)
+        first = grad if first is None else first
         tensors = (
             self._elements(packed),
             rstd,
-            argument(weight, rstd),
+            rstd if weight is None else weight.contiguous(),
             grad,
-            argument(beside, grad),
-            argument(indices, rstd),
-            *results,
+            grad if beside is None else beside.contiguous(),
+            rstd if indices is None else indices.contiguous(),
+            first,
+            first if second is None else second,
+            parts[0],
+            parts[-1],
         )
-        plan.launch(plan.resident, tensors, (self._stored(numel), *noise.arguments(True)))
-        of_parameters = iter(sums.sum(1))
-        of_inputs = (inputs.get(kind) for kind in kinds)
-        return *of_inputs, *(next(of_parameters) if need else None for need in needs)
+        plan.launch(plan.resident, tensors, (self._stored(numel), *noise.of_backward))
+        found = sums.sum(1).unbind(0) if count else ()
+        return (
+            grad_x,
+            None if of_residual is None else grad_residual,
+            found[0] if needs[0] else None,
+            found[-1] if needs[1] else None,
+        )
 
     def _stored(self, numel: int) -> int:
         """Return the number of packed elements of ``numel``: rows of codes end with a whole group."""

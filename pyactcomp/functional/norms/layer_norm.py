@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...codec.layouts import layout_of
-from ...engine.recompute import offer, stable_copy
+from ...engine.recompute import offer, stable_copies
 from ..codes import INT8, Codes, one_option
 from ..masks.dropout import check_probability, dropout
 from ..masks.noise import QUIET, Noise, draw
@@ -35,7 +34,68 @@ def _under_autocast(x: Tensor) -> bool:
     return x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64
 
 
+class _FusedLayerNorm(torch.autograd.Function):
+    """Where :func:`serves` is true: ``x`` or ``residual`` or ``weight`` needs a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        norm: Norm,
+        dtype: torch.dtype,
+        noise: Noise,
+        own: Own | None,
+    ) -> Tensor:
+        # Backward reads the weight itself, whatever torch's own would.
+        begin(ctx, weight, *(_read(x, x if residual is None else None, bias) if own is None else ()))
+        gamma, beta = stable_copies(weight, bias)
+        result = None if own is None else own.result(x)
+        dtype = dtype if result is None else result.dtype
+        itself = norm.copied is not None
+        out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, x if itself else None, noise)
+        out = out if result is None else result
+        ctx.norm, ctx.noise, ctx.weight = norm, noise, gamma
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.save_for_backward(packed, rstd, rows)
+        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, beta, out.size())
+        offer(ctx, out, compute, *[t for t in (packed if itself else None, gamma, beta) if t is not None])
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, rstd, rows = ctx.saved_tensors
+        of_x, of_residual, of_weight, of_bias, *_ = ctx.needs_input_grad
+        x_dtype, residual_dtype = ctx.dtypes
+        dtypes = x_dtype if of_x else None, residual_dtype if of_residual else None
+        needs = of_weight, of_bias
+        grads = ctx.norm.backward(packed, rstd, ctx.weight, rows, grad, dtypes, needs, noise=ctx.noise)
+        # Autograd casts the gradients of weight and bias, sums in float32.
+        return *grads, *(None,) * 5
+
+
+def _keeps_itself(x: Tensor, residual: Tensor | None, rows: Tensor | None, own: Own | None) -> bool:
+    """Return whether to save ``x`` itself: a program often holds an input that needs no gradient.
+
+    It is the batch, or comes from embeddings that are not trained. Nobody holds the casts that autocast makes.
+    """
+    if x.requires_grad or residual is not None or rows is not None or own is not None:
+        return False
+    return x.dtype is torch.float32 or not _under_autocast(x)
+
+
+def _read(x: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """Return the tensors that torch's layer norm of ``x`` reads themselves: nobody writes to what autocast makes."""
+    return [t for t in tensors if t is None or t.dtype is torch.float32] if _under_autocast(x) else tensors
+
+
 class _LayerNorm(torch.autograd.Function):
+    """In torch's operators."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -48,37 +108,19 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         how: Saving,
-        noise: Noise,
         own: Own | None,
     ) -> Tensor:
         result = None if own is None else own.result(x)
         dtype = dtype if result is None else result.dtype
         exact = how.bits is None
-        ctx.shape, ctx.norm, ctx.noise = shape, None, noise
+        ctx.shape = shape
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         # The bias's gradient does not read x, but with bits=None only torch's operator has torch's rounding of it.
         ctx.keeps = any(ctx.needs_input_grad[: 4 if exact else 3])
-        # Nobody writes to the casts that autocast makes.
-        cast_first = x.dtype is not torch.float32 and _under_autocast(x)
-        # A program often holds an input that needs no gradient: the batch, or embeddings that are not trained.
-        needed = *ctx.needs_input_grad[:2], cast_first, noise.quads
-        itself = not any(needed) and all(each is None for each in (residual, rows, own))
-        gamma, beta = stable_copy(weight), stable_copy(bias)
-        read = (x if residual is None and not (exact and ctx.keeps) else None, None if ctx.keeps else weight, bias)
-        saved_by_torch = [t for t in read if t is None or t.dtype is torch.float32 or not _under_autocast(x)]
-        begin(ctx, *(saved_by_torch if own is None else ()))
-        parameters = [t for t in (gamma, beta) if t is not None]
-        # Noise is drawn only if the kernels serve.
-        served = ctx.keeps and serves(x, residual, shape, dtype, how) and (x.is_contiguous() or not itself)
-        if noise.quads or served:
-            ctx.norm = norm = norm_of(shape, True, eps, how, x.dtype if itself else None)
-            out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, x if itself else None, noise)
-            out = out if result is None else result
-            ctx.save_for_backward(packed, rstd, weight, rows)
-            compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, beta, layout_of(out).shape)
-            offer(ctx, out, compute, *([packed] if itself else []), *parameters)
-            return out
-
+        gamma, beta = stable_copies(weight, bias)
+        itself = _keeps_itself(x, residual, rows, own)
+        read = x if residual is None and not (exact and ctx.keeps) else None
+        begin(ctx, *(_read(x, read, None if ctx.keeps else weight, bias) if own is None else ()))
         x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
         # bits=None follows torch; else statistics are float32 also for 16-bit x, where torch on the CPU has bfloat16.
         ctx.wide = None if exact and not _under_autocast(x) else wide(x.dtype)
@@ -92,6 +134,7 @@ class _LayerNorm(torch.autograd.Function):
             compute = functools.partial(
                 _recompute, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide
             )
+            parameters = [t for t in (gamma, beta) if t is not None]
             offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
         return out
 
@@ -102,10 +145,6 @@ class _LayerNorm(torch.autograd.Function):
         grads: tuple[Tensor | None, ...]
         if not ctx.keeps:
             grads = None, None, None, grad.reshape(-1, *ctx.shape).sum(0, dtype=ctx.wide)
-        elif ctx.norm is not None:
-            dtypes = tuple(d if need else None for d, need in zip(ctx.dtypes[:2], needs[:2], strict=True))
-            packed, rstd, weight, rows = ctx.saved_tensors
-            grads = ctx.norm.backward(packed, rstd, weight, rows, grad, dtypes, needs[2:], noise=ctx.noise)
         else:
             kept, mean, rstd, weight, rows = ctx.saved_tensors
             x, gamma = _to(ctx.restore(kept), ctx.wide), _to(weight, ctx.wide)
@@ -124,7 +163,7 @@ class _LayerNorm(torch.autograd.Function):
         wanted = (
             g.to(d) if g is not None and need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True)
         )
-        return *wanted, *(None,) * 7
+        return *wanted, *(None,) * 6
 
 
 def _mean(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -180,7 +219,7 @@ def _dtype_of(x: Tensor, residual: Tensor | None) -> torch.dtype:
     return torch.float32 if dtype is not torch.float64 and _under_autocast(x) else dtype
 
 
-def _apply(
+def normalised(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -191,19 +230,30 @@ def _apply(
     dtype: torch.dtype | None,
     how: Saving,
     p: float = 0.0,
+    own: Own | None = None,
 ) -> Tensor:
-    noise = QUIET
+    """Return :func:`layer_norm` of x, or :func:`add_layer_norm`, of arguments that are known to be right.
+
+    ``own`` computes the result in the way of a program's own code.
+    """
     wanted = _dtype_of(x, residual) if dtype is None else dtype
+    fused = recorded(x, residual, weight) and serves(x, residual, shape, wanted, how)
+    noise = QUIET
     if p > 0:
-        fused = p < 1 and draws_noise(x, residual, shape, how) and serves(x, residual, shape, wanted, how)
-        if fused and recorded(x, residual, weight):
+        if p < 1 and fused and draws_noise(x, residual, shape, how):
             noise = draw(x, p)
         if not noise.quads:
             x = dropout(x, p, impl=how.impl)
-    if not recorded(x, residual, weight, bias):
+            fused = fused and serves(x, residual, shape, wanted, how)
+    itself = not noise.quads and _keeps_itself(x, residual, rows, own)
+    if fused and (x.is_contiguous() or not itself):
+        norm = norm_of(shape, True, eps, how, x.dtype if itself else None)
+        out = _FusedLayerNorm.apply(x, residual, weight, bias, rows, norm, wanted, noise, own)  # type: ignore[no-untyped-call]
+        return cast(Tensor, out)
+    if own is None and not recorded(x, residual, weight, bias):
         out = F.layer_norm(_normalised(x, residual, rows), shape, weight, bias, eps)
         return out if dtype is None else out.to(dtype)
-    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, wanted, how, noise, None)  # type: ignore[no-untyped-call]
+    out = _LayerNorm.apply(x, residual, weight, bias, rows, shape, eps, wanted, how, own)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
@@ -274,7 +324,7 @@ def layer_norm(
     if rows is not None:
         _checked_rows(rows, x.shape[: -len(shape)].numel())
         x = x.reshape(-1, *shape)
-    return _apply(x, None, weight, bias, rows, shape, eps, dtype, how)
+    return normalised(x, None, weight, bias, rows, shape, eps, dtype, how)
 
 
 @one_option
@@ -338,4 +388,4 @@ def add_layer_norm(
     if residual.shape != x.shape:
         raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")
     check_probability(p)
-    return _apply(x, residual, weight, bias, None, shape, eps, dtype, how, float(p))
+    return normalised(x, residual, weight, bias, None, shape, eps, dtype, how, float(p))

@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec.layouts import layout_of
-from ...engine.recompute import offer, stable_copy
+from ...engine.recompute import offer, stable_copies
 from ..codes import INT8, Codes, one_option
 from ..saving import (
     Restore,
@@ -44,39 +43,57 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return _scaled(wide, _reciprocal_deviation(wide, eps), weight, x.dtype)
 
 
+class _FusedRmsNorm(torch.autograd.Function):
+    """Where :func:`serves` is true."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, norm: Norm, dtype: torch.dtype, itself: bool, own: Own | None
+    ) -> Tensor:
+        # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
+        begin(ctx, weight, x if x.dtype is torch.float32 and own is None else None)
+        (gamma,) = stable_copies(weight)
+        result = None if own is None else own.result(x)
+        dtype = dtype if result is None else result.dtype
+        out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype, x if itself else None)
+        out = out if result is None else result
+        ctx.norm, ctx.dtype, ctx.weight = norm, x.dtype, gamma
+        ctx.save_for_backward(packed, rstd)
+        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, out.size())
+        offer(ctx, out, compute, *[t for t in (packed if itself else None, gamma) if t is not None])
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, rstd = ctx.saved_tensors
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        dtypes, needs = (ctx.dtype if of_x else None, None), (of_weight, False)
+        grad_x, _, grad_weight, _ = ctx.norm.backward(packed, rstd, ctx.weight, None, grad, dtypes, needs)
+        return grad_x, grad_weight, None, None, None, None
+
+
 class _RmsNorm(torch.autograd.Function):
+    """In torch's operators."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         eps: float,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         copy: bool,
         how: Saving,
         own: Own | None,
     ) -> Tensor:
         result = None if own is None else own.result(x)
-        # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
+        # Check x only where torch's chain of operators saves it, as above.
         begin(ctx, x if how.bits is not None and _wide(x) is x and own is None else None)
-        dtype = dtype if result is None else result.dtype
-        dtype = dtype or (x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
-        # A program often holds an input that needs no gradient: the batch, or embeddings that are not trained.
-        itself = not ctx.needs_input_grad[0] and _wide(x) is x and own is None
-        gamma = stable_copy(weight)
-        parameters = () if gamma is None else (gamma,)
-        ctx.norm, ctx.eps = None, eps
+        (gamma,) = stable_copies(weight)
+        ctx.eps = eps
         ctx.dtypes = x.dtype, None if weight is None else weight.dtype
-        if x.is_contiguous() and serves(x, None, x.shape[-1:], dtype, how):
-            ctx.norm = norm = norm_of(tuple(x.shape[-1:]), False, eps, how, x.dtype if copy or itself else None)
-            out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype, x if itself else None)
-            out = out if result is None else result
-            ctx.save_for_backward(packed, rstd, weight)
-            compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, layout_of(out).shape)
-            offer(ctx, out, compute, *([packed] if itself else []), *parameters)
-            return out
-
-        if itself:
+        if _keeps_itself(x, own):
             kept, ctx.restore = x.detach(), same
         else:
             kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach(), x.shape[-1])
@@ -87,6 +104,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
         out = _scaled(wide, rstd, weight, x.dtype).to(dtype) if result is None else result
         if out.is_contiguous():
+            parameters = () if gamma is None else (gamma,)
             offer(ctx, out, functools.partial(_recompute, kept, ctx.restore, rstd, gamma), kept, *parameters)
         return out
 
@@ -95,10 +113,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, rstd, weight = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:2])
-        if ctx.norm is not None:
-            dtypes = ctx.dtypes[0] if needs[0] else None, None
-            grad_x, _, grad_weight, _ = ctx.norm.backward(kept, rstd, weight, None, grad, dtypes, (needs[1], False))
-        elif ctx.exact:
+        if ctx.exact:
             grad_x, grad_weight = _differentiated(kept, weight, ctx.eps, grad, needs)
         else:
             row, g = _wide(ctx.restore(kept)) * rstd, _wide(grad)
@@ -210,7 +225,38 @@ def rms_norm(
     check_dtype("rms_norm", dtype)
     if copy and how.bits is None:
         raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
-    if not recorded(x, weight):
+    return normalised(x, weight, eps, dtype, copy, how)
+
+
+def _keeps_itself(x: Tensor, own: Own | None) -> bool:
+    """Return whether to save ``x`` itself: a program often holds an input that needs no gradient.
+
+    It is the batch, or comes from embeddings that are not trained.
+    """
+    return not x.requires_grad and own is None and _wide(x) is x
+
+
+def normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None,
+    copy: bool,
+    how: Saving,
+    own: Own | None = None,
+) -> Tensor:
+    """Return :func:`rms_norm` of arguments that are known to be right.
+
+    ``own`` computes the result in the way of a program's own code.
+    """
+    if own is None and not recorded(x, weight):
         out = _rms_norm(x, weight, eps)
         return out if dtype is None else out.to(dtype)
-    return cast(Tensor, _RmsNorm.apply(x, weight, eps, dtype, copy, how, None))  # type: ignore[no-untyped-call]
+    shape = x.shape[-1:]
+    if dtype is None:
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    if x.is_contiguous() and serves(x, None, shape, dtype, how):
+        itself = _keeps_itself(x, own)
+        norm = norm_of(shape, False, eps, how, x.dtype if copy or itself else None)
+        return cast(Tensor, _FusedRmsNorm.apply(x, weight, norm, dtype, itself, own))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps, dtype, copy, how, own))  # type: ignore[no-untyped-call]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from ..codes import Codes
-from ..masks.noise import QUIET
 from ..saving import saving
-from .layer_norm import _LayerNorm
+from .layer_norm import normalised as layer_norm
 from .own import Own
-from .rms_norm import _RmsNorm
+from .rms_norm import normalised as rms_norm
 
 
 def norm_by(
@@ -35,10 +32,7 @@ def norm_by(
     -------
     Tensor, the shape of ``x``
     """
-    how, shape = saving(codes), tuple(x.shape[-1:])
-    out = (
-        _LayerNorm.apply(x, None, weight, bias, None, shape, eps, x.dtype, how, QUIET, own)  # type: ignore[no-untyped-call]
-        if centred
-        else _RmsNorm.apply(x, weight, eps, None, False, how, own)  # type: ignore[no-untyped-call]
-    )
-    return cast(Tensor, out)
+    how = saving(codes)
+    if centred:
+        return layer_norm(x, None, weight, bias, None, x.shape[-1:], eps, x.dtype, how, own=own)
+    return rms_norm(x, weight, eps, None, False, how, own)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..launch import argument, buffer, keys, launcher, processors
+from ..launch import argument, buffer, launcher, processors
 from ..saving import Saving
 from . import kernels
 
@@ -84,7 +84,7 @@ def window_attention(
         constants = *form, how.stochastic
         launch = launcher(kernels, "window_attention_forward_kernel", constants, WARPS, device, registers)
         tensors = (qkv, bias, argument(mask, bias), out, packed)
-        launch(count * (width // how.group_size), tensors, (numel, windows, scale, *keys(how)))
+        launch(count * (width // how.group_size), tensors, (numel, windows, scale, *how.keys))
         return out, packed
 
     def backward(kept: Tensor, bias: Tensor, mask: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,9 +108,11 @@ class Block(Fused):
 
     def _known(self, x: Tensor) -> bool:
         """Return whether ``x`` needs no padding and the block has the children of the standard configuration."""
+        norms = self.norm1, self.norm2
         return (
             not any(size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
-            and all(bypassable_as(norm, nn.LayerNorm) and fits(norm, x) for norm in (self.norm1, self.norm2))
+            and all(bypassable_as(norm, nn.LayerNorm) for norm in norms)
+            and all(fits(x, norm.normalized_shape, norm.weight, norm.bias) for norm in norms)
             and all(_is_drop_path(drop) for drop in (self.drop_path1, self.drop_path2))
         )
 

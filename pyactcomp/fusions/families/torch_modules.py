@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ...engine.recompute import is_result_to_store
-from ...functional import dropout, gelu, layer_norm, rms_norm
+from ...functional import dropout
+from ...functional.activations.gelu import applied as gelu
+from ...functional.norms.layer_norm import normalised as layer_norm
+from ...functional.norms.rms_norm import normalised as rms_norm
 from ..formulas import children_fed, forward_of
 from ..fusion import Fused, Fusion, codes_for, fits, fused_class, linear_dtype, original_of
 from ..sharded import local_rows, of_rows
@@ -37,12 +40,13 @@ class LayerNorm(Fused, nn.LayerNorm):
 
     def normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Normalise ``x`` and, where codes serve, cast to ``dtype``."""
-        own, weight, bias = local_rows(x, len(self.normalized_shape), self.weight, self.bias)
+        shape = self.normalized_shape
+        own, weight, bias = local_rows(x, len(shape), self.weight, self.bias)
         codes = codes_for(self, own, constant=True)
         # timm's layer norm may run apex's kernel, with another rounding.
-        if codes is None or getattr(self, "_fast_norm", False) or not fits(self, own):
+        if codes is None or vars(self).get("_fast_norm", False) or not fits(own, shape, weight, bias):
             return super().forward(x)
-        out = layer_norm(own, self.normalized_shape, weight, bias, self.eps, dtype=dtype, codes=codes)
+        out = layer_norm(own, None, weight, bias, None, shape, self.eps, dtype, codes)
         return out if own is x else of_rows(out, x)
 
 
@@ -64,16 +68,16 @@ class RMSNorm(Fused, nn.RMSNorm):
         # Without a weight or eps torch's formula differs.
         if (
             codes is None
-            or self.weight is None
+            or weight is None
             or self.eps is None
             or len(self.normalized_shape) != 1
-            or x.shape[-1:] != self.weight.shape
-            or self.weight.dtype is not (torch.float32 if autocast else x.dtype)
+            or own.shape[-1:] != weight.shape
+            or weight.dtype is not (torch.float32 if autocast else x.dtype)
         ):
             return super().forward(x)
         # Under autocast torch normalises in float32, and returns float32 on some devices only.
         dtype = _result_of_rms_norm(x.device, x.dtype, torch.get_autocast_dtype(x.device.type)) if autocast else None
-        out = rms_norm(own.float() if autocast else own, weight, self.eps, dtype=dtype, codes=codes)
+        out = rms_norm(own.float() if autocast else own, weight, self.eps, dtype, False, codes)
         return out if own is x else of_rows(out, x)
 
 
@@ -92,7 +96,7 @@ class GELU(Fused, nn.GELU):
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
         codes = codes_for(self, input)
-        return super().forward(input) if codes is None else gelu(input, cast(Any, self.approximate), codes=codes)
+        return super().forward(input) if codes is None else gelu(input, cast(Any, self.approximate), codes)
 
 
 class Dropout(Fused, nn.Dropout):

@@ -22,7 +22,8 @@ from torch.nn.functional import linear as linear_of_torch
 from ....engine import recompute
 from ....engine.reruns import trains
 from ....engine.saved import check_version
-from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, rms_norm, silu_mul
+from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, silu_mul
+from ....functional.norms.rms_norm import normalised as rms_norm
 from ....torch_private import under_checkpoint
 from ...formulas import children_fed, formula, forward_of
 from ...fusion import Fused, Fusion, codes_for, fits, fused_class, original_of
@@ -54,9 +55,9 @@ class RMSNorm(Fused):
         """Normalise ``hidden_states``."""
         own, weight = local_rows(hidden_states, 1, self.weight)
         codes = codes_for(self, own, constant=True)
-        if codes is None or hidden_states.shape[-1:] != self.weight.shape:
+        if codes is None or own.shape[-1:] != weight.shape:
             return cast(Tensor, super().forward(hidden_states))
-        out = rms_norm(own, weight, self.variance_epsilon, copy=self._copy, codes=codes)
+        out = rms_norm(own, weight, self.variance_epsilon, None, self._copy and codes.bits is not None, codes)
         return out if own is hidden_states else of_rows(out, hidden_states)
 
 
@@ -181,7 +182,7 @@ class ResidualNorm(Fused):
             hidden = drop(hidden)
         elif trains(drop):
             p = cast(Dropout, drop).p
-        if hidden.shape != input_tensor.shape or not fits(norm, hidden):
+        if hidden.shape != input_tensor.shape or not fits(hidden, norm.normalized_shape, norm.weight, norm.bias):
             return cast(Tensor, norm((drop(hidden) if bypassed else hidden) + input_tensor))
         return add_layer_norm(
             hidden, input_tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps, p=p, codes=codes
