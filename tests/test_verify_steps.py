@@ -120,7 +120,7 @@ def test_notes_name_the_state() -> None:
     assert f"the loss is {v.loss_exact:.4g}" in v.notes[0]
     assert "steps=" in v.notes[0]
     assert str(v).splitlines()[-1] == f"note: {v.notes[0]}"
-    assert v.history == ((0, v.loss_exact, v.error),)
+    assert v.history == ((0, v.loss_exact, v.error, None),)
 
 
 def test_lossless_gradients_need_no_notes() -> None:
@@ -153,10 +153,10 @@ def descent(rate: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer
 @pytest.mark.parametrize(("steps", "looks"), [(1, [0, 1]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])])
 def test_looks_are_at_powers_of_two_and_at_the_end(steps: int, looks: list[int]) -> None:
     v = verify(perceptron(), batch(), square, steps=steps)
-    assert [step for step, _, _ in v.history] == looks
-    assert v.error == max(error for _, _, error in v.history)
+    assert [look.step for look in v.history] == looks
+    assert v.error == max(look.error for look in v.history)
     worst = max(v.history, key=lambda look: look[2])
-    assert (v.loss_exact, v.error) == worst[1:]
+    assert (v.loss_exact, v.error, v.noise) == worst[1:]
 
 
 def test_losses_are_those_of_the_optimizers_exact_steps() -> None:
@@ -170,7 +170,7 @@ def test_losses_are_those_of_the_optimizers_exact_steps() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert [loss for _, loss, _ in v.history] == [losses[step] for step in (0, 1, 2, 4)]
+    assert [look.loss for look in v.history] == [losses[step] for step in (0, 1, 2, 4)]
     assert losses[4] < losses[0]
 
 
@@ -181,7 +181,7 @@ def test_random_numbers_and_buffers_go_on_from_step_to_step() -> None:
     v = verify(model, batch(), square, steps=2, optimizer=descent(0.1), min_bytes=0)
     torch.manual_seed(7)
     optimizer = descent(0.1)(list(model.parameters()))
-    for _, loss_of_look, _ in v.history:
+    for _, loss_of_look, _, _ in v.history:
         loss = square(model(batch()))
         assert float(loss.detach()) == loss_of_look
         optimizer.zero_grad()
@@ -244,12 +244,12 @@ def test_an_iterator_gives_a_batch_for_each_step() -> None:
 
 def test_notes_tell_how_far_training_went() -> None:
     v = verify(classifier(), batch(), negative_log_likelihood, steps=4, optimizer=descent(100.0))
-    lowest = min(loss for _, loss, _ in v.history)
+    lowest = min(look.loss for look in v.history)
     assert f"4 states in 4 steps, at losses down to {lowest:.4g}" in v.notes[0]
     assert not any("looks untrained" in note for note in v.notes)
     short = verify(classifier(), batch(), negative_log_likelihood, steps=1, optimizer=descent(1e-6))
     assert any("looks untrained still" in note for note in short.notes)
-    assert all(f"{error:.3%}" in str(v) for _, _, error in v.history)
+    assert all(f"{look.error:.3%}" in str(v) for look in v.history)
 
 
 def test_training_that_diverges_raises() -> None:
@@ -301,7 +301,7 @@ def test_casts_are_those_of_the_step() -> None:
         v = verify(perceptron(), batch(), lambda y: square(y.float()), steps=2, optimizer=descent(0.1), min_bytes=0)
     model = perceptron()
     optimizer = descent(0.1)(list(model.parameters()))
-    for _, loss_of_look, _ in v.history:
+    for _, loss_of_look, _, _ in v.history:
         with torch.autocast("cpu", torch.bfloat16):
             loss = square(model(batch()).float())
         assert float(loss.detach()) == loss_of_look

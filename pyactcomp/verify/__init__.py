@@ -1,5 +1,6 @@
 """Measures the error of compressed gradients."""
 
-from .gradients import Verification, verify
+from .gradients import verify
+from .verification import Verification
 
 __all__ = ["Verification", "verify"]

@@ -19,6 +19,7 @@ from ..engine.session import Session
 from ..errors import PyactcompError
 from ..readers.forms import BITS
 from ..torch_private import never_traced
+from .noise import is_narrow
 
 
 class _Expected(NamedTuple):
@@ -31,10 +32,11 @@ class _Expected(NamedTuple):
 class CheckedFrame(Frame):
     """The hooks of one forward; they also hold the saved tensors, and compare each at the first unpacking."""
 
-    __slots__ = ("_expected", "_saves")
+    __slots__ = ("_expected", "_rounding", "_saves")
 
-    def __init__(self, packing: Packing, module: Module | None, recorder: Recorder) -> None:
+    def __init__(self, packing: Packing, module: Module | None, recorder: Recorder, rounding: set[torch.dtype]) -> None:
         super().__init__(packing, module, recorder)
+        self._rounding = rounding
         self._saves = recorder.saved
         # Saved tensors by the id of their stored form, which several operators may share. The entry holds the form, so
         # the id stays unique. A wrapper around the form would hide the form from recipes.
@@ -45,6 +47,8 @@ class CheckedFrame(Frame):
     def pack(self, tensor: Tensor) -> Saved:
         """Pack, and hold the tensor too unless the stored form already holds the tensor."""
         saved = super().pack(tensor)
+        if is_narrow(tensor.dtype):
+            self._rounding.add(tensor.dtype)
         if type(tensor) in PLAIN and not _values_are_not_read(saved):
             record = self._saves[-1]
             if record.kept is None or record.kept in HOLDS_NOTHING:
@@ -65,13 +69,23 @@ class CheckedFrame(Frame):
 
 
 class CheckedSession(Session):
-    """A session whose frames compare, and record every forward to name the module in errors."""
+    """A session whose frames compare, and record every forward to name the module in errors.
+
+    Attributes
+    ----------
+    rounding : set of torch.dtype
+        The 16-bit dtypes of the tensors saved so far.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.rounding: set[torch.dtype] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckedSession, (self.config,)
 
     def _new_frame(self, module: Module | None) -> Frame:
-        return CheckedFrame(self, module, Recorder(module))
+        return CheckedFrame(self, module, Recorder(module), self.rounding)
 
 
 class Checked(Compressed):
@@ -82,7 +96,7 @@ class Checked(Compressed):
 
     def __init__(self, model: Module, config: Config) -> None:
         super().__init__(model, config)
-        self.session = CheckedSession(config)
+        self.session: CheckedSession = CheckedSession(config)
 
 
 def _values_are_not_read(saved: Saved) -> bool:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,50 +21,12 @@ from ..compress import Compressed, fused_by, paused, session_of
 from ..config import Config
 from ..errors import PyactcompError, check_integer
 from .checked import Checked
+from .noise import rounded_again
 from .state import State, state_of
+from .verification import Look, Verification
 
 MakeOptimizer = Callable[[list[Parameter]], Optimizer]
-History = tuple[tuple[int, float, float], ...]
 _CLEAR = "\r\x1b[K"
-
-
-@dataclass(frozen=True)
-class Verification:
-    """How far compressed gradients are from exact ones.
-
-    Attributes
-    ----------
-    error : float
-        Relative L2 error over all gradients together: ``|compressed - exact| / |exact|``.
-    errors : dict of str to float
-        The same for each parameter; infinite where only the exact gradient is zero.
-    worst : str
-        Name of the parameter with the largest error; empty if no parameter has a gradient.
-    loss_exact, loss_compressed : float
-        The two losses; both forwards compute the same, so the losses differ by less than the forward's own noise.
-    notes : tuple of str
-        Sentences about the model states covered by the figures; empty in lossless mode, where gradients are exact in
-        every state.
-    history : tuple of (int, float, float)
-        Training step, exact loss and error of each comparison; one entry at step 0 unless ``steps`` is given.
-    """
-
-    error: float
-    errors: dict[str, float]
-    worst: str
-    loss_exact: float
-    loss_compressed: float
-    notes: tuple[str, ...] = ()
-    history: History = ()
-
-    def __str__(self) -> str:
-        lines = [f"gradients: relative error {self.error:.3%} over all {len(self.errors)} parameters"]
-        for name in sorted(self.errors, key=lambda name: -self.errors[name])[:5]:
-            lines.append(f"  {self.errors[name]:.3%}  {name}")
-        lines.append(f"loss: exact {self.loss_exact:.6g}, compressed {self.loss_compressed:.6g}")
-        if len(self.history) > 1:
-            lines += [f"  step {step:<6} loss {loss:<10.4g} error {error:.3%}" for step, loss, error in self.history]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
 def verify(
@@ -112,7 +74,9 @@ def verify(
     Notes
     -----
     Each comparison takes three steps: an exact step, a step in lossless mode, and a step with the given options. The
-    lossless step compares each restored tensor with the tensor saved by autograd.
+    lossless step compares each restored tensor with the tensor saved by autograd. If tensors have 16 bits, a fourth
+    step, exact again, rounds the layers' results once more (:mod:`.noise`): an error below that noise is no harm to a
+    training that the noise does not harm.
 
     Uses ``torch.autograd.grad``, so no ``.grad`` changes and no hook on gradient accumulation (an optimizer in
     backward, DDP's reduction) runs. Reentrant checkpointing does not support ``torch.autograd.grad`` and raises
@@ -125,7 +89,7 @@ def verify(
     >>> v = pyactcomp.verify(model, torch.randn(1024, 256), lambda y: y.square().mean(), steps=5)
     >>> v.error < 0.02
     True
-    >>> [step for step, loss, error in v.history]
+    >>> [look.step for look in v.history]
     [0, 1, 2, 4, 5]
     """
     if not isinstance(model, Module):
@@ -137,7 +101,7 @@ def verify(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not steps:
         found, state = _look(model, batch, loss_fn, parameters, config)
-        history: History = ((0, found.loss_exact, found.error),)
+        history: tuple[Look, ...] = (Look(0, found.loss_exact, found.error, found.noise),)
     else:
         found, state, history = _look_while_training(
             model, batch, loss_fn, parameters, config, steps, optimizer or _adamw
@@ -166,23 +130,23 @@ def _look(
         loss_exact = float(loss.detach())
         del loss
     lossless = replace(config, mode="lossless", fuse_head=False)
-    loss_compressed, compressed = compressed_by(lossless, Checked(model, replace(lossless, fuse=False)))
+    checked = Checked(model, replace(lossless, fuse=False))
+    loss_compressed, compressed = compressed_by(lossless, checked)
+    noise = None
     if config.mode != "lossless":
         del compressed
         hooks = Compressed(model, replace(config, fuse=False, fuse_head=False))
         loss_compressed, compressed = compressed_by(config, hooks)
+        if checked.session.rounding and not _is_compiled(model):
+            with paused(model), _state_kept(model), rounded_again(model):
+                noise = _error(_gradients(_loss(model, batch, loss_fn), parameters), exact)
 
-    errors: dict[str, float] = {}
-    squared_difference = squared_norm = 0.0
-    for name, reference in exact.items():
-        difference = float((compressed[name].double() - reference.double()).norm())
-        norm = float(reference.double().norm())
-        errors[name] = _ratio(difference, norm)
-        squared_difference += difference**2
-        squared_norm += norm**2
+    errors = {name: _error({name: compressed[name]}, {name: reference}) for name, reference in exact.items()}
     found = Verification(
-        error=_ratio(squared_difference**0.5, squared_norm**0.5),
+        error=_error(compressed, exact),
         errors=errors,
+        columns={name: _worst_column(compressed[name], each) for name, each in exact.items() if each.dim() > 1},
+        noise=noise,
         worst=max(errors, key=lambda name: errors[name], default=""),
         loss_exact=loss_exact,
         loss_compressed=float(loss_compressed),
@@ -198,7 +162,7 @@ def _look_while_training(
     config: Config,
     steps: int,
     make_optimizer: MakeOptimizer,
-) -> tuple[Verification, State, History]:
+) -> tuple[Verification, State, tuple[Look, ...]]:
     """Compare repeatedly between exact training steps; return the worst comparison, the last state and the history."""
     batches = batch if isinstance(batch, Iterator) else itertools.repeat(batch)
     looks: list[tuple[int, Verification]] = []
@@ -223,14 +187,14 @@ def _look_while_training(
         else:
             raise ValueError(f"{steps} steps need {steps + 1} batches, one more for the last look; they ended early")
     _, worst = max(looks, key=lambda look: look[1].error if math.isfinite(look[1].error) else math.inf)
-    return worst, state, tuple((step, look.loss_exact, look.error) for step, look in looks)
+    return worst, state, tuple(Look(step, look.loss_exact, look.error, look.noise) for step, look in looks)
 
 
-def _notes(state: State, history: History) -> tuple[str, ...]:
+def _notes(state: State, history: tuple[Look, ...]) -> tuple[str, ...]:
     """Return sentences about the state compared last."""
-    steps, loss, _ = history[-1]
+    steps, loss = history[-1][:2]
     if steps:
-        lowest = min(loss for _, loss, _ in history)
+        lowest = min(look.loss for look in history)
         notes = [f"verified at {len(history)} states in {steps} steps, at losses down to {lowest:.4g}"]
     else:
         notes = [
@@ -257,6 +221,25 @@ def _config(model: Module, options: dict[str, Any]) -> Config:
         return session_of(model).config
     except PyactcompError:
         return Config()
+
+
+def _error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Return the relative L2 error of all tensors together."""
+    difference = sum(float((got[name].double() - each.double()).norm()) ** 2 for name, each in exact.items())
+    return _ratio(difference**0.5, sum(float(each.double().norm()) ** 2 for each in exact.values()) ** 0.5)
+
+
+def _worst_column(got: Tensor, exact: Tensor) -> float:
+    """Return the largest relative L2 error of a slice along the second dimension: an input column or channel."""
+    sums = tuple(dim for dim in range(exact.dim()) if dim != 1)
+    difference, norm = ((t.double() ** 2).sum(sums).sqrt() for t in (got.double() - exact.double(), exact))
+    ratios = torch.where(difference == 0, 0.0, difference / norm)
+    return float(ratios.max()) if ratios.numel() else 0.0
+
+
+def _is_compiled(model: Module) -> bool:
+    """Return whether ``torch.compile`` traces the model or a module inside: new hooks would compile it anew."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 
 def _ratio(difference: float, norm: float) -> float:
