@@ -1,4 +1,4 @@
-"""The kernels of the activations and of dropout, on the device that this process has Triton kernels for.
+"""The kernels of the activations, on the device that this process has Triton kernels for.
 
 Run by ``test_functional_activations.py`` in processes of their own, with Triton's interpreter and, where there is a
 GPU, without.
@@ -20,16 +20,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import pyactcomp
-from pyactcomp import codec, functional
+from pyactcomp import functional
 from pyactcomp.codec import Packed, dequantize
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.codec.seeds import second_of
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.recipes import Recipe
-from pyactcomp.functional import Codes, dropout, new_gelu, relu, silu_mul
+from pyactcomp.functional import Codes, new_gelu, silu_mul
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
-from pyactcomp.functional.masks import launch as mask_launch
 from pyactcomp.functional.norms import launch as norm_launch
 from pyactcomp.functional.saving import Saving, saving
 
@@ -427,47 +426,6 @@ def test_silu_mul_without_codes_is_eager(dtype: torch.dtype) -> None:
         assert float(((ours - theirs).abs() / (scale * (grad.abs() + 1))).max()) <= 4 * eps
 
 
-# Relu and dropout, exact everywhere.
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_relu_is_torchs_and_keeps_a_bit(dtype: torch.dtype, inplace: bool) -> None:
-    x = on_device(normal(NUMEL), dtype)
-    x[: len(SPECIALS)] = on_device(torch.tensor(SPECIALS), dtype)
-    leaf = x.clone().requires_grad_()
-    grad = on_device(normal(NUMEL, seed=1), dtype)
-    outputs = []
-
-    def compute() -> Tensor:
-        outputs.append(relu(leaf * 1, inplace, impl="triton"))
-        return outputs[0]
-
-    saved = [s for s in saved_by(compute) if s.dtype is torch.uint8]
-    assert [s.numel() for s in saved] == [-(-NUMEL // 8)]
-    expected = F.relu(leaf)
-    assert torch.equal(outputs[0].nan_to_num(1.5), expected.nan_to_num(1.5))
-    ours, theirs = (torch.autograd.grad(y, leaf, grad)[0] for y in (outputs[0], expected))
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("turn", [False, True], ids=["by row", "by column"])
-def test_backward_of_dropout_reads_bits(dtype: torch.dtype, turn: bool) -> None:
-    mask = on_device(normal(NUMEL // 7, 7), torch.float32) > -1
-    mask = mask.t().contiguous().t() if turn else mask
-    grad = on_device(normal(NUMEL // 7, 7, seed=1), dtype)
-    grad.view(-1)[: len(SPECIALS)] = on_device(torch.tensor(SPECIALS), dtype)
-    grad = grad.t().contiguous().t() if turn else grad
-    scale = 1 / 0.9
-    bits = codec.quantize(mask).buffer
-    ours = mask_launch.dropout_backward(bits, grad, scale)
-    # Rounded once, from float32; scale is rounded to it.
-    theirs = (mask.float() * grad.float() * torch.tensor(scale)).to(dtype)
-    assert ours.stride() == mask.stride()
-    assert_bitwise(ours, theirs)
-
-
 # On the GPU, to the bit.
 
 
@@ -536,17 +494,3 @@ def test_new_gelu_without_codes_is_bitwise_eager(dtype: torch.dtype, autocast: t
     assert_bitwise(recipe_of(ours).compute(torch.bfloat16), theirs.to(torch.bfloat16))
     grad = random_bits(ours.dtype, 1)
     assert_bitwise(torch.autograd.grad(ours, x, grad)[0], torch.autograd.grad(theirs, x, grad)[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_relu_and_dropout_are_bitwise_eager(dtype: torch.dtype) -> None:
-    x, grad = random_bits(dtype, 0).requires_grad_(), random_bits(dtype, 1)
-
-    def dropped(function: Callable[[Tensor, float], Tensor]) -> Tensor:
-        torch.manual_seed(SEED)
-        return function(x, 0.1)
-
-    for ours, theirs in ((relu(x), F.relu(x)), (dropped(dropout), dropped(F.dropout))):
-        assert_bitwise(ours, theirs)
-        assert_bitwise(torch.autograd.grad(ours, x, grad)[0], torch.autograd.grad(theirs, x, grad)[0])

@@ -84,7 +84,6 @@ PAIRS: dict[str, Pair] = {
     ),
     "gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.gelu(x, codes=codes), F.gelu),
     "new_gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.new_gelu(x, codes=codes), chain_of_gelu),
-    "relu": Pair((2, 4, 8, 64), lambda x, codes: functional.relu(x, impl=codes.impl), F.relu),
     "dropout": Pair(
         (2, 4, 8, 64), lambda x, codes: functional.dropout(x, 0.3, impl=codes.impl), lambda x: F.dropout(x, 0.3)
     ),

@@ -192,7 +192,6 @@ def functions() -> list[tuple[str, Callable[..., Tensor], Callable[..., Tensor],
         ("linear", functional.linear, F.linear, (rows, torch.randn(8, 64))),
         ("silu_mul", functional.silu_mul, lambda gate, up: F.silu(gate) * up, (rows, rows + 1)),
         ("softmax", functional.softmax, lambda x: x.softmax(-1), (rows,)),
-        ("relu", lambda x, codes: functional.relu(x), F.relu, (rows,)),
         ("new_gelu", functional.new_gelu, lambda x: x * torch.tanh(x.pow(3.0)), (rows,)),
         (
             "rms_norm",

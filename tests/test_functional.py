@@ -288,7 +288,7 @@ def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception],
         call()
 
 
-STORE_NO_CODES = {"dropout", "linear_cross_entropy", "max_pool2d", "relu", "residual_add", "rope"}
+STORE_NO_CODES = {"dropout", "linear_cross_entropy", "max_pool2d", "residual_add", "rope"}
 
 
 @pytest.mark.parametrize("name", sorted(set(functional.__all__) - {"Codes", "INT8"}))
@@ -367,7 +367,6 @@ def test_a_result_without_a_gradient_gives_none(bits: int | None) -> None:
         functional.rms_norm(x, weight[0], 1e-6, codes=Codes(bits=bits)),
         functional.gelu(x, codes=Codes(bits=bits)),
         functional.new_gelu(x, codes=Codes(bits=bits)),
-        functional.relu(x),
         functional.silu_mul(x, x, codes=Codes(bits=bits)),
         functional.softmax(x, codes=Codes(bits=bits)),
         functional.dropout(x),

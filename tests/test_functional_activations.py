@@ -21,7 +21,7 @@ from pyactcomp.engine import recompute
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.recipes import Recipe
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import INT8, Codes, dropout, relu, rope, silu_mul
+from pyactcomp.functional import INT8, Codes, dropout, rope, silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
 from pyactcomp.torch_private import top_saved_tensor_hooks
 
@@ -70,7 +70,6 @@ FUNCTIONS = {
         lambda x: F.silu(x) * x.flip(0),
     ),
     "new_gelu": (new_gelu, _chain),
-    "relu": (lambda x, codes=INT8: relu(x, impl=codes.impl), F.relu),
     "dropout": (seeded(dropout), seeded(F.dropout)),
     "rope": (rope_of, rope_of_torch),
 }
@@ -107,10 +106,9 @@ def test_what_is_not_recorded_is_torchs(pair: tuple[Callable[..., Tensor], Calla
         assert torch.equal(pair[0](x), pair[1](x))
 
 
-@pytest.mark.parametrize("function", [relu, dropout])
-def test_a_recorded_graph_holds_what_packs_a_mask(function: Callable[..., Tensor]) -> None:
+def test_a_recorded_graph_holds_what_packs_a_mask() -> None:
     def gradient(x: Tensor) -> Tensor:
-        return torch.autograd.grad(function(x).sin().sum(), x)[0]
+        return torch.autograd.grad(dropout(x).sin().sum(), x)[0]
 
     x = leaf(70, 16)
     found = []
@@ -226,15 +224,13 @@ def test_silu_mul_of_two_dtypes_is_torchs() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["relu", "dropout"])
-def test_one_bit_an_element_is_saved(name: str) -> None:
+def test_one_bit_an_element_is_saved() -> None:
     x = leaf(70, 16)
-    assert [(s.dtype, s.numel()) for s in saved_by(lambda: FUNCTIONS[name][0](x))] == [(torch.uint8, 70 * 16 // 8)]
+    assert [(s.dtype, s.numel()) for s in saved_by(lambda: dropout(x))] == [(torch.uint8, 70 * 16 // 8)]
 
 
-@pytest.mark.parametrize("name", ["relu", "dropout"])
-def test_bits_that_checkpointing_throws_away_are_not_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, theirs = FUNCTIONS[name]
+def test_bits_that_checkpointing_throws_away_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, theirs = FUNCTIONS["dropout"]
     x = leaf(70, 16)
     packed: list[int] = []
     bind = codec.bind
@@ -277,19 +273,10 @@ def test_what_takes_the_names_of_the_hook_that_throws_away_is_served() -> None:
             return hooks[0](tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(keeping, hooks[1]):
-            return relu(x)
+            return functional.gelu(x)
 
     checkpoint(function, x, use_reentrant=False)
-    assert torch.equal(saved[0], saved_by(lambda: relu(x))[0])
-
-
-def test_relu_in_place_writes_its_input() -> None:
-    x = leaf(70, 16)
-    y = x * 1
-    out = relu(y, inplace=True)
-    assert out.data_ptr() == y.data_ptr()
-    assert torch.equal(out, F.relu(x))
-    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], (x > 0).float())
+    assert saved[0].shape == saved_by(lambda: functional.gelu(x))[0].shape
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
@@ -316,7 +303,7 @@ def test_rope_differentiates_tables_that_require_grad() -> None:
         (lambda x: silu_mul(x, x, inplace=True, codes=Codes(bits=None)), ValueError, "leave one of them out"),
         (lambda x: silu_mul(x, 3), TypeError, "up must be a floating-point"),
         (lambda x: new_gelu(x.int()), TypeError, "x must be a floating-point"),
-        (lambda x: relu(None), TypeError, "x must be a floating-point"),
+        (lambda x: dropout(None), TypeError, "x must be a floating-point"),
         (lambda x: dropout(x, 1.5), ValueError, "p must be from 0 to 1"),
         (lambda x: rope(x, x, x, x), ValueError, "four dimensions"),
         (lambda x: rope(x, x, x, x, 3), ValueError, "unsqueeze_dim must be 1 or 2"),

@@ -21,7 +21,6 @@ from pyactcomp.functional.activations import gelu_kernels, silu_mul_kernels
 from pyactcomp.functional.attention import kernels as rope_kernels
 from pyactcomp.functional.convolutional import batch_norm_kernels, max_pool_kernels
 from pyactcomp.functional.elementwise import FLAT_TILE
-from pyactcomp.functional.masks import kernels as mask_kernels
 from pyactcomp.functional.norms import kernels as norm_kernels
 from pyactcomp.functional.windows import kernels as window_kernels
 
@@ -41,8 +40,6 @@ FUSED_KERNELS = [
     gelu_kernels.gelu_redo_kernel,
     gelu_kernels.new_gelu_kernel,
     gelu_kernels.new_gelu_backward_kernel,
-    mask_kernels.relu_kernel,
-    mask_kernels.masked_kernel,
     silu_mul_kernels.silu_mul_forward_kernel,
     silu_mul_kernels.silu_mul_backward_kernel,
     silu_mul_kernels.silu_mul_redo_kernel,
@@ -206,8 +203,6 @@ ELEMENTWISE = [
     (gelu_kernels.gelu_redo_kernel, "*u8 *bf16 i64", 0, 1, 2, None, {**CODES, "TANH": True}),
     (gelu_kernels.new_gelu_kernel, "*bf16 *bf16 i64", 1, 1, WARPS, None, {"WIDE": False}),
     (gelu_kernels.new_gelu_backward_kernel, "*bf16 *bf16 *bf16 i64", 2, 1, WARPS, None, {"WIDE": False}),
-    (mask_kernels.relu_kernel, "*bf16 *bf16 *u8 i64", 1, 1, WARPS, None, {}),
-    (mask_kernels.masked_kernel, "*u8 *bf16 *bf16 i64 fp32", 1, 1, WARPS, None, {"SCALED": True}),
     (
         silu_mul_kernels.silu_mul_forward_kernel,
         "*bf16 *bf16 *bf16 *u8 *u8 i64 u32 u32 u32 u32",

@@ -207,14 +207,6 @@ def _stored_result(node: Node) -> Region | Kept | None:
     return stored if isinstance(stored, (Region, Kept)) and stored.unchanged else None
 
 
-def is_result_to_store(x: Tensor) -> bool:
-    """Return whether the operator behind ``x``, views aside, saves the result.
-
-    Decided by the operator's name alone: both runs of a checkpointed function must take the same path.
-    """
-    return observer().origin(x)[0] in _SAVING_THEIR_RESULT
-
-
 def _operand(node: Node, name: str) -> Stored | None:
     """Return the stored form of a node's operand, if a recipe may read the operand."""
     stored = saved_form(node, name)

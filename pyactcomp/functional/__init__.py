@@ -25,7 +25,6 @@ from .codes import INT8, Codes
 from .head.linear_cross_entropy import linear_cross_entropy
 from .linear import linear
 from .masks.dropout import dropout
-from .masks.relu import relu
 from .norms.add_rms_norm import add_rms_norm
 from .norms.layer_norm import add_layer_norm, layer_norm
 from .norms.rms_norm import rms_norm
@@ -41,7 +40,6 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "new_gelu",
-    "relu",
     "rms_norm",
     "rope",
     "silu_mul",

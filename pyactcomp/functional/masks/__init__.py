@@ -1,1 +1,1 @@
-"""ReLU and dropout, which store one bit an element."""
+"""Dropout: on the CPU with one bit an element, and the random numbers of fused kernels."""

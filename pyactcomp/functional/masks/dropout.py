@@ -1,4 +1,4 @@
-"""``dropout``: saves one bit per element."""
+"""``dropout``: saves one bit per element on the CPU, where torch saves floats."""
 
 from __future__ import annotations
 
@@ -9,50 +9,30 @@ from torch import Tensor
 from torch.nn.functional import dropout as dropout_of_torch
 
 from ...codec import Impl
-from ...codec.layouts import layout_of
 from ..codes import one_option
 from ..saving import Saving, begin, check_float_tensor, kernels_of, recorded
 
 
 class _Dropout(torch.autograd.Function):
+    """On the CPU, where torch multiplies by scaled noise and saves the noise."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, how: Saving) -> Tensor:
         begin(ctx)
-        ctx.p, ctx.dtype, ctx.how, ctx.native = p, x.dtype, how, x.is_cuda
-        if ctx.native:
-            out, mask = torch.native_dropout(x, p, True)
-            ctx.layout = layout_of(mask)
-        else:
-            # On the CPU torch multiplies by scaled noise: dropout of ones is the same noise, drawn in the same way.
-            noise = dropout_of_torch(torch.ones_like(x), p)
-            out, mask = x * noise, noise != 0
-        kept, ctx.restore = how.keep_mask(mask)
+        ctx.p, ctx.dtype = p, x.dtype
+        # Dropout of ones is the same noise, drawn in the same way.
+        noise = dropout_of_torch(torch.ones_like(x), p)
+        kept, ctx.restore = how.keep_mask(noise != 0)
         ctx.save_for_backward(kept)
-        return out
+        return x * noise
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None
         (bits,) = ctx.saved_tensors
-        scale = 1.0 / (1.0 - ctx.p)
-        if not ctx.native:
-            noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
-            return grad * torch.where(ctx.restore(bits), noise, 0), None, None
-        if torch.is_grad_enabled():
-            # With create_graph=True torch runs differentiable operators, and these round the scale.
-            return grad * (ctx.restore(bits).type_as(grad) * scale), None, None
-        # Leave a gradient in another layout to torch, which chooses the layout of the result.
-        if ctx.how.runs_kernels(grad) and grad.stride() == ctx.layout.stride and _keeps_layout(grad):
-            from . import launch
-
-            return launch.dropout_backward(bits, grad, scale), None, None
-        return torch.ops.aten.native_dropout_backward(grad, ctx.restore(bits), scale), None, None
-
-
-def _keeps_layout(grad: Tensor) -> bool:
-    """Return whether torch's backward on CUDA gives its result the layout of ``grad``."""
-    return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
+        noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
+        return grad * torch.where(ctx.restore(bits), noise, 0), None, None
 
 
 def check_probability(p: float) -> None:
@@ -69,6 +49,9 @@ def dropout(
     impl: Impl = "auto",
 ) -> Tensor:
     """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and save one bit per element.
+
+    On a GPU this is torch's own function, which saves a boolean for each element: one bit under
+    :func:`pyactcomp.compress`.
 
     Parameters
     ----------
@@ -104,6 +87,6 @@ def dropout(
     how = kernels_of(impl)
     check_float_tensor("x", x)
     check_probability(p)
-    if not recorded(x) or p in (0, 1) or x.numel() == 0:
+    if not recorded(x) or p in (0, 1) or x.numel() == 0 or x.is_cuda:
         return dropout_of_torch(x, p)
     return cast(Tensor, _Dropout.apply(x, p, how))  # type: ignore[no-untyped-call]

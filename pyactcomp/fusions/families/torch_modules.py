@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ...engine.recompute import is_result_to_store
 from ...functional import dropout
 from ...functional.activations.gelu import applied as gelu
 from ...functional.norms.layer_norm import normalised as layer_norm
@@ -100,15 +99,15 @@ class GELU(Fused, nn.GELU):
 
 
 class Dropout(Fused, nn.Dropout):
-    """``nn.Dropout``, but not in place."""
+    """``nn.Dropout`` on the CPU, but not in place."""
 
     stands_for = ("dropout",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements."""
-        codes = codes_for(self, input)
-        # The output of CUDA's own dropout is recomputed from stored probabilities.
-        if codes is None or self.inplace or (input.is_cuda and is_result_to_store(input)):
+        # On a GPU the engine stores a bit for each boolean that torch's own dropout saves.
+        codes = None if input.is_cuda else codes_for(self, input)
+        if codes is None or self.inplace:
             return super().forward(input)
         return dropout(input, self.p, impl=codes.impl)
 
