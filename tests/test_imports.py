@@ -27,7 +27,7 @@ ALLOWED = {
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},
     "engine": {"codec", "config", "errors", "readers", "torch_private"},
     "config": {"codec", "errors"},
-    "readers": {"errors", "torch_private"},
+    "readers": {"codec", "errors", "torch_private"},
     "codec": {"_core", "errors", "torch_private"},
     "allocator": {"_core", "errors", "snapshots", "torch_private"},
     "snapshots": {"_core", "errors"},

@@ -1,207 +1,239 @@
-// The operator behind a tensor, read from the autograd graph without a Python object for each node.
+// What made a tensor, read from the autograd graph without a Python object for each node.
 //
-// A Python object for a node lives as long as the graph, and to make one takes as long as the whole walk.
+// A Python object for a node lives as long as the graph, and to make one takes as long as the whole look.
 #pragma once
 
 #include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_function.h>
 
-#include <array>
 #include <cstddef>
 #include <exception>
-#include <memory>
 #include <string>
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
+#include <vector>
 
+#include "observer/operators.hpp"
 #include "observer/tensors.hpp"
 
 namespace pac::observer {
 
 using torch::autograd::Node;
 
-/// Names of nodes, given by `configure`.
-struct NodeNames {
-  std::unordered_set<std::string> views;
-  std::unordered_set<std::string> wide;        ///< results may span orders of magnitude
-  std::unordered_set<std::string> growing;     ///< of these, the results that grow as an exponential
-  std::unordered_set<std::string> range_kept;  ///< results have the range of the operands
-  std::unordered_set<std::string> hinges;      ///< results are zero beyond a margin
-  std::unordered_set<std::string> margins;     ///< differences that count below a hinge alone
-  std::unordered_set<std::string> residuals;   ///< results are as small as a difference among the operands
-  std::unordered_set<std::string> losses;      ///< results are as small as the difference of the operands
+// The enumerations of readers/rule.py.
+enum class Maker { kOther, kLayer, kResidual, kGate, kRectified, kLogarithm, kExponential, kMasked };
+enum class Partner { kNothing, kItself, kGain, kParameter, kStatistic, kGate, kLogarithm, kOther };
+enum class Does {
+  kOther,
+  kView,
+  kMoves,
+  kScales,
+  kSum,
+  kDifference,
+  kProduct,
+  kBiasedProduct,
+  kActivates,
+  kRectifies,
+  kLayer,
+  kBounds,
+  kSoftmax,
+  kLogarithm,
+  kExponential,
+  kMasks,
 };
 
-/// The ranges of readers/nodes.py.
-enum Range { kNarrow, kDifference, kSpanning, kScaled };
-
-/// A class of nodes. `origin[range]` is the tuple (name, range); functions written in Python share a class, not a name.
+/// What is known of a class of nodes.
 struct NodeKind {
-  PyObject* origin[4] = {nullptr, nullptr, nullptr, nullptr};
-  bool python = false;
-  bool view = false, wide = false, growing = false, keeps_range = false;
-  bool sum = false, difference = false, product = false, quotient = false, negative = false;
-  bool hinge = false, margin = false, two_bounds = false, clamp = false, residual = false, loss = false;
+  PyObject* name = nullptr;  ///< null for functions written in Python, whose names differ
+  Does does = Does::kOther;
 };
 
-inline NodeNames& node_names() {
-  static NodeNames& instance = *std::make_unique<NodeNames>().release();
+/// The look-ups that `configure` sets, and what they found. Guarded by the GIL.
+struct Nodes {
+  Object kind_of;  ///< maps a node's name, or its class if written in Python, to what it does
+  std::vector<PyObject*> makers, partners;
+  std::unordered_map<std::type_index, NodeKind> kinds;
+  std::unordered_map<PyTypeObject*, Does> functions;  ///< holds a reference to each class
+};
+
+inline Nodes& nodes() {
+  static Nodes& instance = *std::make_unique<Nodes>().release();
   return instance;
 }
 
-inline PyObject* origin_tuple(const std::string& name, Range range) {
-  PyObject* text = PyUnicode_InternFromString(name.c_str());
-  return text ? Py_BuildValue("(Ni)", text, static_cast<int>(range)) : nullptr;
+/// Ask Python what a node does; an error there counts as unknown.
+inline Does ask(PyObject* node) {
+  PyObject* found = node ? PyObject_CallOneArg(nodes().kind_of.get(), node) : nullptr;
+  const long value = found ? PyLong_AsLong(found) : -1;
+  Py_XDECREF(found);
+  if (PyErr_Occurred()) PyErr_Clear();
+  return value < 0 ? Does::kOther : static_cast<Does>(value);
 }
 
-/// Return the kind of a node's class. Kinds are never freed; guarded by the GIL.
-inline const NodeKind& kind_of(const Node& node) {
-  static auto& kinds = *std::make_unique<std::unordered_map<std::type_index, NodeKind>>().release();
-  auto [known, added] = kinds.try_emplace(std::type_index(typeid(node)));
+/// Return the Python object of a function written in Python; torch 2.13 renamed the member.
+template <typename PyNode>
+auto object_of(const PyNode& node, int) -> decltype(node.pyobj()) {
+  return node.pyobj();
+}
+template <typename PyNode>
+auto object_of(const PyNode& node, long) -> decltype(node.obj) {
+  return node.obj;
+}
+
+/// Return what a node does. By name, since torch does not export the class of functions written in Python.
+inline NodeKind kind_of(const Node& node) {
+  Nodes& all = nodes();
+  const auto known = all.kinds.find(std::type_index(typeid(node)));
+  if (known != all.kinds.end() && known->second.name) return known->second;
+  if (known == all.kinds.end()) {
+    NodeKind kind;
+    if (c10::demangle(typeid(node).name()) != "torch::autograd::PyNode") {
+      kind.name = PyUnicode_InternFromString(node.name().c_str());
+      kind.does = ask(kind.name);
+    }
+    all.kinds.emplace(std::type_index(typeid(node)), kind);
+    if (kind.name) return kind;
+  }
+  PyTypeObject* const type = Py_TYPE(object_of(static_cast<const torch::autograd::PyNode&>(node), 0));
+  const auto [function, added] = all.functions.try_emplace(type, Does::kOther);
   if (added) {
-    NodeKind& kind = known->second;
-    // By name, since torch does not export the class.
-    kind.python = c10::demangle(typeid(node).name()) == "torch::autograd::PyNode";
-    if (kind.python) return kind;
-    const std::string name = node.name();
-    const NodeNames& names = node_names();
-    kind.view = names.views.count(name) != 0;
-    kind.wide = names.wide.count(name) != 0;
-    kind.growing = names.growing.count(name) != 0;
-    kind.keeps_range = names.range_kept.count(name) != 0;
-    kind.hinge = names.hinges.count(name) != 0;
-    kind.margin = names.margins.count(name) != 0;
-    kind.residual = names.residuals.count(name) != 0;
-    kind.loss = names.losses.count(name) != 0;
-    kind.two_bounds = name == "HardtanhBackward0";
-    kind.clamp = typeid(node) == typeid(torch::autograd::generated::ClampBackward1);
-    kind.sum = typeid(node) == typeid(torch::autograd::generated::AddBackward0);
-    kind.difference = typeid(node) == typeid(torch::autograd::generated::SubBackward0);
-    kind.product = name == "MulBackward0";
-    kind.quotient = name == "DivBackward0";
-    kind.negative = name == "NegBackward0";
-    for (const Range range : {kNarrow, kDifference, kSpanning, kScaled}) kind.origin[range] = origin_tuple(name, range);
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+    function->second = ask(reinterpret_cast<PyObject*>(type));
   }
-  return known->second;
+  return {nullptr, function->second};
 }
 
-inline const Node* first_input(const Node& node) {
-  return node.num_outputs() == 0 ? nullptr : node.next_edge(0).function.get();
+inline const Node* input_of(const Node& node, size_t index) {
+  return index < node.num_outputs() ? node.next_edge(index).function.get() : nullptr;
 }
 
-/// Return whether the constant operand of a sum or difference is a number: torch makes it a tensor of 64 bits.
-inline bool adds_number(const Node& node, const NodeKind& kind) {
-  const auto is_number = [](at::ScalarType type) { return type == at::kDouble || type == at::kLong; };
-  using torch::autograd::generated::AddBackward0;
-  using torch::autograd::generated::SubBackward0;
-  if (kind.sum) return is_number(static_cast<const AddBackward0&>(node).other_scalar_type);
-  return kind.difference && is_number(static_cast<const SubBackward0&>(node).other_scalar_type);
+/// Return whether a node accumulates the gradient of a leaf.
+inline bool is_leaf(const Node& node) { return node.num_outputs() == 0; }
+
+/// Return whether a scalar type is that of a number that torch made a tensor: it has 64 bits.
+inline bool is_number(at::ScalarType type, at::ScalarType beside) {
+  return type == at::kLong || (type == at::kDouble && beside != at::kDouble);
 }
 
-/// Return whether a hinge has no upper bound.
-inline bool is_one_sided(const Node& node, const NodeKind& kind) {
-  if (kind.clamp) return !static_cast<const torch::autograd::generated::ClampBackward1&>(node).max.has_value();
-  return !kind.two_bounds;
+/// Return whether the constant operand of a sum, difference or product is a number, or that of a quotient any constant.
+inline bool has_number(const Node& node) {
+  using namespace torch::autograd::generated;
+  if (node.num_outputs() < 2 || input_of(node, 1)) return false;
+  if (typeid(node) == typeid(AddBackward0))
+    return is_number(static_cast<const AddBackward0&>(node).other_scalar_type, at::kFloat);
+  if (typeid(node) == typeid(SubBackward0))
+    return is_number(static_cast<const SubBackward0&>(node).other_scalar_type, at::kFloat);
+  if (typeid(node) == typeid(MulBackward0)) {
+    const auto& product = static_cast<const MulBackward0&>(node);
+    return is_number(product.other_scalar_type, product.self_scalar_type);
+  }
+  return typeid(node) == typeid(DivBackward0);
 }
 
-inline bool is_residual(const Node& node) {
-  const NodeKind& kind = kind_of(node);
-  return kind.difference || kind.residual || kind.loss;
+constexpr int kLongest = 8;
+
+/// Return the first node, from `node` on, that does not merely arrange elements, or multiply by a number if `scaled`.
+inline const Node* unmoved(const Node* node, bool scaled = false) {
+  for (int step = 0; node && step < kLongest && !is_leaf(*node); ++step) {
+    const Does does = kind_of(*node).does;
+    if (does != Does::kView && does != Does::kMoves && !(scaled && does == Does::kScales && has_number(*node))) break;
+    node = input_of(*node, 0);
+  }
+  return node;
 }
 
-/// Return whether the result of a node is a difference, the multiple of one by a constant, or a hinge or residual of
-/// either, as `_is_difference` in readers/nodes.py.
-inline bool is_difference(const Node* node) {
-  constexpr int kMultiples = 6;
-  bool hinged = false, one_sided = false, residual = false;
-  for (int step = 0; node && step < kMultiples; ++step) {
-    const NodeKind& kind = kind_of(*node);
-    if (kind.difference || kind.loss) return true;
-    const auto is_constant = [node](size_t input) { return !node->next_edge(input).function; };
-    if (kind.residual || (residual && kind.sum && (is_constant(0) || is_constant(1)))) {
-      residual = true;
-    } else if (kind.hinge) {
-      hinged = true;
-      one_sided = is_one_sided(*node, kind);
-    } else if (hinged && (kind.margin || (one_sided && kind.sum && (is_constant(0) || is_constant(1))))) {
-      return true;
-    } else if (residual && (kind.product || kind.quotient)) {
-      // A residual times a precision, in either order.
-      const Node* second = node->next_edge(1).function.get();
-      if (second && is_residual(*second) && !(first_input(*node) && is_residual(*first_input(*node)))) {
-        node = second;
+/// Return whether a node's result is a parameter: a leaf, or a view, a cast, or one more than one.
+inline bool is_parameter(const Node* node) {
+  node = unmoved(node);
+  if (node && !is_leaf(*node) && kind_of(*node).does == Does::kSum) {
+    const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
+    node = first && second ? nullptr : unmoved(first ? first : second);
+  }
+  return node && is_leaf(*node);
+}
+
+inline bool is_of_layer(Maker maker) { return Maker::kLayer <= maker && maker <= Maker::kRectified; }
+
+/// Return what made the result of a node. Sums are followed three deep: beyond lies a residual stream.
+inline Maker maker_of(const Node* node, int depth = 0) {
+  constexpr int kDeepest = 3;
+  Maker made = Maker::kLayer;
+  bool activated = false;  // on the way from the node to where the walk is
+  for (int step = 0; step < kLongest; ++step) {
+    node = unmoved(node, true);
+    if (!node || is_leaf(*node)) return Maker::kOther;
+    const Does does = kind_of(*node).does;
+    switch (does) {
+      case Does::kLayer:
+        return made;
+      case Does::kBounds:
+      case Does::kSoftmax:
+        return activated ? made : Maker::kGate;
+      case Does::kProduct:
+      case Does::kBiasedProduct:
+        for (size_t input = does == Does::kBiasedProduct ? 1 : 0; input < node->num_outputs(); ++input) {
+          const Node* const factor = unmoved(input_of(*node, input));
+          if (factor && (is_leaf(*factor) || kind_of(*factor).does == Does::kSoftmax)) return made;
+        }
+        return Maker::kOther;
+      case Does::kActivates:
+      case Does::kRectifies:
+        if (!activated) made = does == Does::kRectifies ? Maker::kRectified : Maker::kGate;
+        activated = true;
+        node = input_of(*node, 0);
         continue;
+      case Does::kSum:
+      case Does::kDifference: {
+        const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
+        const auto made_by = [depth](const Node* each) {
+          return !each ? Maker::kOther : depth < kDeepest ? maker_of(each, depth + 1) : Maker::kLayer;
+        };
+        const Maker one = made_by(second), other = made_by(first);
+        if (!activated && (one == Maker::kLogarithm || other == Maker::kLogarithm)) return Maker::kLogarithm;
+        if (!first || !second) return activated || has_number(*node) ? Maker::kOther : Maker::kMasked;
+        if (does == Does::kDifference || !is_of_layer(one) || !is_of_layer(other)) return Maker::kOther;
+        return activated ? made : Maker::kResidual;
       }
-    } else if (!kind.negative && !((kind.product || kind.quotient) && is_constant(1))) {
-      return false;
-    }
-    node = first_input(*node);
-  }
-  return node && kind_of(*node).difference;
-}
-
-/// Return the range of the result of a node, as `range_of` in readers/nodes.py.
-inline Range range_of(const Node* start) {
-  constexpr size_t kWalk = 12;
-  struct Step {
-    const Node* node;
-    bool is_factor, is_quotient;
-  };
-  std::array<Step, kWalk> steps;
-  steps[0] = {start, false, false};
-  Range found = is_difference(start) ? kDifference : kNarrow;
-  for (size_t step = 0, count = 1; step < count; ++step) {
-    const Node& node = *steps[step].node;
-    bool is_factor = steps[step].is_factor, is_quotient = steps[step].is_quotient;
-    const NodeKind& kind = kind_of(node);
-    if (kind.wide) {
-      // A sum of exponentials divides a softmax back to moderate numbers.
-      if (kind.growing && (is_factor || !is_quotient)) return kScaled;
-      found = kSpanning;
-      continue;
-    }
-    if (!kind.product && !kind.quotient && !kind.keeps_range) continue;
-    is_quotient = is_quotient || kind.quotient;
-    const size_t inputs = node.num_outputs();
-    bool has_constant = false;
-    for (size_t input = 0; input < inputs; ++input) has_constant = has_constant || !node.next_edge(input).function;
-    if (kind.product) {
-      is_factor = is_factor || !has_constant;
-    } else if (has_constant && (kind.quotient ? !node.next_edge(0).function : !adds_number(node, kind))) {
-      found = kSpanning;
-    }
-    for (size_t input = 0; input < inputs && count < kWalk; ++input) {
-      if (const Node* const behind = node.next_edge(input).function.get())
-        steps[count++] = {behind, is_factor, is_quotient};
+      case Does::kLogarithm:
+        return activated ? Maker::kOther : Maker::kLogarithm;
+      case Does::kExponential:
+        return activated ? Maker::kOther : Maker::kExponential;
+      case Does::kMasks:
+        return activated ? Maker::kOther : Maker::kMasked;
+      default:
+        return Maker::kOther;
     }
   }
-  return found;
+  return Maker::kOther;
 }
 
-/// origin(tensor): return the name of the operator behind a tensor, views aside, or an empty one, and the tensor's
-/// range.
+/// Return the node of a tensor without making one for a view; a view in another dtype has a node of its own.
+inline auto node_of(const at::TensorBase& tensor) {
+  const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
+  return (base.scalar_type() == tensor.scalar_type() ? base : tensor).grad_fn();
+}
+
+/// Return the name of the operator behind a tensor, views aside, or an empty one.
+inline PyObject* name_of(const Node* node) {
+  for (int step = 0; node && step < kLongest; ++step) {
+    const NodeKind kind = kind_of(*node);
+    if (!kind.name) return PyUnicode_FromString(node->name().c_str());
+    if (kind.does != Does::kView) return Py_NewRef(kind.name);
+    node = input_of(*node, 0);
+  }
+  return PyUnicode_FromString("");
+}
+
+/// origin(tensor): return the name of the operator behind a tensor, views aside, or an empty one.
 inline PyObject* origin(PyObject*, PyObject* object) {
   const at::Tensor* const tensor = tensor_of(object);
   if (!tensor) return nullptr;
-  constexpr int kLongestWalk = 8;
-  static PyObject* const nothing = origin_tuple("", kNarrow);
   try {
-    // From the base on: to ask a view for its node makes one. A view in another dtype has a node of its own.
-    const at::TensorBase& base = tensor->is_view() ? tensor->_base() : *tensor;
-    const at::TensorBase& start = base.scalar_type() == tensor->scalar_type() ? base : *tensor;
-    const auto held = start.grad_fn();
-    const Node* node = held.get();
-    for (int step = 0; node && step < kLongestWalk; ++step) {
-      const NodeKind& kind = kind_of(*node);
-      if (kind.python) return origin_tuple(node->name(), kNarrow);
-      if (!kind.view) return Py_XNewRef(kind.origin[range_of(node)]);
-      node = first_input(*node);
-    }
+    return name_of(node_of(*tensor).get());
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
-  return Py_XNewRef(nothing);
 }
 
 }  // namespace pac::observer

@@ -270,6 +270,9 @@ PyObject* values_of(const Call& call) {
   return values;
 }
 
+/// An elementwise operand with this many times fewer elements than another has one number for many of the other's.
+constexpr std::int64_t kFewer = 8;
+
 struct Found {
   const Reading* reading;
   size_t index;
@@ -302,7 +305,6 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
   }
   if (!found.is_argument && aliased) found.reading = &op.unclear;
   // An operand with one number for many elements of the other is a statistic or a scale, and costs next to nothing.
-  constexpr std::int64_t kFewer = 8;
   if (found.is_argument && op.elementwise && distinct(tensor) * kFewer <= largest) found.reading = &op.statistic;
   return found;
 }
@@ -327,9 +329,8 @@ PyObject* saving(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
 }
 
-PyObject* reader(PyObject*, PyObject* object) {
-  const at::Tensor* const tensor = tensor_of(object);
-  if (!tensor) return nullptr;
+/// Return how the running operator reads a tensor; None outside of operators.
+PyObject* reading_of(const at::Tensor& tensor) {
   if (thread.calls.empty() || !thread.calls.back().op) Py_RETURN_NONE;
   Operator& op = *thread.calls.back().op;
   if (op.is_function) {
@@ -338,12 +339,63 @@ PyObject* reader(PyObject*, PyObject* object) {
   }
   if (!op.resolved && !resolve(op)) return nullptr;
   const Call& call = thread.calls.back();
-  const Found found = match(call, *tensor->unsafeGetTensorImpl());
+  const Found found = match(call, *tensor.unsafeGetTensorImpl());
   if (!op.by_scalars) return found.reading->object.new_reference();
   PyObject* values = values_of(call);
   if (!values) return nullptr;
-  PyObject* given = PyObject_CallMethod(found.reading->object.get(), "given", "N", values);
-  return given;
+  return PyObject_CallMethod(found.reading->object.get(), "given", "N", values);
+}
+
+Partner partner_made_by(Maker maker) {
+  if (maker == Maker::kGate || maker == Maker::kRectified) return Partner::kGate;
+  return maker == Maker::kLogarithm ? Partner::kLogarithm : Partner::kOther;
+}
+
+/// Return what the running operator multiplies a tensor by: the other operand that codes could serve.
+Partner partner_of(const at::Tensor& tensor) {
+  if (thread.calls.empty() || !thread.calls.back().op || thread.calls.back().op->is_function) return Partner::kNothing;
+  constexpr long kCodes = 2;
+  const Call& call = thread.calls.back();
+  const c10::TensorImpl& own = *tensor.unsafeGetTensorImpl();
+  Partner found = Partner::kNothing;
+  bool seen = false;
+  for (size_t i = call.first_argument; i < thread.arguments.size(); ++i) {
+    const auto& [given, index] = thread.arguments[i];
+    if (index >= call.op->arguments.size() || call.op->arguments[index].need != kCodes) continue;
+    // A transposed view is the tensor itself too; a part of the same memory is not.
+    const bool same = given == &own || (same_memory(*given, own) && given->storage_offset() == own.storage_offset() &&
+                                        given->numel() == own.numel());
+    if (same && seen) return Partner::kItself;
+    seen = seen || same;
+    if (same) continue;
+    const at::Tensor other(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+        const_cast<c10::TensorImpl*>(given)));
+    if (!other.requires_grad()) continue;
+    const auto node = node_of(other);
+    const bool fewer = call.op->elementwise && distinct(*given) * kFewer <= distinct(own);
+    found = std::max(found, !node || is_parameter(node.get()) ? (fewer ? Partner::kGain : Partner::kParameter)
+                            : fewer                           ? Partner::kStatistic
+                                                              : partner_made_by(maker_of(node.get())));
+  }
+  return found;
+}
+
+/// facts(tensor): return (reading or None, maker, partner, origin) of a tensor that the running operator saves.
+PyObject* facts(PyObject*, PyObject* object) {
+  const at::Tensor* const tensor = tensor_of(object);
+  if (!tensor) return nullptr;
+  PyObject* const reading = reading_of(*tensor);
+  if (!reading) return nullptr;
+  try {
+    const auto node = node_of(*tensor);
+    const auto maker = static_cast<size_t>(maker_of(node.get()));
+    const auto partner = static_cast<size_t>(partner_of(*tensor));
+    return Py_BuildValue("(NOON)", reading, nodes().makers[maker], nodes().partners[partner], name_of(node.get()));
+  } catch (...) {
+    Py_DECREF(reading);
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
 }
 
 PyObject* start(PyObject*, PyObject*) {
@@ -441,28 +493,31 @@ bool read_names(PyObject* given, std::unordered_set<std::string>& names) {
   return good;
 }
 
-/// configure(resolve_operator, resolve_function, weakest_need, deciding, choosing, dividing, views, wide, growing,
-/// range_kept, hinges, margins, residuals, losses): set the look-ups in the table of readers, and the names of
-/// operators and nodes.
+/// Replace the contents of a list by objects from Python, which are never released.
+void read_members(PyObject* given, std::vector<PyObject*>& members) {
+  members.clear();
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(given); ++index) {
+    members.push_back(Py_NewRef(PyTuple_GET_ITEM(given, index)));
+  }
+}
+
+/// configure(resolve_operator, resolve_function, weakest_need, kind_of, deciding, choosing, dividing, makers,
+/// partners): set the look-ups in the tables of readers and of nodes, the names of operators, and the enumerations of
+/// the rule.
 PyObject* configure(PyObject*, PyObject* arguments) {
-  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *deciding = nullptr;
-  PyObject *choosing = nullptr, *dividing = nullptr;
-  PyObject *views = nullptr, *wide = nullptr, *growing = nullptr, *range_kept = nullptr;
-  PyObject *hinges = nullptr, *margins = nullptr, *residuals = nullptr, *losses = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOO!O!OOOOOOOO", &of_operator, &of_function, &weakest, &deciding, &PyDict_Type,
-                        &choosing, &PyDict_Type, &dividing, &views, &wide, &growing, &range_kept, &hinges, &margins,
-                        &residuals, &losses)) {
+  PyObject *of_operator = nullptr, *of_function = nullptr, *weakest = nullptr, *kind = nullptr, *deciding = nullptr;
+  PyObject *choosing = nullptr, *dividing = nullptr, *makers = nullptr, *partners = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO!O!O!O!", &of_operator, &of_function, &weakest, &kind, &deciding,
+                        &PyDict_Type, &choosing, &PyDict_Type, &dividing, &PyTuple_Type, &makers, &PyTuple_Type,
+                        &partners)) {
     return nullptr;
   }
-  NodeNames& nodes = node_names();
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  if (!read_names(deciding, all.deciding) || !read_names(views, nodes.views) || !read_names(wide, nodes.wide) ||
-      !read_names(growing, nodes.growing) || !read_names(range_kept, nodes.range_kept) ||
-      !read_names(hinges, nodes.hinges) || !read_names(margins, nodes.margins) ||
-      !read_names(residuals, nodes.residuals) || !read_names(losses, nodes.losses)) {
-    return nullptr;
-  }
+  if (!read_names(deciding, all.deciding)) return nullptr;
+  nodes().kind_of = Object::borrowed(kind);
+  read_members(makers, nodes().makers);
+  read_members(partners, nodes().partners);
   all.choosing.clear();
   all.dividing.clear();
   PyObject *name = nullptr, *index = nullptr;
@@ -494,6 +549,8 @@ PyObject* forget(PyObject*, PyObject*) {
     if (!entry.second->is_function) registry().unresolved.push_back(entry.second.get());
   }
   weakest_needs().clear();
+  nodes().kinds.clear();
+  nodes().functions.clear();
   Py_RETURN_NONE;
 }
 
@@ -505,9 +562,11 @@ PyMethodDef methods[] = {
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
     {"saving", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(saving)), METH_FASTCALL,
      "Count a tensor that the running operator saves; return how much there is to decide about it."},
-    {"origin", origin, METH_O, "Return the name of the operator behind a tensor, and the range of the tensor."},
+    {"origin", origin, METH_O, "Return the name of the operator behind a tensor, views aside."},
+    {"facts", facts, METH_O,
+     "Return how the running operator reads a tensor it saves, None outside operators; the tensor's maker, partner and "
+     "origin."},
     {"layout_key", layout_key, METH_O, "Return bytes that are equal for tensors of equal layout, dtype and device."},
-    {"reader", reader, METH_O, "Return how the running operator reads a tensor it saves; None outside operators."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
      "Return uninitialised bytes on the device of a tensor."},

@@ -41,10 +41,9 @@ inline const at::Tensor* tensor_of(PyObject* object) {
 /// How much there is to decide about a saved tensor.
 enum Saving : long {
   kUnclear = 0,   ///< look closely
-  kKept = 1,      ///< keep it: no floating-point tensor, or a small one without gradient
-  kBehind = 2,    ///< keep it, but look behind it: a small tensor or a leaf, which may be a divisor
-  kConstant = 3,  ///< keep it, as it has no gradient, unless it is a compiled graph's
-  kOrdinary = 4,  ///< pack it, unless the model owns its memory or skips the module
+  kKept = 1,      ///< keep it: no floating-point tensor, a small one, or a leaf
+  kConstant = 2,  ///< keep it, as it has no gradient, unless it is a compiled graph's
+  kOrdinary = 3,  ///< pack it, unless the model owns its memory or skips the module
 };
 
 inline bool is_packed_dtype(at::ScalarType dtype) {
@@ -65,12 +64,11 @@ inline Saving saving_of(PyObject* object, const at::Tensor& tensor, std::int64_t
   if (tensor.layout() != at::kStrided || tensor.is_nested()) return kUnclear;
   if (tensor.scalar_type() == at::kBool) return kUnclear;
   if (!tensor.is_floating_point()) return kKept;
-  const bool small = static_cast<std::int64_t>(tensor.nbytes()) < min_bytes;
-  if (small) return tensor.requires_grad() ? kBehind : kKept;
+  if (static_cast<std::int64_t>(tensor.nbytes()) < min_bytes) return kKept;
   if (!is_packed_dtype(tensor.scalar_type())) return kUnclear;
   if (!tensor.requires_grad()) return kConstant;
   const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
-  if (owner.is_leaf() && owner.requires_grad()) return kBehind;
+  if (owner.is_leaf() && owner.requires_grad()) return kKept;
   return tensor.is_neg() || !is_plain(owner) ? kUnclear : kOrdinary;
 }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -26,43 +25,19 @@ from ..readers.forms import (
     AS_SHAPE,
     BFLOAT16,
     CODES,
-    EXACT,
-    FACTOR,
     ITSELF,
     POSITIVE,
     PROBABILITY,
-    SCALED,
     Form,
     Reading,
+    Use,
 )
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
-from ..readers.nodes import (
-    CAST,
-    NARROW,
-    SCALED_RANGE,
-    SOFTMAX_PARTS,
-    SPANNING,
-    cast_parameter,
-    is_logarithm,
-    producer,
-    was_masked,
-)
-from ..readers.observer import BEHIND, CONSTANT, ORDINARY, UNCLEAR, observer, transformed
-from ..readers.table import AMPLIFYING, NOT_DROPPED, SHORT_PRODUCTS
+from ..readers.nodes import CAST, cast_parameter, producer
+from ..readers.observer import CONSTANT, ORDINARY, UNCLEAR, observer, transformed
+from ..readers.table import NOT_DROPPED
 from ..torch_private import never_traced, profiled_range, profiler_enabled, source_dtype
 from ..torch_private.distributed import local_tensor, waited
-from .factors import (
-    EXPONENTIALS,
-    Coded,
-    coded_behind,
-    divides_by_own_sum,
-    is_factor,
-    is_share,
-    meets_several,
-    normalised,
-    products_behind,
-    summed_behind,
-)
 from .gathered import GATHERED, Gathering, gathering, new_region
 from .marks import PACKS
 from .narrow import is_exact_cast
@@ -78,7 +53,6 @@ from .policy import (
     RECOMPUTED,
     SAME_CAST,
     SHAPE_ALONE,
-    SHARPENED,
     Policy,
     shared_by_siblings,
 )
@@ -101,24 +75,14 @@ from .saved import (
     stream_of,
 )
 from .unpacking import unpack, unpack_profiled
-from .zeros import LOSING, loses_small, squares_similarities
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
 _MOST_CASTS = 10_000
 # Restored tensors kept at a time, each until the last operator to share it has run.
 _RECENTLY_RESTORED = 2
-# Factors whose memory stays alive until the following operators have run: the factors of one or two products. Of small
-# ones a megabyte stays alive until the forward ends, which no device notices.
-_LATEST_FACTORS = 6
-_SMALL_FACTORS, _SMALL_BYTES = 32, 32 << 10
-# Divisors whose rows a factor behind them may meet: those of a norm's variance and its root, twice.
-_LATEST_DIVISORS = 4
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.
 _OF_ONE_RESULT = frozenset((POSITIVE, PROBABILITY, ARTANH))
-_SHARPENING = AMPLIFYING | EXPONENTIALS.keys()
-_QUOTIENT = "aten::div"
-_QUOTIENTS = frozenset((_QUOTIENT, "aten::log"))
 # Imported only once something was compiled. Test for the module first: to inspect the caller costs more than the rest.
 _AOT_AUTOGRAD = "torch._functorch.aot_autograd"
 
@@ -127,24 +91,19 @@ class Frame:
     """The hooks of one forward pass."""
 
     __slots__ = (
-        "_behind",
         "_caller",
         "_casts_left",
         "_context",
         "_copies",
-        "_divisors",
-        "_factors",
+        "_facts",
         "_held",
         "_min_bytes",
         "_module",
-        "_origin",
         "_pending",
         "_pending_since",
-        "_reader",
         "_recent",
         "_regions",
         "_saving",
-        "_small_factors",
         "packing",
         "policy",
         "recorder",
@@ -160,17 +119,9 @@ class Frame:
         self._regions: dict[tuple[int, int], ref[Region]] = {}
         # Tensors kept exact for their reader, by the address of their storage.
         self._held: dict[int, ref[Kept]] = {}
-        self._pending: list[tuple[Pending, Kept, Tensor, str]] = []
+        self._pending: list[tuple[Pending, Kept, Tensor, Form, str, str]] = []
         self._pending_since = (0, 0)
-        self._saving, self._reader, self._origin = observer().saving, observer().reader, observer().origin
-        # Storages of the latest factors, alive so that `_sharpen` can store a factor anew if its product is a divisor.
-        self._factors: deque[torch.UntypedStorage] = deque(maxlen=_LATEST_FACTORS)
-        self._small_factors: deque[torch.UntypedStorage] = deque(maxlen=_SMALL_FACTORS)
-        # The shapes of the latest tensors that an operator with an unbounded derivative read or made.
-        self._divisors: deque[torch.Size] = deque(maxlen=_LATEST_DIVISORS)
-        # Nodes behind the operand packed last, for the operator's other one: those that a divisor sums up, or the
-        # quotient of a tensor and its norm.
-        self._behind: tuple[Node, ...] = ()
+        self._saving, self._facts = observer().saving, observer().facts
         self._recent: Recent = deque(maxlen=_RECENTLY_RESTORED)
         # Lossless mode copies almost nothing, so a tensor's ownership matters only to a report.
         self._copies = not packing.lossless or recorder is not None
@@ -194,9 +145,6 @@ class Frame:
         context.__exit__()
         observer().stop()
         self._decide_pending()
-        self._factors.clear()
-        self._small_factors.clear()
-        self._behind = ()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -237,8 +185,6 @@ class Frame:
         elif self.recorder is None:  # a report wants the reason from `_pack_plain`
             if saving == ORDINARY:
                 return self._pack_plain(tensor, tensor, ordinary=True)
-            if saving == BEHIND:
-                self._look_behind(tensor)
             if saving != CONSTANT or self.packing.warned_of_compile or _AOT_AUTOGRAD not in sys.modules:
                 return Kept(tensor)
         if type(tensor) in PLAIN:
@@ -261,60 +207,29 @@ class Frame:
         else:
             reason = self.policy.reason_to_keep(tensor, saved, self._copies or tensor.dtype is torch.bool)
         if reason is not None:
-            self._look_behind(saved)
             if reason is NO_GRAD and _AOT_AUTOGRAD in sys.modules and not self.packing.warned_of_compile:
                 self.packing.warn_of_compiled_graph()
             return self._keep(tensor, reason)
-        reading = self._reader(saved) or of_no_operator()
+        reading, maker, partner, name = self._facts(saved)
+        if reading is None:
+            reading = of_no_operator()
         if self._pending and reading is not CHECKPOINT:
             self._decide_pending()
         if tensor.dtype is torch.bool:
             if reading.why is NOT_DROPPED:
                 return self._keep(tensor, NOT_DROPPED)
             return self._compress(tensor, ITSELF, None)
+        form = self.packing.form_for(tensor, reading, maker, partner)
         if not self.packing.lossless and (reading is CHECKPOINT or reading is CHECKPOINTED):
-            return self._pack_for_checkpoint(tensor, saved, reading)
-        return self._pack_for(tensor, saved, reading, self.packing.form_for(tensor, reading))
+            return self._pack_for_checkpoint(tensor, saved, reading, form, name)
+        return self._pack_for(tensor, saved, reading, form, name)
 
-    def _pack_for(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form) -> Saved:
-        """Pack a tensor for its reader, in ``form`` or a form at least as exact."""
+    def _pack_for(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form, name: str) -> Saved:
+        """Pack a tensor, made by the operator ``name``, for its reader in ``form``, or a form at least as exact."""
         if form is AS_SHAPE:
             if self.recorder is not None:
                 self.recorder.add(tensor, SHAPE_ALONE)
             return Shapeless(tensor)
-        name, spans = self._origin(saved)
-        behind, self._behind = self._behind, ()
-        if form.need > CODES:
-            if reading.operator in _SHARPENING and not self.packing.lossless:
-                self._look_behind_reader(tensor, saved, reading)
-                if EXPONENTIALS.get(reading.operator) is False:
-                    self._hold_factor(tensor)
-        elif is_factor(tensor, reading, self.packing.config.group_size):
-            self._hold_factor(tensor)
-        elif self._factors and form.need == CODES and reading.operator not in AMPLIFYING:
-            self._factors.clear()
-        if form is FACTOR:
-            # A group may span several rows that are divided by numbers of their own.
-            group_size = self.packing.config.group_size
-            wide = spans != NARROW or any(meets_several(layout_of(tensor), each, group_size) for each in self._divisors)
-            wide = wide or squares_similarities(saved, reading) or (name == "DivBackward0" and is_share(saved))
-            # The other factor has a gradient too. If it is a probability close to this one, as in a symmetric
-            # divergence, the gradients of the two sides cancel.
-            logarithm = wide and is_logarithm(saved)
-            form = AS_CODES if not wide else ITSELF if logarithm or tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif form is AS_CODES and (spans == SCALED_RANGE or (name in LOSING and loses_small(saved, reading))):
-            form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif form is AS_CODES and name == "DivBackward0" and reading.operator in SHORT_PRODUCTS:
-            quotient = normalised(saved)
-            if reading.operand.endswith("2"):  # mat2, packed before the first factor
-                self._behind = quotient
-            elif behind and behind == quotient:  # similarities near one: the derivative of the quotient cancels
-                form = ITSELF if tensor.itemsize <= HALF_BYTES else BFLOAT16
-        elif (form is SCALED and spans >= SPANNING) or (name in SOFTMAX_PARTS and reading.operator in _QUOTIENTS):
-            # Where one probability is near one, the gradients of dividend and divisor, or of a log and a score, cancel.
-            form = ITSELF
-        elif behind and reading.operator == _QUOTIENT and divides_by_own_sum(saved, behind):
-            form = ITSELF  # likewise where one weight is nearly the whole sum
         if name == CAST:
             return self._pack_result_of_cast(tensor, saved, reading, form)
         # A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
@@ -322,8 +237,7 @@ class Frame:
             source = source_of(tensor, name, self.packing.lossless)
             if source is not None and self._serves(source[0], form):
                 return self._recomputed(tensor, *source)
-        # Where the layout decides on codes, the layout of a shard may not allow them.
-        gather = gathering(tensor, saved) if name in GATHERED and form is reading.form else None
+        gather = gathering(tensor, saved) if name in GATHERED and _as_shards(reading, form) else None
         return self._store(tensor, None, reading, form, gather)
 
     def _pack_result_of_cast(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form) -> Saved:
@@ -341,53 +255,8 @@ class Frame:
                 return Recast(tensor, parameter, self.packing)
         if saved is tensor:
             return self._pack_cast(tensor, node, reading, form)
-        return self._store(tensor, node, reading, form, gathering(tensor, saved) if form is reading.form else None)
-
-    def _look_behind(self, kept: Tensor) -> None:
-        """Sharpen the factors behind a tensor that is kept, mostly as it is small, if its reader amplifies errors."""
-        if self.packing.lossless or not kept.requires_grad or kept.is_nested:
-            return
-        reading = self._reader(kept)
-        if reading is not None and reading.operator in _SHARPENING:
-            if self.packing.form_for(kept, reading).need > CODES:
-                self._look_behind_reader(kept, kept, reading)
-
-    def _look_behind_reader(self, tensor: Tensor, saved: Tensor, reading: Reading) -> None:
-        """Sharpen the factors behind an operand of an exponential, or of a reader with an unbounded derivative."""
-        if reading.operator in EXPONENTIALS:
-            return self._sharpen(products_behind(saved, reading))
-        self._divisors.append(tensor.size())
-        node = producer(saved)[1]
-        if reading.operator == _QUOTIENT:
-            self._behind = summed_behind(node)
-        self._sharpen(coded_behind(node, self.packing.config.group_size))
-
-    def _hold_factor(self, tensor: Tensor) -> None:
-        """Hold the memory of a factor: a following operator may divide by the product, and no one else may hold it."""
-        storage = tensor.untyped_storage()
-        self._factors.append(storage)
-        if storage.nbytes() <= _SMALL_BYTES:
-            self._small_factors.append(storage)
-
-    def _sharpen(self, factors: Iterable[Coded]) -> None:
-        """Store factors anew, those in codes in 16 bits, others as they are: a following operator divides by a product.
-
-        Codes have the same absolute error for small factors as for large ones, and small factors get the largest
-        gradient.
-        """
-        for stored in factors:
-            source = stored.source()
-            if source is None:
-                continue
-            region = stored.region if isinstance(stored, Gathered) else stored
-            before = region.nbytes
-            halved = isinstance(region, Region) and region.form.need > CODES
-            if source.itemsize > HALF_BYTES and not halved:
-                region.store(source, self.packing.storing(source, BFLOAT16), 0)
-            else:
-                region.hold(source)
-            if self.recorder is not None:
-                self.recorder.add_more(source, SHARPENED, region.nbytes - before)
+        gather = gathering(tensor, saved) if _as_shards(reading, form) else None
+        return self._store(tensor, node, reading, form, gather)
 
     def _serves(self, recipe: Recipe, form: Form) -> bool:
         """Return whether the recomputed output is as exact as ``form``."""
@@ -447,33 +316,28 @@ class Frame:
             region.hold(tensor)
         return kept
 
-    def _pack_for_checkpoint(self, tensor: Tensor, saved: Tensor, reading: Reading) -> Saved:
+    def _pack_for_checkpoint(self, tensor: Tensor, saved: Tensor, reading: Reading, form: Form, name: str) -> Saved:
         """Pack the input of a checkpointed block, exact if the block takes decisions from values."""
         calls, decisions, before = observer().progress()
         if reading is CHECKPOINTED:  # the block has run
-            form = ITSELF if decisions != before else self._form_for_block(tensor, observer().take_divisor())
-            return self._pack_for(tensor, saved, reading, form)
+            form = ITSELF if decisions != before else self._form_for_block(tensor, form, observer().take_divisor())
+            return self._pack_for(tensor, saved, reading, form, name)
         if self._pending and self._pending_since[0] != calls:
             self._decide_pending()
         kept = Kept(tensor)
         pending = Pending(kept)
         module = "" if self.recorder is None else self.recorder.module
-        self._pending.append((pending, kept, tensor, module))
+        self._pending.append((pending, kept, tensor, form, name, module))
         observer().take_divisor()
         # Count from here: the inputs of one block are saved in a row, and packing calls operators too.
         self._pending_since = observer().progress()[:2]
         return pending
 
-    def _form_for_block(self, tensor: Tensor, divisor: int) -> Form:
+    def _form_for_block(self, tensor: Tensor, form: Form, divisor: int) -> Form:
         """Return the form for an input of a checkpointed block whose largest divisor has so many elements.
 
-        An input that spans orders of magnitude is exact. A divisor for every group of the input comes from few
-        elements: their errors are not averaged out.
+        A divisor for every group of the input comes from few elements: their errors are not averaged out.
         """
-        form = self.packing.form_for(tensor, CHECKPOINT)
-        # As an attention bias to which a mask was added.
-        if form.need < EXACT and was_masked(tensor):
-            return ITSELF
         if form is AS_CODES and divisor * self.packing.config.group_size > tensor.numel():
             return BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
         return form
@@ -485,12 +349,12 @@ class Frame:
         pending, self._pending = self._pending, []
         decided = observer().progress()[1] != self._pending_since[1]
         divisor = observer().take_divisor()
-        for holder, kept, tensor, module in pending:
+        for holder, kept, tensor, form, name, module in pending:
             if kept.unchanged:  # otherwise unpacking raises autograd's error
                 if self.recorder is not None:
                     self.recorder.enter(module)
-                form = ITSELF if decided else self._form_for_block(tensor, divisor)
-                holder.stored = self._pack_for(tensor, tensor, CHECKPOINT, form)
+                form = ITSELF if decided else self._form_for_block(tensor, form, divisor)
+                holder.stored = self._pack_for(tensor, tensor, CHECKPOINT, form, name)
                 if self.recorder is not None:
                     self.recorder.leave()
 
@@ -599,3 +463,8 @@ class Frame:
             else:
                 self.recorder.add_codes(packs, tensor.nbytes)
         return Kept(tensor)
+
+
+def _as_shards(reading: Reading, form: Form) -> bool:
+    """Return whether shards of a gathered tensor may take the form; where the layout decides, theirs may not."""
+    return form is reading.form and reading.use in (None, Use.MATRIX)

@@ -13,37 +13,28 @@ from torch.nn import Module
 
 from ..codec import bind
 from ..codec.kernels import Kernel
-from ..codec.layouts import layout_of, spans_rows
+from ..codec.layouts import layout_of
 from ..codec.seeds import Seeds
 from ..config import Config
+from ..readers import rule
 from ..readers.forms import (
     AS_CODES,
-    BFLOAT16,
     BITS,
-    CHANNELS,
     CODES,
-    FACTOR,
-    HEADS,
     ITSELF,
     POSITIVE,
     RELATIVE,
-    ROWS,
     SCALED,
-    VECTORS,
     Form,
     Reading,
 )
 from ..readers.observer import observer
+from ..readers.rule import Maker, Partner
 from .halves import form_kernel
 from .marks import compiled_mark
 from .policy import CARRIER
 from .saved import Storing
 
-# Batches of vectors, or of sequences of vectors, have at most three dimensions; images have more.
-_VECTORS = 3
-# Fewer elements with a statistic of their own than this are kept: of two normal elements one pair in a hundred differs
-# by less than a hundredth of itself, and bfloat16, which rounds 1 in 512, moves the pair's gradient by a fifth.
-SCATTERED = 4
 # So few elements are kept: an error of one of them is the error of the gradient, 5 % for a pair that is interpolated.
 FEWEST = 4
 HALF_BYTES = 2
@@ -98,36 +89,10 @@ class Packing:
         carrier, positive = CARRIER[dtype], form is POSITIVE
         return bind(config.impl, carrier, config.bits, config.group_size, self.stochastic, positive, device)
 
-    def form_for(self, tensor: Tensor, reading: Reading) -> Form:
-        """Return the form in which to store a tensor for a reader, no wider than the tensor's own dtype."""
-        form = reading.form
+    def form_for(self, tensor: Tensor, reading: Reading, maker: Maker, partner: Partner) -> Form:
+        """Return the form in which to store an operand: the rule's, as the configuration and the dtype allow."""
         config = self.config
-        # Less than one group: codes save next to nothing, and no sum averages out their errors.
-        few = tensor.numel() < config.group_size
-        if (form is AS_CODES or form is FACTOR) and reading.known and not self.lossless:
-            if not few:
-                return form
-            form = BFLOAT16
-        elif form is ROWS or form is VECTORS:
-            images = form is VECTORS and tensor.dim() > _VECTORS
-            # A group lies in memory, and spans rows that are no multiple of it, or transposed.
-            if form is ROWS and (few or tensor.shape[-1] < SCATTERED):
-                form = ITSELF
-            elif few or (not images and (spans_rows(tensor.shape[-1], config.group_size) or tensor.stride(-1) != 1)):
-                form = BFLOAT16
-            else:
-                form = AS_CODES
-        elif form is HEADS:
-            # Sums over fewer elements than a group do not average the errors of codes, and their differences are small.
-            short = few or tensor.shape[-1] < config.group_size
-            form = SCALED if short else AS_CODES
-        elif form is CHANNELS:
-            # Strides of a channel tell whether groups lie within channels: channels may be orders of magnitude apart.
-            within = tensor.is_contiguous() and tensor.dim() > 2 and tensor.stride(1) % config.group_size == 0
-            # A statistic of a group norm may be of one channel of one sample, of a batch norm it is of all samples.
-            statistics = tensor.shape[1] * (tensor.shape[0] if "group_norm" in reading.operator else 1)
-            scattered = few or tensor.numel() < SCATTERED * statistics
-            form = AS_CODES if within else ITSELF if scattered else BFLOAT16
+        form = rule.form(reading, maker, partner, layout_of(tensor), config.group_size)
         if form.need in (CODES, RELATIVE) and tensor.numel() < FEWEST:
             return ITSELF
         if not reading.known and config.unknown == "int8":

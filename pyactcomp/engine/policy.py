@@ -25,7 +25,6 @@ NO_GRAD = "does not require grad: a mask, a statistic, a constant or an input, k
 RECOMPUTED = "recomputed in backward from stored tensors"
 SAME_CAST = "another cast of the same tensor is stored"
 SHAPE_ALONE = "backward reads only the shape"
-SHARPENED = "a factor of a product that is then a divisor or the argument of a log or a root: stored in 16 bits"
 HELD = "kept as it is for another reader of the same memory"
 LOSSLESS = "lossless: stored as it is"
 OVERLAPPING = "elements overlap in memory"

@@ -18,7 +18,6 @@ from .saved import (
     Recent,
     Region,
     Shared,
-    Storing,
     Versioned,
     check_reader,
     check_version,
@@ -51,8 +50,6 @@ class Recipe:
         Whether autocast's casts of the output are recomputed too.
     exact : bool
         Whether ``compute`` gives the output bit by bit.
-    fixed : bool
-        Whether the operands stay in the form they have: the output itself is stored if a divisor needs more.
     forms : tuple of stored forms
         The forms of the operator's saved operands. Their node holds them until its backward has run, and a saved output
         holds them by :meth:`forms`. The recipe holds only those that no node holds: a program may hold the output, and
@@ -72,7 +69,6 @@ class Recipe:
         "depth",
         "dtype",
         "exact",
-        "fixed",
         "layout",
         "storage",
         "version",
@@ -86,7 +82,6 @@ class Recipe:
         depth: int = 1,
         casts: bool = True,
         exact: bool = False,
-        fixed: bool = False,
         forms: tuple[Any, ...] = (),
     ) -> None:
         self._compute = compute
@@ -100,7 +95,6 @@ class Recipe:
         self.depth = depth
         self._casts = casts
         self.exact = exact
-        self.fixed = fixed
         self.dtype = out.dtype
         self.layout = layout_of(out)
         self.storage = ref(out.untyped_storage())
@@ -171,12 +165,9 @@ class Recipe:
 
 
 class FromRecipe(Shared):
-    """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output.
+    """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output."""
 
-    If the recipe reads codes that are too coarse for a later reader, the tensor is stored after all.
-    """
-
-    __slots__ = ("_forms", "_in_place", "_saved", "dtype", "recipe")
+    __slots__ = ("_forms", "_saved", "dtype", "recipe")
 
     def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
         super().__init__(recipe.layout, out.get_device(), stream, recent)
@@ -185,43 +176,11 @@ class FromRecipe(Shared):
         self.dtype = dtype
         # Casts have version counters of their own; `Same` around this form checks them.
         self._saved = Versioned(out) if dtype is recipe.dtype else None
-        self._in_place: Region | Kept | None = None
-
-    @property
-    def sharpens(self) -> bool:
-        """Whether to store the tensor if a divisor needs more: nothing else makes the recipe more exact."""
-        return self.recipe.fixed and not self.recipe.exact and self._in_place is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._in_place.nbytes if isinstance(self._in_place, Region) else 0
-
-    def source(self) -> Tensor | None:
-        """Return the tensor, detached, if the output's memory is still alive and was not written to."""
-        out = self.recipe.output()
-        if out is not None:
-            return out.to(self.dtype)
-        storage = self.recipe.storage()
-        if storage is None or self._saved is None or self._saved.moved:
-            return None
-        bare = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return bare.set_(storage, 0, self.layout.shape, self.layout.stride)
-
-    def store(self, source: Tensor, storing: Storing, seed: int) -> None:
-        """Store the tensor in place of the recipe."""
-        self._in_place = Region(source, storing, seed, self.stream, self._recent)
-
-    def hold(self, source: Tensor) -> None:
-        """Keep the tensor in place of the recipe."""
-        self._in_place = Kept(source)
 
     def restore(self) -> Tensor:
         """Recompute the output, or raise autograd's error if the saved tensor was written to."""
         if self._saved is not None:
             self._saved.check(self.layout.shape)
-        if self._in_place is not None:
-            return self._in_place.restore()
         if not self.recipe.exact:
             check_reader(AS_CODES, self.layout.shape)
         return super().restore()

@@ -67,7 +67,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     if being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
     _OFFERING.add(type(ctx).__name__)
-    RECIPE.set(ctx, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands, fixed=True))
+    RECIPE.set(ctx, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
 def withdraw(ctx: Any) -> None:
@@ -339,7 +339,7 @@ def _norm(out: Tensor, node: Node) -> Recipe | None:
         return (row + saved["bias"] if "bias" in saved else row).to(dtype)
 
     depth = 1 + _depth(cast(Stored, forms["input"]))
-    return Recipe(out, compute, depth=depth, fixed=True, forms=tuple(forms.values()))
+    return Recipe(out, compute, depth=depth, forms=tuple(forms.values()))
 
 
 @functools.lru_cache(maxsize=64)
@@ -397,7 +397,7 @@ def offer_exact_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
 
     # Do not recompute casts: to normalise in float32 and cast moves 14 bytes an element to save 2. Equal casts are
     # stored once instead.
-    recipe = Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x), fixed=True, forms=(x,))
+    recipe = Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x), forms=(x,))
     RECIPE.set(node, recipe)
 
 

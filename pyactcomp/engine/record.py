@@ -231,10 +231,6 @@ class Recorder:
             self.saved += of_graph(self.module, note.record.saved)
         return note is not None
 
-    def add_more(self, tensor: Tensor, reason: str, nbytes: int) -> None:
-        """Record ``nbytes`` more for an already stored tensor."""
-        self._append(_shape(tensor), tensor.dtype, 0, 0, nbytes, reason)
-
     def add_codes(self, packs: Packs, packed: int) -> None:
         """Record codes saved by an autograd function, as the packed tensor."""
         storage = None if packs.storage is None else packs.storage()

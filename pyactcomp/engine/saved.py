@@ -358,15 +358,6 @@ class Region(Shared):
         self.form, self._storing = ITSELF, None
         self._packed = source.detach().as_strided(self.layout.shape, self.layout.stride)
 
-    def source(self) -> Tensor | None:
-        """Return the packed tensor, detached, if the memory is still alive and was not written to."""
-        storage = self.storage()
-        if storage is None or not self.unchanged:
-            return None
-        bare = torch.empty(0, dtype=self.dtype, device=self._packed.device)
-        offset = (self.address - storage.data_ptr()) // self.dtype.itemsize
-        return bare.set_(storage, offset, self.layout.shape, self.layout.stride)
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""
@@ -496,14 +487,6 @@ class Gathered(Versioned):
     def layout(self) -> Layout:
         """Layout of the saved tensor, with the gaps."""
         return self._layout
-
-    def source(self) -> Tensor | None:
-        """Return a dense copy of the tensor, if the memory is still alive and was not written to."""
-        storage = self._storage()
-        if storage is None or self.moved:
-            return None
-        bare = torch.empty(0, dtype=self._dtype, device=self._device)
-        return bare.set_(storage, self._offset, self._layout.shape, self._layout.stride).contiguous()
 
     def restore(self) -> Tensor:
         """Return the restored elements in the original strides."""

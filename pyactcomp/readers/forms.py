@@ -5,6 +5,7 @@ A reader is the operator behind a saved tensor: the operator saves the tensor in
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -88,11 +89,6 @@ class Form(NamedTuple):
 AS_SHAPE = Form("shape", SHAPE)
 AS_CODES = Form("codes", CODES)
 POSITIVE = Form("codes that keep positive elements positive", CODES)
-FACTOR = Form("codes unless it spans orders of magnitude", CODES)
-ROWS = Form("codes where no group spans rows", CODES)
-HEADS = Form("codes where no group spans heads", CODES)
-CHANNELS = Form("codes where no group spans channels", CODES)
-VECTORS = Form("codes where no group spans vectors", CODES)
 BFLOAT16 = Form("bfloat16", RELATIVE)
 SCALED = Form("float16 times a power of two", RELATIVE)
 LOG = Form("saturating float16", RELATIVE)
@@ -104,6 +100,18 @@ ARTANH = Form("float16 inverse hyperbolic tangent", RELATIVE)
 ITSELF = Form("as it is", EXACT)
 
 
+class Use(enum.Enum):
+    """What the derivative does with an operand whose form depends on more than the operator: see ``rule.form``."""
+
+    MATRIX = "a product that sums multiplies the gradient by it"
+    FACTOR = "an elementwise product multiplies the gradient by it"
+    SQUARE = "a low power, a variance or a length of it: it is a factor of its own product"
+    ROWS = "the deviation of each row divides"
+    CHANNELS = "the deviation of each channel divides"
+    HEADS = "sums over a head are subtracted"
+    INPUT = "a block reruns from it"
+
+
 @dataclass(frozen=True)
 class Reading:
     """How one operator reads one operand.
@@ -113,13 +121,15 @@ class Reading:
     operator, operand : str
         Names; the operator's with the namespace.
     form : Form
-        The cheapest form exact enough for the reader.
+        The cheapest form exact enough for the reader; of a ``use``, the cheapest that ``rule.form`` may give.
     why : str
         The reason, for reports.
     known : bool
         Whether the table has a row for the operand, from torch's derivatives or :func:`register_reader`.
     by_scalars : callable, optional
-        Maps the scalar arguments of a call, by position, to form and reason.
+        Maps the scalar arguments of a call, by position, to form or use and reason.
+    use : Use, optional
+        What the derivative does, where that alone does not decide the form.
     """
 
     operator: str
@@ -127,7 +137,15 @@ class Reading:
     form: Form
     why: str
     known: bool = True
-    by_scalars: Callable[[Mapping[int, object]], tuple[Form, str]] | None = None
+    by_scalars: Callable[[Mapping[int, object]], tuple[Form | Use, str]] | None = None
+    use: Use | None = None
+
+    @classmethod
+    def of(cls, operator: str, operand: str, how: Form | Use, why: str) -> Reading:
+        """Return the reading of an operand in a form, or by a use."""
+        if isinstance(how, Use):
+            return cls(operator, operand, AS_CODES, why, use=how)
+        return cls(operator, operand, how, why)
 
     @property
     def need(self) -> int:
@@ -145,8 +163,7 @@ class Reading:
         """Return the reading for a call with the given scalar arguments, by position."""
         if self.by_scalars is None:
             return self
-        form, why = self.by_scalars(scalars)
-        return Reading(self.operator, self.operand, form, why)
+        return Reading.of(self.operator, self.operand, *self.by_scalars(scalars))
 
 
 def strictest(readings: Iterable[Reading]) -> Reading:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Literal, get_args
 
@@ -12,7 +12,9 @@ import torch
 
 from ..errors import check_choice
 from ..torch_private import functions
-from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, VECTORS, Comparison, Form, Reading, strictest
+from . import rule
+from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, Comparison, Form, Reading, Use, strictest
+from .rule import FUNCTION_KINDS, Kind
 from .table import ELEMENTWISE, FUNCTION_READERS, FUNCTIONS, NAMESPACES, READERS
 
 Exactness = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
@@ -27,10 +29,10 @@ _FORMS: dict[str, Form] = {
     "exact": ITSELF,
 }
 
-CHECKPOINT = Reading(
-    "torch.utils.checkpoint", "input", VECTORS, "the block reruns from it; exact if values decide the block's path"
+CHECKPOINT = Reading.of(
+    "torch.utils.checkpoint", "input", Use.INPUT, "the block reruns from it; exact if values decide the block's path"
 )
-CHECKPOINTED = Reading("torch.utils.checkpoint", "input", VECTORS, "the block, already run once, reruns from it")
+CHECKPOINTED = Reading.of("torch.utils.checkpoint", "input", Use.INPUT, "the block, already run once, reruns from it")
 # Our functions save codes where codes are enough, so any float among their saved tensors must stay exact.
 _OURS = Reading("pyactcomp.functional", "saved", ITSELF, "the function saves codes wherever codes are enough")
 OUTSIDE = Reading("outside of any operator", "saved", ITSELF, "", known=False)
@@ -40,6 +42,8 @@ on_change: list[Callable[[], None]] = []
 
 _registered: dict[str, dict[str, Reading]] = {}
 _registered_functions: dict[type, dict[int, Reading]] = {}
+# Functions' classes and operators' names.
+_layers: set[object] = set()
 
 
 def _find(name: str, overload: str) -> tuple[Mapping[str, Reading] | None, bool]:
@@ -152,6 +156,19 @@ def of_no_operator() -> Reading:
     return CHECKPOINTED if code.co_name == "checkpoint" else CHECKPOINT
 
 
+def kind_of(node: str | type) -> Kind:
+    """Return what the operator of an autograd node does: by the node's name, or its class if written in Python."""
+    if isinstance(node, str):
+        return rule.kind_of_node(node)
+    cls = functions.class_of_node(node)
+    if cls is None:
+        return Kind.OTHER
+    library = cls.__name__.partition("GeneratedBackwardFor_")[2]
+    if cls in _layers or (library and _registered_for(library, _layers) is not None):
+        return Kind.LAYER
+    return FUNCTION_KINDS.get(f"{cls.__module__}.{cls.__qualname__}", Kind.OTHER)
+
+
 def _of_class(cls: type, position: int | None) -> Reading:
     name = f"{cls.__module__}.{cls.__qualname__}"
     known = _registered_functions.get(cls) or FUNCTION_READERS.get(name)
@@ -173,11 +190,20 @@ def _of_class(cls: type, position: int | None) -> Reading:
 
 def _of_library(mangled: str) -> Reading:
     """Return the one reading for all saved tensors of a torch.library operator, whose author chooses the tensors."""
-    for operator, readings in _registered.items():
-        namespace, _, base = operator.partition("::")
-        if mangled.startswith(f"{namespace}_{base.replace('.', '_')}"):
-            return strictest(readings.values())
+    operator = _registered_for(mangled, _registered)
+    if operator is not None:
+        return strictest(_registered[operator].values())
     return Reading(f"torch.library's {mangled}", "saved", ITSELF, "", known=False)
+
+
+def _registered_for(mangled: str, operators: Iterable[object]) -> str | None:
+    """Return the one of registered operators that has a class named ``mangled``."""
+    for operator in operators:
+        if isinstance(operator, str):
+            namespace, _, base = operator.partition("::")
+            if mangled.startswith(f"{namespace}_{base.replace('.', '_')}"):
+                return operator
+    return None
 
 
 _NODE = re.compile(r"(\w+?)Backward\d*")
@@ -203,7 +229,7 @@ def register_reader(
     reader: str | type[torch.autograd.Function],
     operands: Mapping[int, Exactness] | None = None,
     /,
-    **named: Exactness,
+    **named: Exactness | Literal["layer"],
 ) -> None:
     """Register how exactly backward needs an operator's saved tensors. Tensors without a row are kept exact.
 
@@ -216,6 +242,8 @@ def register_reader(
     **named : for an operator
         Exactness by argument name; ``result`` names a saved tensor that shares memory with no argument. For an operator
         with ``torch.library.register_autograd``, the strictest of the given values applies to every saved tensor.
+        For a function or such an operator, ``result="layer"`` says that its results are those of a layer, which
+        following products may store in 8 bits: values of one range, as of a norm, a projection or an attention.
 
         - ``"linear"``: the gradient is multiplied by the tensor. Stored in 8 bits.
         - ``"smooth"``: the derivative is a smooth bounded function of the tensor. Stored in 8 bits.
@@ -245,20 +273,25 @@ def register_reader(
     ...     def backward(ctx, grad):
     ...         x, s = ctx.saved_tensors
     ...         return grad * s, (grad * x).sum()
-    >>> pyactcomp.register_reader(Scale, {0: "linear", 1: "exact"})
+    >>> pyactcomp.register_reader(Scale, {0: "linear", 1: "exact"}, result="layer")
     """
+    layer = named.get("result") == "layer"
+    if layer:
+        del named["result"]
     if isinstance(reader, str):
         if operands is not None:
             raise TypeError(f"operands of the operator {reader!r} go by name: register_reader({reader!r}, x='linear')")
-        _registered[reader] = _checked_operator(reader, named)
+        checked = _checked_operator(reader, named, layer)
+        _registered[reader] = checked
     elif isinstance(reader, type) and issubclass(reader, torch.autograd.Function):
-        if named or not operands:
+        if named or (not operands and not layer):
             raise TypeError(
                 f"operands of {reader.__name__} go by position: register_reader({reader.__name__}, {{0: 'linear'}})"
             )
-        _registered_functions[reader] = _checked_function(reader, operands)
+        _registered_functions[reader] = _checked_function(reader, operands or {})
     else:
         raise TypeError(f"reader must be 'namespace::operator' or an autograd function's class, got {reader!r}")
+    (_layers.add if layer else _layers.discard)(reader)
     for changed in on_change:
         changed()
 
@@ -278,7 +311,7 @@ def _checked_function(cls: type, operands: Mapping[int, Exactness]) -> dict[int,
     return {position: _reading(name, f"saved {position}", exactness) for position, exactness in operands.items()}
 
 
-def _checked_operator(operator: str, named: Mapping[str, Exactness]) -> dict[str, Reading]:
+def _checked_operator(operator: str, named: Mapping[str, str], layer: bool) -> dict[str, Reading]:
     namespace, found, rest = operator.partition("::")
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None) if found and base else None
@@ -290,7 +323,9 @@ def _checked_operator(operator: str, named: Mapping[str, Exactness]) -> dict[str
     overloads = [overload] if overload else packet.overloads()
     if overload and overload not in packet.overloads():
         raise ValueError(f"{base!r} has no overload {overload!r}; known: {', '.join(packet.overloads())}")
-    if not named:
+    if layer and namespace == "aten":
+        raise ValueError(f"result='layer' is for operators of torch.library and autograd functions, not {operator!r}")
+    if not named and not layer:
         raise ValueError(f"name an operand of {operator!r}, as in register_reader({operator!r}, x='linear')")
     every = [a for o in overloads for a in getattr(packet, o)._schema.arguments]
     # Some arguments are a tensor in one overload and a number in another.

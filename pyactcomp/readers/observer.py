@@ -18,13 +18,16 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_private
 from ..torch_private import extensions
 from . import lookup
-from .forms import AS_CODES, ITSELF, Reading, strictest
-from .nodes import GROWING, HINGES, LOSSES, MARGINS, RANGE_KEPT, RESIDUALS, VIEWS, WIDE, producer, range_of
+from .forms import ITSELF, Reading, Use, strictest
+from .nodes import producer
+from .rule import Maker, Partner
 from .table import CHOOSING, DECIDING, DIVIDING, ELEMENTWISE, READERS
 
-UNCLEAR, KEPT, BEHIND, CONSTANT, ORDINARY = range(5)
-"""How much there is to decide about a saved tensor: look closely; keep it; keep it, and look behind it; keep it, unless
-a compiled graph saves it; pack it, unless the model owns its memory or skips the module."""
+UNCLEAR, KEPT, CONSTANT, ORDINARY = range(4)
+"""How much there is to decide about a saved tensor: look closely; keep it; keep it, unless a compiled graph saves it;
+pack it, unless the model owns its memory or skips the module."""
+
+Facts = tuple[Reading | None, Maker, Partner, str]
 
 
 class Version(Protocol):
@@ -58,14 +61,17 @@ class Observer(Protocol):
     def saving(self, tensor: Tensor, min_bytes: int, /) -> int:
         """Count a tensor saved by the running operator; return how much there is to decide about it."""
 
-    def origin(self, tensor: Tensor) -> tuple[str, int]:
-        """Return the name of the node behind a tensor, views aside, and its range, as ``nodes.range_of``."""
+    def origin(self, tensor: Tensor) -> str:
+        """Return the name of the node that made a tensor, views aside; empty if there is none."""
+
+    def facts(self, tensor: Tensor) -> Facts:
+        """Return the running operator's reading of the tensor counted last, the tensor's maker, partner and origin.
+
+        The reading is None outside of any operator.
+        """
 
     def layout_key(self, tensor: Tensor) -> Hashable:
         """Return a key that is equal for tensors of equal layout, dtype and device."""
-
-    def reader(self, tensor: Tensor) -> Reading | None:
-        """Return the running operator's reading of the tensor counted last; None outside of any operator."""
 
     def bare(self, tensor: Tensor) -> Tensor:
         """Return a tensor detached from the graph, with the same memory and version counter."""
@@ -124,9 +130,8 @@ def observer() -> Observer:
     library, _ = extensions.load("_observer")
     if library is None:
         return WithoutLibrary()
-    readings = lookup.of_operator, lookup.of_function, lookup.weakest_need
-    nodes = VIEWS, WIDE, GROWING, RANGE_KEPT, HINGES, MARGINS, RESIDUALS, LOSSES
-    library.configure(*readings, DECIDING, CHOOSING, DIVIDING, *map(tuple, nodes))
+    tables = lookup.of_operator, lookup.of_function, lookup.weakest_need, lookup.kind_of
+    library.configure(*tables, DECIDING, CHOOSING, DIVIDING, tuple(Maker), tuple(Partner))
     lookup.on_change.append(library.forget)
     return library
 
@@ -159,7 +164,7 @@ _ALIASES = {
 }
 # An operand with this many times fewer elements than another is a statistic, as in the library (`kFewer`).
 FEWER = 8
-_PRODUCT = Reading("a product", "operand", AS_CODES, "the derivative multiplies the incoming gradient by it")
+_PRODUCT = Reading.of("a product", "operand", Use.MATRIX, "the derivative multiplies the incoming gradient by it")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,10 +275,16 @@ class WithoutLibrary:
         """Return UNCLEAR; the fallback counts no positions, and has no fast test."""
         return UNCLEAR
 
-    def origin(self, tensor: Tensor) -> tuple[str, int]:
-        """Return the name of the node behind a tensor, views aside, and its range, as ``nodes.range_of``."""
-        name, node = producer(tensor)
-        return name, range_of(name, node)
+    def origin(self, tensor: Tensor) -> str:
+        """Return the name of the node that made a tensor, views aside; empty if there is none."""
+        return producer(tensor)[0]
+
+    def facts(self, tensor: Tensor) -> Facts:
+        """Return the running function's reading of a saved tensor, and its origin; maker and partner stay unknown.
+
+        A Python function may run any product inside.
+        """
+        return self._reader(tensor), Maker.OTHER, Partner.OTHER, producer(tensor)[0]
 
     def layout_key(self, tensor: Tensor) -> Hashable:
         """Return a key that is equal for tensors of equal layout, dtype and device."""
@@ -295,7 +306,7 @@ class WithoutLibrary:
         """Return a tensor's version and version counter, without holding the tensor."""
         return _Probe(tensor)
 
-    def reader(self, tensor: Tensor) -> Reading | None:
+    def _reader(self, tensor: Tensor) -> Reading | None:
         """Return the running function's reading of a saved tensor; None outside of any function."""
         calls = self._thread.calls
         if not calls:

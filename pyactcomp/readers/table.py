@@ -21,27 +21,24 @@ from .forms import (
     AS_SHAPE,
     BFLOAT16,
     BITS,
-    CHANNELS,
-    FACTOR,
-    HEADS,
     ITSELF,
     LOG,
     LOG_PROBABILITY,
     POSITIVE,
     PROBABILITY,
-    ROWS,
     SCALED,
     Comparison,
     Form,
     Reading,
+    Use,
 )
 
 
 class _Group:
-    """Table entries with one form and one reason; each entry is "operator operand operand ..."."""
+    """Table entries with one form or use and one reason; each entry is "operator operand operand ..."."""
 
-    def __init__(self, form: Form, why: str, *entries: str) -> None:
-        self.form, self.why, self.entries = form, why, entries
+    def __init__(self, how: Form | Use, why: str, *entries: str) -> None:
+        self.how, self.why, self.entries = how, why, entries
 
 
 _ATTENTIONS = (
@@ -63,22 +60,22 @@ SOLUTIONS = (
 """Solutions of linear equations and decompositions: all operands and results are exact."""
 
 _MULTIPLIED = "the derivative multiplies the incoming gradient by it"
-_SMOOTH = "the derivative is a smooth bounded function of it"
+_SQUARED = "the derivative is a low power of it, and the gradient may be zero at the largest elements"
 _RATIO = "the derivative divides by it or takes the log or a power of it, so relative precision counts"
 
 _GROUPS = (
     _Group(
-        FACTOR,
+        Use.FACTOR,
         "the derivative multiplies the incoming gradient by it, and the gradient may be zero at the largest elements",
         *("mul self other", "addcmul tensor1 tensor2", "lerp self end weight"),
     ),
     _Group(
-        ROWS,
+        Use.ROWS,
         "the derivative divides by the deviation of each row, so errors count relative to the row's own range",
         *("native_layer_norm input", "_fused_rms_norm input"),
     ),
     _Group(
-        CHANNELS,
+        Use.CHANNELS,
         "the derivative divides by the deviation of each channel, or of some channels of a sample, so errors count "
         "relative to the channel's own range",
         *("native_group_norm input", "native_batch_norm input", "cudnn_batch_norm input", "miopen_batch_norm input"),
@@ -86,7 +83,7 @@ _GROUPS = (
         *("_batch_norm_with_update input", "_batch_norm_no_update input"),
     ),
     _Group(
-        AS_CODES,
+        Use.MATRIX,
         _MULTIPLIED,
         *("mm self mat2", "bmm self mat2", "addmm mat1 mat2", "baddbmm batch1 batch2", "addbmm batch1 batch2"),
         *("mv self vec", "addmv mat vec", "addr vec1 vec2", "dot self tensor", "vdot self other"),
@@ -104,11 +101,8 @@ _GROUPS = (
         *("grid_sampler_2d input", "grid_sampler_3d input", "cudnn_grid_sampler self"),
         *("_grid_sampler_2d_cpu_fallback input", "mkldnn_rnn_layer input", "_cudnn_rnn input"),
     ),
-    _Group(
-        AS_CODES,
-        _SMOOTH,
-        *("gelu self", "silu self", "mish self", "var self", "var_mean self", "std self", "std_mean self"),
-    ),
+    _Group(AS_CODES, "the derivative is a smooth bounded function of it", "gelu self", "silu self", "mish self"),
+    _Group(Use.SQUARE, _SQUARED, "var self", "var_mean self", "std self", "std_mean self"),
     _Group(POSITIVE, "the derivative reads only where it is above zero", "relu result"),
     _Group(
         SCALED,
@@ -116,7 +110,7 @@ _GROUPS = (
         *(f"{attention} query key" for attention in _ATTENTIONS),
     ),
     _Group(
-        HEADS,
+        Use.HEADS,
         "the derivative multiplies the incoming gradient by it, and takes the difference of two such sums over a head",
         *(f"{attention} value result" for attention in _ATTENTIONS),
     ),
@@ -143,9 +137,10 @@ _GROUPS = (
     ),
     _Group(ARTANH, "the derivative takes the difference between its square and one, which may be small", "tanh result"),
     _Group(
-        BFLOAT16,
-        "the derivative is a multiple of it, and a following log or division amplifies its smallest values",
-        *("exp result", "exp2 result"),
+        ITSELF,
+        "where one share is nearly the whole, the gradients of dividend and divisor, or of log and exponent, cancel",
+        *("exp result", "exp2 result", "pow.Scalar exponent result", "div self other", "addcdiv tensor1 tensor2"),
+        *("log self", "log2 self", "log10 self"),
     ),
     _Group(
         ITSELF,
@@ -160,9 +155,8 @@ _GROUPS = (
     _Group(
         BFLOAT16,
         _RATIO,
-        *("div self other", "addcdiv tensor1 tensor2", "log self", "log2 self", "log10 self", "sqrt result"),
-        *("reciprocal result", "tan result", "asinh self", "atan self", "erf self", "xlogy.Tensor self"),
-        *("xlogy.Scalar_Other self", "pow.Scalar exponent result"),
+        *("sqrt result", "reciprocal result", "tan result", "asinh self", "atan self", "erf self"),
+        *("xlogy.Tensor self", "xlogy.Scalar_Other self"),
     ),
     _Group(
         BFLOAT16,
@@ -297,19 +291,18 @@ _POWER_CODES = 4
 _POWER_RELATIVE = 8
 
 
-def _power(scalars: Mapping[int, object]) -> tuple[Form, str]:
+def _power(scalars: Mapping[int, object]) -> tuple[Form | Use, str]:
     exponent = _number(scalars.get(1), math.nan)
     if exponent is None or math.isnan(exponent) or abs(exponent) > _POWER_RELATIVE:
         return ITSELF, "the derivative is a high power of it"
     if exponent == int(exponent) and 0 <= exponent <= _POWER_CODES:
-        # As a factor of its own product.
-        return FACTOR, "the derivative is a low power of it, and the gradient may be zero at the largest elements"
+        return Use.SQUARE, _SQUARED
     return BFLOAT16, _RATIO
 
 
-def _norm(scalars: Mapping[int, object]) -> tuple[Form, str]:
+def _norm(scalars: Mapping[int, object]) -> tuple[Form | Use, str]:
     if scalars.get(1, 2) == 2:
-        return AS_CODES, _MULTIPLIED
+        return Use.SQUARE, _SQUARED
     return ITSELF, "the derivative of this norm compares or divides"
 
 
@@ -376,7 +369,7 @@ def _dropout(scalars: Mapping[int, object]) -> tuple[Form, str]:
     return ITSELF, "a mask takes one bit" if scalars.get(2) is True else NOT_DROPPED
 
 
-_BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form, str]]]] = {
+_BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form | Use, str]]]] = {
     "pow.Tensor_Scalar": ("self", _power),
     "native_dropout": ("result", _dropout),
     "linalg_vector_norm": ("self", _norm),
@@ -410,14 +403,6 @@ AMPLIFYING = frozenset(
 )
 """Operators whose derivative grows without bound where an operand, or the operand's deviation, is small. There the
 operand needs relative precision."""
-
-PRODUCTS = frozenset(
-    f"aten::{name}" for name in ("mul", "addcmul", "lerp", "pow.Tensor_Scalar", "gelu", "silu", "mish")
-)
-"""Elementwise products: a small factor gives a small result."""
-
-SHORT_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))
-"""Matrix products: with short rows, small factors give a small result too."""
 
 DECIDING = tuple(
     f"aten::{name}"
@@ -520,7 +505,7 @@ def _table() -> dict[str, dict[str, Reading]]:
             operator, *operands = entry.split()
             readings = table.setdefault(operator, {})
             for operand in operands:
-                readings[operand] = Reading(f"aten::{operator}", operand, group.form, group.why)
+                readings[operand] = Reading.of(f"aten::{operator}", operand, group.how, group.why)
             if not operands:
                 readings.setdefault("", Reading(f"aten::{operator}", "any operand", ITSELF, group.why))
     for operator, (operand, decide) in _BY_SCALARS.items():

@@ -21,6 +21,12 @@ def code_of_apply() -> CodeType | None:
     return cast("CodeType | None", getattr(function, "__code__", None))
 
 
+def class_of_node(node: type) -> type | None:
+    """Return the autograd function whose results have nodes of a class; None if the class has none."""
+    found: type | None = getattr(node, "_forward_cls", None)
+    return found
+
+
 # Name -> the autograd functions with that name, and torch's counter of autograd functions then.
 _functions: dict[str, tuple[str, list[weakref.ref[type]]]] = {}
 
