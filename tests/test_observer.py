@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp.cli import examine
-from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, FACTOR, ITSELF, POSITIVE, PROBABILITY, Reading
-from pyactcomp.readers.observer import Observer, WithoutLibrary, observer
+from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, ITSELF, POSITIVE, PROBABILITY, Reading
+from pyactcomp.readers.observer import Facts, Observer, WithoutLibrary, observer
 from pyactcomp.torch_private import extensions
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
@@ -49,7 +49,7 @@ def saves(of: Observer) -> Iterator[list[tuple[Tensor, Reading | None]]]:
 
     def pack(tensor: Tensor) -> Tensor:
         of.saving(tensor, 0)
-        seen.append((tensor, of.reader(tensor)))
+        seen.append((tensor, of.facts(tensor)[0]))
         return tensor
 
     of.start()
@@ -123,7 +123,7 @@ def test_in_place_operators_read_their_result_or_what_was_before() -> None:
     found = [(r.operator, r.form) for _, r in seen if r is not None]
     assert found[:2] == [("aten::relu", POSITIVE), ("aten::sigmoid", PROBABILITY)]
     # Both operands of the product, the divisor and the dividend, which a copy of it stands for, and addcdiv's.
-    assert found[2:4] == [("aten::mul", FACTOR)] * 2
+    assert found[2:4] == [("aten::mul", AS_CODES)] * 2
     assert {form for operator, form in found if operator == "aten::div"} == {BFLOAT16}
     assert {form for operator, form in found if operator == "aten::addcdiv"} == {BFLOAT16}
 
@@ -206,14 +206,14 @@ def test_an_exception_leaves_no_call_behind(watching: Observer) -> None:
         for failing in (lambda: torch.mm(A, leaf(3, 3)), lambda: Fails.apply(A), lambda: torch.amax(A, 7)):
             with pytest.raises((RuntimeError, ZeroDivisionError, IndexError)):
                 failing()
-            assert watching.reader(A) is None
+            assert watching.facts(A)[0] is None
         seen.clear()
         F.gelu(A)
     ((tensor, reading),) = seen
     assert tensor is A
     assert reading is not None
     assert (reading.operator, reading.operand) == ("aten::gelu", "self")
-    assert watching.reader(A) is None
+    assert watching.facts(A)[0] is None
 
 
 def test_starts_and_stops_are_counted(watching: Observer) -> None:
@@ -254,7 +254,7 @@ def test_other_threads_are_not_observed(watching: Observer) -> None:
     found: list[object] = []
     watching.start()
     try:
-        thread = threading.Thread(target=lambda: found.extend((torch.relu(A), watching.progress(), watching.reader(A))))
+        thread = threading.Thread(target=lambda: found.extend((torch.relu(A), watching.progress(), watching.facts(A)[0])))
         thread.start()
         thread.join()
     finally:
@@ -304,7 +304,7 @@ def test_a_checkpoints_second_run_is_like_the_first(use_reentrant: bool, watchin
     model = pyactcomp.compress(copy.deepcopy(plain), min_bytes=0)
     x = torch.randn(128, 64)
     assert 0 < distance(gradients(model, x), gradients(plain, x)) <= BAR
-    assert watching.reader(x) is None
+    assert watching.facts(x)[0] is None
 
 
 def test_a_context_inside_a_compressed_model_and_around_it(watching: Observer) -> None:
@@ -316,7 +316,7 @@ def test_a_context_inside_a_compressed_model_and_around_it(watching: Observer) -
     model.zero_grad()
     with pyactcomp.compressed(model, min_bytes=0) as c:
         loss = F.mish(model(x)).mul(1).square().mean()
-        nothing = watching.reader(x)
+        nothing = watching.facts(x)[0]
     loss.backward()
     assert nothing is None
     assert next(t.kept for t in pyactcomp.report(c).tensors if t.shape == (128, 64)) is None
@@ -482,11 +482,11 @@ class Mistaken:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.right, name)
 
-    def reader(self, tensor: Tensor) -> Reading | None:
-        reading = self.right.reader(tensor)
-        if reading is None or "amax" not in reading.operator:
-            return reading
-        return Reading(reading.operator, "self", AS_CODES, "a mistake")
+    def facts(self, tensor: Tensor) -> Facts:
+        reading, *others = self.right.facts(tensor)
+        if reading is not None and "amax" in reading.operator:
+            reading = Reading(reading.operator, "self", AS_CODES, "a mistake")
+        return (reading, *others)
 
 
 @pytest.fixture

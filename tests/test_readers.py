@@ -20,7 +20,6 @@ from pyactcomp.readers.forms import (
     AS_SHAPE,
     BFLOAT16,
     BITS,
-    FACTOR,
     ITSELF,
     LOG,
     POSITIVE,
@@ -28,6 +27,7 @@ from pyactcomp.readers.forms import (
     SCALED,
     Form,
     Reading,
+    Use,
 )
 from pyactcomp.readers.lookup import register_reader
 from pyactcomp.readers.observer import observer
@@ -43,7 +43,7 @@ def readings(call: Callable[[], object]) -> list[tuple[Tensor, Reading]]:
 
     def pack(tensor: Tensor) -> Tensor:
         observer().saving(tensor, 0)
-        reading = observer().reader(tensor)
+        reading = observer().facts(tensor)[0]
         assert reading is not None
         seen.append((tensor, reading))
         return tensor
@@ -151,22 +151,23 @@ def power(exponent: object) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("call", "form"),
+    ("call", "how"),
     [
-        *((power(exponent), FACTOR) for exponent in (1, 2, 2.0, 3, 4)),
+        *((power(exponent), Use.SQUARE) for exponent in (1, 2, 2.0, 3, 4)),
         *((power(exponent), BFLOAT16) for exponent in (0.5, -0.5, -1, -2, 1.5, 5, 8, -8)),
         *((power(exponent), ITSELF) for exponent in (20, -9, 8.5, float("nan"), float("inf"))),
-        (torch.square, FACTOR),
-        (lambda x: x**2, FACTOR),
-        (lambda x: torch.linalg.vector_norm(x), AS_CODES),
-        (lambda x: torch.linalg.vector_norm(x, 2, dim=-1), AS_CODES),
+        (torch.square, Use.SQUARE),
+        (lambda x: x**2, Use.SQUARE),
+        (lambda x: torch.linalg.vector_norm(x), Use.SQUARE),
+        (lambda x: torch.linalg.vector_norm(x, 2, dim=-1), Use.SQUARE),
         *((lambda x, p=p: torch.linalg.vector_norm(x, p), ITSELF) for p in (1, 3, 0.5, float("inf"))),
     ],
-    ids=lambda value: value.name if isinstance(value, Form) else "call",
+    ids=lambda value: value.name if isinstance(value, (Form, Use)) else "call",
 )
-def test_a_scalar_argument_decides_the_form(call: Callable[[Tensor], Tensor], form: Form) -> None:
+def test_a_scalar_argument_decides_the_form(call: Callable[[Tensor], Tensor], how: Form | Use) -> None:
     x = matrix().requires_grad_()
-    assert the_reading(lambda: call(x), x).form is form
+    found = the_reading(lambda: call(x), x)
+    assert (found.use or found.form) is how
 
 
 @pytest.mark.parametrize(
@@ -251,17 +252,17 @@ def test_views_of_one_base_are_told_apart() -> None:
 
 def test_an_operand_that_is_given_twice_is_read_as_the_stricter_of_both() -> None:
     x = matrix().requires_grad_()
-    assert the_reading(lambda: x * x, x).form is FACTOR
-    assert the_reading(lambda: x @ x, x).form is AS_CODES
-    assert the_reading(lambda: x / x, x).form is BFLOAT16
+    assert the_reading(lambda: x * x, x).use is Use.FACTOR
+    assert the_reading(lambda: x @ x, x).use is Use.MATRIX
+    assert the_reading(lambda: x / x, x).form is ITSELF
     h = heads().requires_grad_()
     assert the_reading(lambda: F.scaled_dot_product_attention(h, h, h), h).form is SCALED
     # An alias of it, of the same shape, is another object.
-    assert the_reading(lambda: x * x.detach(), x).form is FACTOR
+    assert the_reading(lambda: x * x.detach(), x).use is Use.FACTOR
 
 
 def test_a_result_in_place_is_read_as_the_result() -> None:
-    for call, form in ((torch.relu_, POSITIVE), (torch.sigmoid_, PROBABILITY), (torch.exp_, BFLOAT16)):
+    for call, form in ((torch.relu_, POSITIVE), (torch.sigmoid_, PROBABILITY), (torch.exp_, ITSELF)):
         x = matrix().requires_grad_() * 1
         assert the_reading(lambda call=call, x=x: call(x), x).form is form
 

@@ -154,8 +154,11 @@ inline bool is_parameter(const Node* node) {
 
 inline bool is_of_layer(Maker maker) { return Maker::kLayer <= maker && maker <= Maker::kRectified; }
 
+inline bool is_gate(Maker maker) { return maker == Maker::kGate || maker == Maker::kRectified; }
+
 /// Return what made the result of a node. Sums are followed three deep: beyond lies a residual stream.
 inline Maker maker_of(const Node* node, int depth = 0) {
+  using torch::autograd::generated::MulBackward0;
   constexpr int kDeepest = 3;
   Maker made = Maker::kLayer;
   bool activated = false;  // on the way from the node to where the walk is
@@ -176,6 +179,17 @@ inline Maker maker_of(const Node* node, int depth = 0) {
           if (factor && (is_leaf(*factor) || kind_of(*factor).does == Does::kSoftmax)) return made;
         }
         return Maker::kOther;
+      case Does::kScales: {
+        const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
+        if (!first || !second || depth >= kDeepest || typeid(*node) != typeid(MulBackward0)) return Maker::kOther;
+        if (is_parameter(first) || is_parameter(second)) {
+          node = is_parameter(first) ? second : first;
+          continue;
+        }
+        const Maker one = maker_of(first, depth + 1), other = maker_of(second, depth + 1);
+        if (!is_of_layer(one) || !is_of_layer(other) || !(is_gate(one) || is_gate(other))) return Maker::kOther;
+        return one == Maker::kRectified || other == Maker::kRectified ? Maker::kRectified : made;
+      }
       case Does::kActivates:
       case Does::kRectifies:
         if (!activated) made = does == Does::kRectifies ? Maker::kRectified : Maker::kGate;

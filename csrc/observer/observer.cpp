@@ -347,7 +347,7 @@ PyObject* reading_of(const at::Tensor& tensor) {
 }
 
 Partner partner_made_by(Maker maker) {
-  if (maker == Maker::kGate || maker == Maker::kRectified) return Partner::kGate;
+  if (is_gate(maker)) return Partner::kGate;
   return maker == Maker::kLogarithm ? Partner::kLogarithm : Partner::kOther;
 }
 

@@ -56,7 +56,7 @@ class Kind(enum.IntEnum):
     OTHER = 0
     VIEW = 1
     MOVES = 2  # the result holds elements of the first operand
-    SCALES = 3  # a product or quotient: a multiple if the second operand is a number
+    SCALES = 3  # a product or quotient: a multiple if the second operand is a number, a gate, or a gain
     SUM = 4
     DIFFERENCE = 5
     PRODUCT = 6  # a layer if one factor is a parameter or a softmax
@@ -75,13 +75,13 @@ _KINDS = {
     Kind.VIEW: "t transpose view unsafe_view reshape_alias permute unsqueeze squeeze expand alias slice select split "
     "unbind as_strided",
     Kind.MOVES: "to_copy clone copy split_with_sizes index index_select gather cat stack roll repeat unfold flip neg "
-    "weight_norm_interface",
+    "weight_norm_interface constant_pad_nd upsample_nearest2d upsample_bilinear2d avg_pool2d max_pool2d_with_indices",
     Kind.SCALES: "mul div",
     Kind.SUM: "add",
     Kind.DIFFERENCE: "sub",
     Kind.PRODUCT: "mm bmm grouped_mm convolution mkldnn_convolution cudnn_convolution",
     Kind.BIASED_PRODUCT: "addmm baddbmm",
-    Kind.ACTIVATES: "silu gelu mish elu leaky_relu native_dropout hardswish hardsigmoid",
+    Kind.ACTIVATES: "silu gelu mish elu leaky_relu softplus native_dropout hardswish hardsigmoid",
     Kind.RECTIFIES: "relu",
     Kind.LAYER: "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm fused_rms_norm embedding "
     "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_flash_attention "
