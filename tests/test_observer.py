@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp.cli import examine
-from pyactcomp.readers.forms import AS_CODES, BFLOAT16, CODES, ITSELF, POSITIVE, PROBABILITY, Reading
+from pyactcomp.readers.forms import AS_CODES, CODES, ITSELF, POSITIVE, PROBABILITY, Reading
 from pyactcomp.readers.observer import Facts, Observer, WithoutLibrary, observer
 from pyactcomp.torch_private import extensions
 
@@ -84,7 +84,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 A, B, C = leaf(8, 8), leaf(8, 8), leaf(8, 8)
 NAMED: dict[str, tuple[Callable[[], object], list[tuple[str, str]]]] = {
-    "addcdiv": (lambda: torch.addcdiv(A, B, C), [("aten::addcdiv", "tensor2"), ("aten::addcdiv", "tensor1")]),
+    "addcmul": (lambda: torch.addcmul(A, B, C), [("aten::addcmul", "tensor2"), ("aten::addcmul", "tensor1")]),
     "addmm": (lambda: F.linear(A, B, C[0]), [("aten::addmm", "mat1"), ("aten::addmm", "mat2")]),
     "einsum": (lambda: torch.einsum("ij,kj->ik", A, B), [("aten::bmm", "mat2"), ("aten::bmm", "self")]),
     "tanh": (lambda: A.tanh(), [("aten::tanh", "result")]),
@@ -124,8 +124,8 @@ def test_in_place_operators_read_their_result_or_what_was_before() -> None:
     assert found[:2] == [("aten::relu", POSITIVE), ("aten::sigmoid", PROBABILITY)]
     # Both operands of the product, the divisor and the dividend, which a copy of it stands for, and addcdiv's.
     assert found[2:4] == [("aten::mul", AS_CODES)] * 2
-    assert {form for operator, form in found if operator == "aten::div"} == {BFLOAT16}
-    assert {form for operator, form in found if operator == "aten::addcdiv"} == {BFLOAT16}
+    assert {form for operator, form in found if operator == "aten::div"} == {ITSELF}
+    assert {form for operator, form in found if operator == "aten::addcdiv"} == {ITSELF}
 
 
 class WithContext(torch.autograd.Function):
@@ -254,7 +254,9 @@ def test_other_threads_are_not_observed(watching: Observer) -> None:
     found: list[object] = []
     watching.start()
     try:
-        thread = threading.Thread(target=lambda: found.extend((torch.relu(A), watching.progress(), watching.facts(A)[0])))
+        thread = threading.Thread(
+            target=lambda: found.extend((torch.relu(A), watching.progress(), watching.facts(A)[0]))
+        )
         thread.start()
         thread.join()
     finally:

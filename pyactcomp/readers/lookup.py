@@ -91,7 +91,8 @@ def of_operator(name: str, overload: str) -> Row:
         written = found.get("result", found.get(names[0], exact))
         result = arguments[0] = strictest((written, found.get(names[0], written)))
     if all(reading.form is ITSELF and reading.by_scalars is None for reading in (*arguments, result)):
-        return None, exact, exact, None, False
+        known = next(iter(found.values()), exact)
+        return None, known, known, None, False
     statistic = None
     if name.partition("::")[2].rstrip("_") in ELEMENTWISE:
         statistic = Reading(name, "an operand", ITSELF, "one number for many elements: a statistic or a scale")
