@@ -47,7 +47,7 @@ def test_cuda_source_contracts_nothing_in_ptx(source: Path, tmp_path: Path) -> N
     text = ptx.read_text()
     assert ".visible .entry" in text or ".entry" in text
     # Divisions are IEEE, and nothing flushes subnormal numbers but the reciprocal's approximation, and what CUDA's own
-    # tanh and logarithms are made of: their results are right to a few units in the last place.
+    # functions of float64 are made of: their results are right to a few units in the last place.
     assert re.findall(r"\bdiv\.(?:full|approx)\S*", text) == []
     of_libraries = {"ex2.approx.ftz.f32", "rcp.approx.ftz.f64"} if source.stem == "cuda_halves" else set()
     assert set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\.\w+", text)) <= {"rcp.approx.ftz.f32"} | of_libraries

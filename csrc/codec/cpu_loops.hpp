@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "codec/cpu.hpp"
 #include "codec/format.hpp"
@@ -248,16 +249,27 @@ void encode_answers(const Format& format, const unsigned char* source, unsigned 
   });
 }
 
-template <DType kType>
+/// The bits of a value, and a value of bits.
+template <class To, class From>
+PAC_FORMAT To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <DType kType, class Word>
 void decode_answers(const Format& format, const unsigned char* packed, unsigned char* out, const Range& range) {
   using Number = pac::Number<kType>;
-  const auto yes = Number::store(static_cast<typename Number::T>(format.comparison.yes));
-  const auto no = Number::store(static_cast<typename Number::T>(format.comparison.no));
+  const auto yes = same_bits<Word>(Number::store(static_cast<typename Number::T>(format.comparison.yes)));
+  const auto no = same_bits<Word>(Number::store(static_cast<typename Number::T>(format.comparison.no)));
+  const auto flipped = static_cast<Word>(yes ^ no);
   for_each_part(range, [&](std::int64_t first, int count) {
     std::uint8_t answers[kPart];
-    typename Number::Storage x[kPart];
+    Word x[kPart];
     unpack_codes<1>(packed + first / 8, count, answers);
-    for (int i = 0; i < count; ++i) x[i] = answers[i] != 0 ? yes : no;
+    // The compiler does not vectorise a choice between two values.
+    for (int i = 0; i < count; ++i) x[i] = static_cast<Word>(no ^ (flipped & static_cast<Word>(-answers[i])));
     copy_out(x, count, out, first);
   });
 }
@@ -295,7 +307,10 @@ Loops loops_of(const Format& format) {
       return {encode_booleans, decode_booleans};
     case Encoding::kComparison:
       return with_dtype(format.dtype, [](auto dtype) {
-        return Loops{encode_answers<decltype(dtype)::kType>, decode_answers<decltype(dtype)::kType>};
+        constexpr DType kType = decltype(dtype)::kType;
+        using Word = std::conditional_t<kType == DType::kFloat64, std::uint64_t,
+                                        std::conditional_t<kType == DType::kFloat32, std::uint32_t, std::uint16_t>>;
+        return Loops{encode_answers<kType>, decode_answers<kType, Word>};
       });
     case Encoding::kScaled:
       return with_width<Scaled>(format.dtype, [](auto map) {
