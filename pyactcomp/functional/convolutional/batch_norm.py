@@ -166,7 +166,7 @@ def _kernels(
     # The kernels update the running statistics in place.
     if not launch.batch_norm_serves(x, residual, how) or any(t is not None and not t.is_contiguous() for t in running):
         return None
-    return launch.BatchNorm(x.shape, x.dtype, x.device, relu, how)
+    return launch.batch_norm_of(x.shape, x.dtype, x.device, relu, how)
 
 
 @one_option

@@ -62,9 +62,9 @@ def max_pool_serves(x: Tensor) -> bool:
     return is_channels_last(x) and x.shape[1] % _POOL_CHANNELS == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchNorm:
-    """A batch norm of one shape, dtype and device accepted by :func:`batch_norm_serves`."""
+    """A batch norm accepted by :func:`batch_norm_serves`; get one from :func:`batch_norm_of`, which caches."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -80,11 +80,11 @@ class BatchNorm:
     def _span(self) -> int:
         return math.gcd(self._width, max(_CHANNELS // self.how.group_size, 1))
 
-    @property
+    @functools.cached_property
     def _rows(self) -> int:
         return _TILE // self.how.group_size // self._span
 
-    @property
+    @functools.cached_property
     def _tiles(self) -> int:
         return -(-self.shape.numel() // self.shape[1] // self._rows)
 
@@ -198,6 +198,9 @@ class BatchNorm:
         written = (out, out if grad_residual is None else grad_residual)
         self._launch("batch_norm_backward_kernel", constants, (packed, grad, words, *parameters, *written))
         return out, products, sums, grad_residual
+
+
+batch_norm_of = functools.lru_cache(maxsize=256)(BatchNorm)
 
 
 @dataclass(frozen=True)
