@@ -24,6 +24,12 @@ def test_float32_is_within_its_bounds(vocabulary: int, bias: bool) -> None:
     check(*inputs(5, 24, vocabulary, torch.float32, bias, DEVICE), chunk=2, impl="triton")
 
 
+@pytest.mark.parametrize("vocabulary", [100, BLOCK + 65])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_capped_logits_are_within_their_bounds(vocabulary: int, softcap: float) -> None:
+    check(*inputs(5, 24, vocabulary, torch.float32, True, DEVICE), softcap=softcap, chunk=2, impl="triton")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_that_of_the_unchunked_functions(dtype: torch.dtype) -> None:
     for ours, torchs in relative_errors(*inputs(12, 32, 777, dtype, True, DEVICE), chunk=5, impl="triton"):

@@ -26,13 +26,19 @@ def wide_copies(leaves: list[Tensor | None]) -> list[Tensor | None]:
     return [None if t is None else t.detach().cpu().double().requires_grad_() for t in leaves]
 
 
-def check(leaves: list[Tensor | None], labels: Tensor, reduction: str = "mean", **options: Any) -> None:
+def capped(scores: Tensor, cap: float | None) -> Tensor:
+    return scores if cap is None else torch.tanh(scores / cap) * cap
+
+
+def check(
+    leaves: list[Tensor | None], labels: Tensor, reduction: str = "mean", softcap: float | None = None, **options: Any
+) -> None:
     """Compare loss and gradients of float32 leaves with float64, each element with a bound of its own."""
     x, weight, bias = leaves
-    loss = linear_cross_entropy(x, weight, labels, bias, reduction=reduction, **options)
+    loss = linear_cross_entropy(x, weight, labels, bias, reduction=reduction, softcap=softcap, **options)
     loss.backward()
     wide = wide_copies(leaves)
-    scores = F.linear(*wide)
+    scores = capped(F.linear(*wide), softcap)
     target = labels.cpu()
     exact = F.cross_entropy(scores, target, reduction=reduction)
     exact.backward()
@@ -45,10 +51,16 @@ def check(leaves: list[Tensor | None], labels: Tensor, reduction: str = "mean", 
     # A logit is a sum of width + 1 products. An error of d in all of them changes a softmax by a factor of up to
     # exp(2 d); its own sum has vocabulary terms, each within a few ulp of what the exponent's size leaves.
     d = ((width + 1) * EPS * magnitude).amax(1, keepdim=True)
+    # Capping is a contraction of a few roundings, of an exponential and a quotient; its slope is 1 - tanh**2.
+    slope, slope_off = torch.ones_like(scores), torch.zeros_like(scores)
+    if softcap is not None:
+        d = d + 8 * EPS * softcap
+        slope, slope_off = 1 - (scores / softcap) ** 2, 2 * (scores / softcap).abs() * d / softcap + 8 * EPS
     spread = scores.amax(1, keepdim=True) - scores.amin(1, keepdim=True)
     relative = 2 * d + (vocabulary + 16 + 2 * spread) * EPS
     g = (scores.softmax(1) - F.one_hot(target.clamp(min=0), vocabulary)) * counted / by
     g_off = scores.softmax(1) * counted / by * relative + 4 * EPS * g.abs()
+    g, g_off = g * slope, g_off * slope + g.abs() * slope_off
     terms = torch.logsumexp(scores, 1, keepdim=True).abs() + magnitude.amax(1, keepdim=True)
     loss_off = (counted * (relative + 8 * EPS * terms)).sum() / by + len(a) * EPS * exact.detach().abs()
     assert loss.dtype is torch.float32
@@ -66,14 +78,18 @@ def check(leaves: list[Tensor | None], labels: Tensor, reduction: str = "mean", 
             assert_within(leaf.grad, reference.grad, off)
 
 
-def relative_errors(leaves: list[Tensor | None], labels: Tensor, **options: Any) -> list[tuple[float, float]]:
+def relative_errors(
+    leaves: list[Tensor | None], labels: Tensor, softcap: float | None = None, **options: Any
+) -> list[tuple[float, float]]:
     """Return the relative L2 errors of our gradients and of the unchunked functions' against float64."""
     given = [t for t in leaves if t is not None]
     x, weight, bias = leaves
-    ours = torch.autograd.grad(linear_cross_entropy(x, weight, labels, bias, **options), given)
-    torchs = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias).float(), labels), given)
+    ours = torch.autograd.grad(linear_cross_entropy(x, weight, labels, bias, softcap=softcap, **options), given)
+    scores = capped(F.linear(x, weight, bias), softcap)
+    torchs = torch.autograd.grad(F.cross_entropy(scores.float(), labels), given)
     wide = wide_copies(leaves)
-    exact = torch.autograd.grad(F.cross_entropy(F.linear(*wide), labels.cpu()), [t for t in wide if t is not None])
+    scores = capped(F.linear(*wide), softcap)
+    exact = torch.autograd.grad(F.cross_entropy(scores, labels.cpu()), [t for t in wide if t is not None])
     return [
         tuple(float((t.cpu().double() - e).norm() / e.norm()) for t in pair)
         for *pair, e in zip(ours, torchs, exact, strict=True)

@@ -15,12 +15,12 @@ from pyactcomp.functional.head.kernels import cross_entropy_kernel as kernel
 from pyactcomp.functional.head.linear_cross_entropy import BLOCK, WARPS
 
 
-def ptx(vocabulary: int, dtype: str, gradient: bool) -> str:
+def ptx(vocabulary: int, dtype: str, gradient: bool, capped: bool = False) -> str:
     vector = 4 if dtype == "fp32" else 8
     stride = -(-vocabulary // 64) * 64
-    constants = [vocabulary, stride, vector, BLOCK, gradient, True]
+    constants = [vocabulary, stride, vector, BLOCK, gradient, capped, True]
     names = [p.name for p in kernel.params]
-    types = [f"*{dtype}", "*i64", "*fp32", "*fp32", "i64", *["constexpr"] * len(constants)]
+    types = [f"*{dtype}", "*i64", "*fp32", "*fp32", "i64", "fp32", *["constexpr"] * len(constants)]
     source = ASTSource(
         kernel,
         dict(zip(names, types, strict=True)),
@@ -31,11 +31,14 @@ def ptx(vocabulary: int, dtype: str, gradient: bool) -> str:
     return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"), [(32000, "bf16"), (50304, "bf16"), (50257, "bf16"), (50257, "fp16"), (30522, "fp32")]
 )
-def test_rows_move_in_16_byte_accesses_also_where_their_length_is_odd(vocabulary: int, dtype: str) -> None:
-    text = ptx(vocabulary, dtype, gradient=True)
+def test_rows_move_in_16_byte_accesses_also_where_their_length_is_odd(
+    vocabulary: int, dtype: str, capped: bool
+) -> None:
+    text = ptx(vocabulary, dtype, True, capped)
     accesses = BLOCK // (32 * WARPS) * (4 if dtype == "fp32" else 2) // 16
     assert text.count("ld.global.v4.b32") == 2 * accesses
     assert text.count("st.global.v4.b32") == accesses

@@ -32,7 +32,15 @@ LABELS = torch.tensor([0, 3, -100, 8, 2, 2])
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"chunk": 4}, {"reduction": "sum"}, {"reduction": "sum", "divisor": 3.3}, {"ignore_index": 2}]
+    "options",
+    [
+        {},
+        {"chunk": 4},
+        {"reduction": "sum"},
+        {"reduction": "sum", "divisor": 3.3},
+        {"ignore_index": 2},
+        {"softcap": 0.7},
+    ],
 )
 def test_passes_gradcheck(options: dict[str, Any], bias: bool) -> None:
     leaves, _ = inputs(6, 5, 9, torch.float64, bias)
@@ -48,6 +56,25 @@ def test_float32_is_within_its_bounds(rows: int, chunk: int | None, reduction: s
     leaves, labels = inputs(rows, 48, 101, torch.float32, bias)
     labels[0] = 100
     check(leaves, labels, reduction, chunk=chunk)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_capped_logits_are_within_their_bounds(softcap: float) -> None:
+    leaves, labels = inputs(130, 48, 101, torch.float32, True)
+    check(leaves, labels, softcap=softcap, chunk=64)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_rounding_of_capped_logits_is_that_of_the_unchunked_functions(softcap: float) -> None:
+    for ours, torchs in relative_errors(*inputs(300, 64, 777, torch.bfloat16, True), softcap=softcap, chunk=64):
+        assert ours <= torchs + torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("nan"), float("inf"), "30", True])
+def test_softcap_that_is_no_positive_number_is_named(softcap: Any) -> None:
+    leaves, labels = inputs(4, 8, 9, torch.float32, False)
+    with pytest.raises(ValueError, match="softcap must be a positive number or None, got"):
+        linear_cross_entropy(leaves[0], leaves[1], labels, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

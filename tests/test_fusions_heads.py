@@ -8,6 +8,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -46,6 +47,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {**SMALL, "num_key_value_heads": 1},
     "Qwen3ForCausalLM": GROUPED,
     "GemmaForCausalLM": GROUPED,
+    # Small caps, so that a head without them gives another loss: logits of these models are about one.
+    "Gemma2ForCausalLM": {**GROUPED, "final_logit_softcapping": 0.5},
+    "RecurrentGemmaForCausalLM": {
+        **SMALL,
+        "num_key_value_heads": 1,
+        "lru_width": WIDTH,
+        "attention_window_size": 16,
+        "logits_soft_cap": 0.5,
+        "block_types": ["attention"],
+    },
     "GPT2LMHeadModel": GPT2 | GPT2_EXACT,
     "BertForMaskedLM": SMALL | EXACT,
     "BertForPreTraining": SMALL | EXACT,
@@ -213,6 +224,56 @@ def test_model_runs_as_its_own_class_otherwise(
     assert calls == []
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("change", "in_chunks"),
+    [
+        (lambda x: torch.tanh(x / 3.0) * 3.0, True),
+        (lambda x: 3 * (x.div(3)).tanh(), True),
+        (lambda x: torch.mul(nn.functional.tanh(torch.div(x, 3.0)), 3.0), True),
+        (lambda x: torch.tanh((x / 3.0).float()) * 3.0, True),
+        (lambda x: torch.tanh(x / 3.0) * 2.0, False),
+        (lambda x: torch.tanh(x / torch.tensor(3.0)) * 3.0, False),
+        (lambda x: torch.tanh(x) * 3.0, False),
+        (lambda x: x / 3.0, False),
+        (lambda x: torch.tanh(x / 3.0), False),
+        (lambda x: torch.div(x, 3.0, rounding_mode="floor"), False),
+        (lambda x: torch.tanh(x / -3.0) * -3.0, False),
+        (lambda x: 2 * torch.tanh(x / 3.0) * 3.0, False),
+    ],
+)
+def test_capped_logits_are_taken_in_chunks_in_any_spelling(
+    change: Callable[[Tensor], Tensor], in_chunks: bool, wide: bool, calls: list[torch.Size]
+) -> None:
+    head = nn.Linear(WIDTH, VOCABULARY)
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    labels = torch.arange(ROWS)
+    results = []
+    for later in (False, True):
+        with heads._projecting_later(head, "auto") if later else nullcontext():
+            logits = head(rows)
+            capped = change(logits.float() if wide else logits)
+            assert capped.shape == (ROWS, VOCABULARY)
+            loss = nn.functional.cross_entropy(capped.float(), labels)
+        results.append((loss, *torch.autograd.grad(loss, [rows, *head.parameters()])))
+    for expected, got in zip(*results, strict=True):
+        largest = float(expected.detach().abs().max())
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=(ROWS + VOCABULARY + WIDTH) * EPS * largest)
+    assert calls == [(ROWS, WIDTH)] * in_chunks
+
+
+def test_capped_logits_that_are_read_are_those_of_the_functions() -> None:
+    head, rows = nn.Linear(WIDTH, VOCABULARY), torch.randn(ROWS, WIDTH)
+    with heads._projecting_later(head, "auto"):
+        logits = head(rows)
+        capped = torch.tanh(logits / 3.0) * 3.0
+        logits.add_(1)  # written after the division: what was divided stays
+        read = capped + 0
+    expected = nn.functional.linear(rows, head.weight, head.bias)
+    assert torch.equal(read, torch.tanh(expected / 3.0) * 3.0)
+    assert torch.equal(logits + 0, expected + 1)
+
+
 def test_head_is_itself_again_after_an_error() -> None:
     model = fused(build("LlamaForCausalLM"))
     inputs = batch()
@@ -225,7 +286,6 @@ def test_head_is_itself_again_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "setting"),
     [
-        ("Gemma2ForCausalLM", GROUPED, "final_logit_softcapping"),
         ("GraniteForCausalLM", {**SMALL, "num_key_value_heads": 1, "logits_scaling": 2.0}, "logits_scaling"),
     ],
 )
@@ -292,7 +352,7 @@ def test_uncomputed_logits_are_logits_to_all_else() -> None:
     labels = torch.tensor([1, 2, 3, 4, 5, 6])
     flat = expected.view(-1, 7)
     for ours, theirs in (
-        (logits / 2, expected / 2),
+        (logits - 2, expected - 2),
         (1 + logits, 1 + expected),
         (logits[:, :-1], expected[:, :-1]),
         (torch.cat([logits, expected]), torch.cat([expected, expected])),

@@ -1,15 +1,16 @@
 """Take the loss of language models in chunks, without the logits of the whole batch.
 
 The fused model runs the forward of its own class, but the Linear of the output embeddings returns lazy logits
-(:class:`Logits`). The model's loss function casts, flattens and shifts them as written, until
-``torch.nn.functional.cross_entropy`` receives them and calls :func:`linear_cross_entropy` with the hidden states and
-the weight. Any other operator computes the logits first.
+(:class:`Logits`). The model's loss function casts, flattens and shifts them as written, and the model may cap them
+(``cap * tanh(logits / cap)``), until ``torch.nn.functional.cross_entropy`` receives them and calls
+:func:`linear_cross_entropy` with the hidden states and the weight. Any other operator computes the logits first.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -29,8 +30,6 @@ from .tampering import bypassable_as, tampering_reason
 
 # Settings of transformers' models that change logits before the loss: the loss then needs all logits.
 _BETWEEN = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
     "logit_scale",
     "logits_scaling",
     "lm_head_multiplier",
@@ -53,16 +52,43 @@ class _Standing(torch.autograd.Function):
         )
 
 
+_Step = tuple[Any, ...]
+"""A function of logits and, for the first and the last of a cap, its number."""
+_CAPPING = (torch.div, torch.tanh, torch.mul)
+
+
 class _Projection:
     """The product of a Linear, computed at most once; from then on the logits are ordinary tensors."""
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, impl: Impl) -> None:
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, impl: Impl, steps: tuple[_Step, ...] = ()
+    ) -> None:
         self.rows, self.weight, self.bias, self.impl = rows, weight, bias, impl
+        self.steps = steps
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.is_cast = False
         self._logits: Tensor | None = None
         self._wide: Tensor | None = None
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the logits, once all three functions of a cap are there."""
+        return self.steps[-1][1] if len(_steps(self)) == len(_CAPPING) else None
+
+    def then(self, logits: Logits, function: Callable[..., Tensor], *number: float) -> Logits | None:
+        """Return logits with a function more, if that is the next one of a cap."""
+        done = _steps(self)
+        if len(done) == len(_CAPPING) or function is not _CAPPING[len(done)]:
+            return None
+        if number and (not 0 < number[0] < math.inf or (done and number[0] != done[0][1])):
+            return None
+        # The product is computed anew if need be: what is written to the logits later does not reach this function.
+        cast: tuple[_Step, ...] = ((Tensor.float,),) if logits.wide and (Tensor.float,) not in self.steps else ()
+        steps = (*self.steps, *cast, (function, *number))
+        with self.autocast:
+            later = _Projection(self.rows, self.weight, self.bias, self.impl, steps)
+        return Logits.of(later, logits.rows, logits.wide)
 
     @property
     def computed(self) -> bool:
@@ -85,6 +111,8 @@ class _Projection:
         if self._logits is None:
             with self.autocast:
                 self._logits = F.linear(self.rows, self.weight, self.bias)
+            for step, *number in self.steps:
+                self._logits = step(self._logits, *number)
             if self.is_cast:
                 self._wide = self._logits.float()
         result = self._wide if wide else self._logits
@@ -138,6 +166,25 @@ class Logits(Tensor):
         return func(*_computed(args), **_computed(kwargs))
 
 
+def _steps(projection: _Projection) -> list[_Step]:
+    """Return the functions of a cap that the logits have gone through, without a cast."""
+    return [step for step in projection.steps if step[0] is not Tensor.float]
+
+
+def _next(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return the lazy form of one function of a cap."""
+
+    def later(logits: Logits, *numbers: Any, **options: Any) -> Any:
+        expected = 0 if function is torch.tanh else 1
+        plain = all(type(number) in (int, float) for number in numbers)
+        if options or not plain or len(numbers) != expected:
+            return NotImplemented
+        result = logits.projection.then(logits, function, *numbers)
+        return NotImplemented if result is None else result
+
+    return later
+
+
 def _computed(value: Any) -> Any:
     """Return arguments with computed tensors in place of lazy logits."""
     if isinstance(value, Logits):
@@ -188,6 +235,7 @@ def _cross_entropy(
         or reduction not in ("mean", "sum")
         or any(option is not None for option in (weight, size_average, reduce))
         or label_smoothing
+        or (logits.projection.steps and logits.projection.softcap is None)
     ):
         return NotImplemented
     of = logits.projection
@@ -199,6 +247,7 @@ def _cross_entropy(
             of.bias,
             ignore_index=ignore_index,
             reduction=cast(Any, reduction),
+            softcap=of.softcap,
             impl=of.impl,
         )
     # Outside autocast torch's loss has the dtype of the logits.
@@ -218,6 +267,9 @@ _UNCOMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.is_cuda.__get__: lambda logits: logits.rows.is_cuda,  # type: ignore[attr-defined]
     Tensor.dtype.__get__: lambda logits: torch.float32 if logits.wide else logits.projection.dtype,  # type: ignore[attr-defined]
     F.cross_entropy: _cross_entropy,
+    **{each: _next(torch.div) for each in (torch.div, Tensor.div, Tensor.__truediv__)},
+    **{each: _next(torch.tanh) for each in (torch.tanh, Tensor.tanh)},
+    **{each: _next(torch.mul) for each in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},
 }
 # Queries about metadata: the answer is the same before and after the logits are computed.
 _ABOUT = frozenset(
@@ -281,11 +333,18 @@ class Head(Fused):
 
 
 def _without_logits(output: Any) -> Any:
-    """Drop the lazy logits from a tuple or a mapping."""
+    """Drop the lazy logits from a tuple or a mapping, unless a function of them, other than a cap, was computed."""
+
+    def is_lazy(part: Any) -> bool:
+        return isinstance(part, Logits) and not (part.projection.steps and part.projection.computed)
+
+    def shown(part: Any) -> Any:
+        return part.computed() if isinstance(part, Logits) else part
+
     if isinstance(output, dict):
-        return type(output)(**{name: part for name, part in output.items() if not isinstance(part, Logits)})
+        return type(output)(**{name: shown(part) for name, part in output.items() if not is_lazy(part)})
     if type(output) is tuple:
-        return tuple(part for part in output if not isinstance(part, Logits))
+        return tuple(shown(part) for part in output if not is_lazy(part))
     return _computed(output)
 
 

@@ -16,29 +16,38 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _load(row, columns, VOCABULARY: tl.constexpr, STRIDE: tl.constexpr):
+def _capped(x, cap, CAPPED: tl.constexpr):
+    # tanh by exp: for large elements the quotient is zero.
+    return cap * (1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0)) if CAPPED else x
+
+
+@triton.jit
+def _load(row, columns, VOCABULARY: tl.constexpr, STRIDE: tl.constexpr, cap, CAPPED: tl.constexpr):
     # Mask by the stride, a multiple of a 16-byte access: a mask by the vocabulary would load element by element.
-    return tl.where(columns < VOCABULARY, load_float(row, columns, columns < STRIDE), float("-inf"))
+    x = _capped(load_float(row, columns, columns < STRIDE), cap, CAPPED)
+    return tl.where(columns < VOCABULARY, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "cap"])
 def cross_entropy_kernel(
     logits,
     labels,
     losses,
     scale,
     ignore_index: tl.int64,
+    cap: tl.float32,
     VOCABULARY: tl.constexpr,
     STRIDE: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr,
+    CAPPED: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Compute the cross-entropy of one row of [rows, STRIDE] logits per program; program 0 takes the last row.
 
     With GRADIENT, (softmax - one-hot) * scale overwrites the row and zeros overwrite the padding. The row is read
-    twice, the second time backwards and from the cache, and written once.
+    twice, the second time backwards and from the cache, and written once. With CAPPED, logits are cap * tanh(x / cap).
     """
     DTYPE: tl.constexpr = logits.dtype.element_ty
     BLOCKS: tl.constexpr = (STRIDE + BLOCK - 1) // BLOCK
@@ -51,12 +60,12 @@ def cross_entropy_kernel(
     known = (label >= 0) & (label < VOCABULARY)
     column = tl.where(known, label, 0).to(tl.int32)
     # Load before the first exchange among warps: after the last one, another warp may overwrite the label's logit.
-    at_label = load_float(row, column)
+    at_label = _capped(load_float(row, column), cap, CAPPED)
 
     largest = tl.full([BLOCK // VECTOR, 1], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK // VECTOR, 1], tl.float32)
     for block in range(BLOCKS):
-        x = _load(row, block * BLOCK + offsets, VOCABULARY, STRIDE)
+        x = _load(row, block * BLOCK + offsets, VOCABULARY, STRIDE, cap, CAPPED)
         larger = tl.maximum(largest, tl.max(x, 1, keep_dims=True))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 1, keep_dims=True)
         largest = larger
@@ -71,6 +80,10 @@ def cross_entropy_kernel(
         target = row.to(tl.pointer_type(to_raw(share, DTYPE, COMPILED).dtype), bitcast=True)
         for block in range(BLOCKS):
             columns = (BLOCKS - 1 - block) * BLOCK + offsets
-            gradient = tl.exp(_load(row, columns, VOCABULARY, STRIDE) - top) * share
+            x = _load(row, columns, VOCABULARY, STRIDE, cap, CAPPED)
+            gradient = tl.exp(x - top) * share
             gradient = tl.where(columns == column, gradient - factor, gradient)
+            if CAPPED:
+                # The padding holds -inf.
+                gradient *= tl.where(columns < VOCABULARY, 1.0 - (x / cap) * (x / cap), 0.0)
             tl.store(target + columns, to_raw(gradient, DTYPE, COMPILED), mask=columns < STRIDE)

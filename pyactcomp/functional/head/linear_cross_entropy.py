@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -40,6 +41,7 @@ class RowLoss:
     ignore_index: int
     chunk: int | None
     impl: Impl
+    softcap: float | None = None
 
     def rows(self, count: int, row_bytes: int) -> int:
         """Return the rows of a chunk: the fewest chunks within CHUNK_BYTES, all of about the same size."""
@@ -63,12 +65,17 @@ class RowLoss:
             return
         counted, known = labels != self.ignore_index, (labels >= 0) & (labels < vocabulary)
         column = labels.where(known, 0).unsqueeze(1)
-        result = torch.log_softmax(logits[:, :vocabulary].to(losses.dtype), 1)
+        scores = logits[:, :vocabulary].to(losses.dtype)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        result = torch.log_softmax(scores, 1)
         nan = losses.new_full((), float("nan"))
         losses.copy_(torch.where(known, -result.gather(1, column).squeeze(1), nan).where(counted, 0))
         if scale is not None:
             result.exp_().scatter_add_(1, column, result.new_full((), -1).expand_as(column))
             result *= torch.where(known, scale, nan).where(counted, 0).unsqueeze(1)
+            if self.softcap is not None:
+                result *= 1 - (scores / self.softcap) ** 2
             logits[:, :vocabulary] = result
             logits[:, vocabulary:] = 0
 
@@ -78,9 +85,10 @@ class RowLoss:
 
         stride = logits.stride(0)
         block = min(BLOCK, 1 << (stride - 1).bit_length())
-        constants = (vocabulary, stride, 16 // logits.itemsize, block, scale is not None)
+        constants = (vocabulary, stride, 16 // logits.itemsize, block, scale is not None, self.softcap is not None)
+        scalars = self.ignore_index, 1.0 if self.softcap is None else self.softcap
         launch = launcher(kernels, "cross_entropy_kernel", constants, WARPS, logits.device)
-        launch(logits.shape[0], (logits, labels, losses, losses if scale is None else scale), (self.ignore_index,))
+        launch(logits.shape[0], (logits, labels, losses, losses if scale is None else scale), scalars)
 
 
 def _padded(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -237,6 +245,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     divisor: float | Tensor | None = None,
+    softcap: float | None = None,
     chunk: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -260,6 +269,8 @@ def linear_cross_entropy(
         "mean" divides the sum of the losses by the number of rows with a label other than ``ignore_index``.
     divisor : float or Tensor of one element, optional
         Divides the sum of the losses; for ``reduction="sum"`` only.
+    softcap : float, optional
+        Above zero: bounds the logits to ``softcap * tanh(logits / softcap)``, as Gemma 2 does.
     chunk : int, optional
         Rows per chunk; by default enough for 256 MiB of logits.
     impl : {"auto", "triton", "cuda", "cpu", "reference"}
@@ -327,6 +338,10 @@ def linear_cross_entropy(
     check_choice("impl", impl, codec.IMPLS)
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a number of rows, at least 1, or None, got {chunk!r}")
+    if softcap is not None:
+        plain = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+        if not plain or not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     if divisor is not None and reduction != "sum":
         raise ValueError(f"divisor is for reduction='sum', got it with {reduction!r}")
     dtype = x.dtype
@@ -337,7 +352,7 @@ def linear_cross_entropy(
     labels = labels.reshape(-1).contiguous()
     counted = counted_labels(labels, ignore_index, weight.shape[0])
     exact = wide(dtype)
-    rows, loss_of = x.reshape(-1, x.shape[-1]), RowLoss(ignore_index, chunk, impl)
+    rows, loss_of = x.reshape(-1, x.shape[-1]), RowLoss(ignore_index, chunk, impl, softcap)
     if reduction == "mean":
         by = counted.sum().to(exact)
     elif isinstance(divisor, Tensor):
