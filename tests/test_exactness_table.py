@@ -18,10 +18,9 @@ ROWS = {name: row for module in MODULES for name, row in module.ROWS.items()}
 # A layer's result times a gain, in codes: the gain's own gradient is off where few small elements, or short rows beside
 # larger ones, get the gradient.
 OF_GAINS = (
-    *(name for name in ROWS if name.startswith(("few, ", "shares, ", "similarities, s", "similarities, l"))),
-    *(f"gain, {name}" for name in ("tanh", "sigmoid", "median", "lgamma", "near zero")),
-    *("nearest, square of a matrix product, cross entropy", "robust, chosen", "divisor, sums of sums", "bumps"),
-    *("decay by logarithms", "causal average", "written attention"),
+    *(name for name in ROWS if name.startswith(("shares, sum", "shares, masked sum", "shares, mean"))),
+    *("similarities, squared", "similarities, less the diagonal", "bumps", "decay by logarithms"),
+    *(f"gain, {name}" for name in ("tanh", "sigmoid", "median", "lgamma")),
 )
 HOLES: dict[str, tuple[str, ...]] = {"eager": OF_GAINS, "graph": ()}
 

@@ -78,6 +78,7 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], Maker]] = {
     "softmax of an activation": (lambda x: x.softmax(-1), Maker.GATE),
     "gated": (lambda x: F.silu(layer(x)) * layer(x), Maker.LAYER),
     "product of layers": (lambda x: layer(x) * layer(x), Maker.OTHER),
+    "norm of operators": (lambda x: x * x.square().mean(-1, keepdim=True).rsqrt(), Maker.LAYER),
     "ReLU": (lambda x: layer(x).relu(), Maker.RECTIFIED),
     "gated by a ReLU": (lambda x: layer(x).relu() * layer(x), Maker.RECTIFIED),
     "logarithm": (lambda x: x.exp().log().float(), Maker.LOGARITHM),
@@ -136,7 +137,7 @@ BESIDE: dict[str, tuple[Callable[[Tensor, Tensor], object], Partner]] = {
     "statistic": (lambda x, y: x * x.mean(-1, keepdim=True), Partner.STATISTIC),
     "gate": (lambda x, y: x * F.silu(y), Partner.GATE),
     "logarithm": (lambda x, y: x * y.log_softmax(-1), Partner.LOGARITHM),
-    "layer": (lambda x, y: x * y, Partner.OTHER),
+    "layer": (lambda x, y: x * y, Partner.LAYER),
 }
 
 
@@ -177,9 +178,7 @@ def test_eight_bits_are_for_operands_of_layers(maker: Maker, partner: Partner) -
     beside_a_gate = partner is Partner.GATE or (maker in (Maker.GATE, Maker.RECTIFIED) and partner is Partner.OTHER)
     matrix = partner in PARAMETERS or (maker in LAYERS - {Maker.RECTIFIED} and partner is not Partner.ITSELF)
     assert form(Use.MATRIX, maker, partner) is (AS_CODES if matrix else BFLOAT16)
-    factor = partner is Partner.GAIN or (
-        maker in LAYERS and (beside_a_gate or partner in {*PARAMETERS, Partner.STATISTIC})
-    )
+    factor = maker in LAYERS and (beside_a_gate or partner in {*PARAMETERS, Partner.STATISTIC, Partner.LAYER})
     beside_a_logarithm = partner is Partner.LOGARITHM and maker not in LAYERS
     exact = maker is Maker.LOGARITHM or beside_a_logarithm
     assert form(Use.FACTOR, maker, partner) is (ITSELF if exact else AS_CODES if factor else BFLOAT16)

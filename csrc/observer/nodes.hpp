@@ -22,7 +22,7 @@ using torch::autograd::Node;
 
 // The enumerations of readers/rule.py.
 enum class Maker { kOther, kLayer, kResidual, kGate, kRectified, kLogarithm, kExponential, kMasked };
-enum class Partner { kNothing, kItself, kGain, kParameter, kStatistic, kGate, kLogarithm, kOther };
+enum class Partner { kNothing, kItself, kGain, kParameter, kStatistic, kGate, kLayer, kLogarithm, kOther };
 enum class Does {
   kOther,
   kView,
@@ -40,6 +40,7 @@ enum class Does {
   kLogarithm,
   kExponential,
   kMasks,
+  kInvertsRoot,
 };
 
 /// What is known of a class of nodes.
@@ -154,6 +155,12 @@ inline bool is_parameter(const Node* node) {
 
 inline bool is_of_layer(Maker maker) { return Maker::kLayer <= maker && maker <= Maker::kRectified; }
 
+/// Return whether a node's result is an inverse root: a factor of a norm composed of operators.
+inline bool inverts_root(const Node* node) {
+  node = unmoved(node);
+  return !is_leaf(*node) && kind_of(*node).does == Does::kInvertsRoot;
+}
+
 inline bool is_gate(Maker maker) { return maker == Maker::kGate || maker == Maker::kRectified; }
 
 /// Return what made the result of a node. Sums are followed three deep: beyond lies a residual stream.
@@ -186,6 +193,7 @@ inline Maker maker_of(const Node* node, int depth = 0) {
           node = is_parameter(first) ? second : first;
           continue;
         }
+        if (inverts_root(first) || inverts_root(second)) return made;
         const Maker one = maker_of(first, depth + 1), other = maker_of(second, depth + 1);
         if (!is_of_layer(one) || !is_of_layer(other) || !(is_gate(one) || is_gate(other))) return Maker::kOther;
         return one == Maker::kRectified || other == Maker::kRectified ? Maker::kRectified : made;
@@ -225,6 +233,16 @@ inline Maker maker_of(const Node* node, int depth = 0) {
 inline auto node_of(const at::TensorBase& tensor) {
   const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
   return (base.scalar_type() == tensor.scalar_type() ? base : tensor).grad_fn();
+}
+
+/// Return whether two tensors of as many elements are multiples of the whole result of one operator.
+inline bool same_source(const Node* one, const Node* other, const at::TensorBase& tensor) {
+  one = unmoved(one, true);
+  if (!one || one != unmoved(other, true) || is_leaf(*one) || one->num_inputs() != 1) return false;
+  if (one->input_metadata(0).is_nested_tensor()) return false;
+  std::int64_t count = 1;
+  for (const c10::SymInt& size : one->input_metadata(0).shape_as_dim_vector()) count *= size.maybe_as_int().value_or(0);
+  return count == tensor.numel();
 }
 
 /// Return the name of the operator behind a tensor, views aside, or an empty one.

@@ -348,6 +348,7 @@ PyObject* reading_of(const at::Tensor& tensor) {
 
 Partner partner_made_by(Maker maker) {
   if (is_gate(maker)) return Partner::kGate;
+  if (is_of_layer(maker)) return Partner::kLayer;
   return maker == Maker::kLogarithm ? Partner::kLogarithm : Partner::kOther;
 }
 
@@ -357,6 +358,7 @@ Partner partner_of(const at::Tensor& tensor) {
   constexpr long kCodes = 2;
   const Call& call = thread.calls.back();
   const c10::TensorImpl& own = *tensor.unsafeGetTensorImpl();
+  const auto made = node_of(tensor);
   Partner found = Partner::kNothing;
   bool seen = false;
   for (size_t i = call.first_argument; i < thread.arguments.size(); ++i) {
@@ -372,6 +374,7 @@ Partner partner_of(const at::Tensor& tensor) {
         const_cast<c10::TensorImpl*>(given)));
     if (!other.requires_grad()) continue;
     const auto node = node_of(other);
+    if (same_source(made.get(), node.get(), tensor)) return Partner::kItself;
     const bool fewer = call.op->elementwise && distinct(*given) * kFewer <= distinct(own);
     found = std::max(found, !node || is_parameter(node.get()) ? (fewer ? Partner::kGain : Partner::kParameter)
                             : fewer                           ? Partner::kStatistic

@@ -41,13 +41,14 @@ class Partner(enum.IntEnum):
     """What the running operator multiplies an operand by."""
 
     NOTHING = 0  # or a tensor without a gradient
-    ITSELF = 1
+    ITSELF = 1  # also a multiple of the same operator's result
     GAIN = 2  # a parameter with one number for many elements, as of a norm or of a layer scale
     PARAMETER = 3  # a leaf; also a view or a cast of one, or ``1 + leaf``
     STATISTIC = 4  # an activation with one number for many elements
     GATE = 5
-    LOGARITHM = 6
-    OTHER = 7
+    LAYER = 6
+    LOGARITHM = 7
+    OTHER = 8
 
 
 class Kind(enum.IntEnum):
@@ -69,6 +70,7 @@ class Kind(enum.IntEnum):
     LOGARITHM = 13
     EXPONENTIAL = 14
     MASKS = 15
+    INVERTS_ROOT = 16  # a product with it is a norm's result
 
 
 _KINDS = {
@@ -86,6 +88,7 @@ _KINDS = {
     Kind.LAYER: "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm fused_rms_norm embedding "
     "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_flash_attention "
     "scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention",
+    Kind.INVERTS_ROOT: "rsqrt",
     Kind.BOUNDS: "sigmoid tanh",
     Kind.SOFTMAX: "softmax safe_softmax",
     Kind.LOGARITHM: "log_softmax log log2 log10 logsumexp logcumsumexp logaddexp digamma lgamma",
@@ -127,6 +130,7 @@ def kind_of_node(name: str) -> Kind:
 
 # Batches of vectors, or of sequences of vectors, have at most three dimensions; images have more.
 _VECTORS = 3
+_SHORT = 16
 SCATTERED = 4
 """Fewer elements with a statistic of their own are kept: of two normal elements one pair in a hundred differs by less
 than a hundredth of itself, and bfloat16, which rounds 1 in 512, moves the pair's gradient by a fifth."""
@@ -150,20 +154,25 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
     numel, last = math.prod(shape), shape[-1] if shape else 1
     # Less than one group: codes save next to nothing, and no sum averages out their errors.
     few = numel < group_size
+    # A group lies in memory, and spans rows that are no multiple of it, or transposed.
+    rows = not few and not spans_rows(last, group_size) and stride[-1] == 1
+    images = len(shape) > _VECTORS
     if use is None:
         return BFLOAT16 if few and reading.form is AS_CODES and reading.known else reading.form
     if use is Use.MATRIX:
-        # A ReLU may be zero in a whole column, where the gradient of the other factor is zero too.
+        # A ReLU may be zero in a whole column, where the gradient of the other factor is zero too; a group spans many
+        # rows of few columns, which may differ by orders of magnitude.
         layer = maker in LAYERS and maker is not Maker.RECTIFIED and partner is not Partner.ITSELF
-        coarse = layer or partner in (Partner.NOTHING, Partner.GAIN, Partner.PARAMETER)
+        beside = partner in (Partner.NOTHING, Partner.GAIN, Partner.PARAMETER)
+        coarse = (layer or beside) and (last >= _SHORT or images)
     elif use is Use.FACTOR:
         layer = maker in LAYERS
         # Beside a logarithm, the gradients of a probability and of its score cancel.
         if maker is Maker.LOGARITHM or (partner is Partner.LOGARITHM and not layer):
             return ITSELF
-        gate = maker in GATES and partner is Partner.OTHER
-        beside = gate or partner in (Partner.NOTHING, Partner.PARAMETER, Partner.STATISTIC, Partner.GATE)
-        coarse = partner is Partner.GAIN or (layer and beside)
+        gated = maker in GATES and partner is Partner.OTHER
+        other = partner in (Partner.ITSELF, Partner.LOGARITHM, Partner.OTHER)
+        coarse = layer and (rows or images) and (gated or not other)
     elif use is Use.SQUARE:
         coarse = maker in (Maker.RESIDUAL, Maker.RECTIFIED)
     elif use is Use.HEADS:
@@ -181,7 +190,5 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
             return ITSELF
         if use is Use.ROWS and (few or last < SCATTERED):
             return ITSELF
-        # A group lies in memory, and spans rows that are no multiple of it, or transposed.
-        images = use is Use.INPUT and len(shape) > _VECTORS
-        coarse = images or not (spans_rows(last, group_size) or stride[-1] != 1)
+        coarse = rows or (use is Use.INPUT and images)
     return AS_CODES if coarse and not few else BFLOAT16
