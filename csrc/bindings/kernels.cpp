@@ -51,47 +51,51 @@ class BoundKernel {
   BoundKernel(std::string_view encoding, std::string_view dtype, std::string_view target, int device, int bits,
               int group_size, bool stochastic, bool keep_positive, std::string_view narrow,
               const Comparison& comparison)
-      : target_(named<Target>("target", kTargets, target)), device_(device) {
-    format_.encoding = named<Encoding>("encoding", kEncodings, encoding);
-    format_.dtype = named<DType>("dtype", kDTypes, dtype);
-    format_.bits = bits;
-    format_.group_size = group_size;
-    format_.stochastic = stochastic;
-    format_.keep_positive = keep_positive;
-    format_.narrow = named<DType>("narrow", kDTypes, narrow);
-    format_.comparison = comparison;
+      : bound_{nullptr, {}, named<Target>("target", kTargets, target), device} {
+    bound_.format.encoding = named<Encoding>("encoding", kEncodings, encoding);
+    bound_.format.dtype = named<DType>("dtype", kDTypes, dtype);
+    bound_.format.bits = bits;
+    bound_.format.group_size = group_size;
+    bound_.format.stochastic = stochastic;
+    bound_.format.keep_positive = keep_positive;
+    bound_.format.narrow = named<DType>("narrow", kDTypes, narrow);
+    bound_.format.comparison = comparison;
     PAC_CHECK(bits == 8 || bits == 4 || bits == 2, "bits is 8, 4 or 2, got ", bits);
     PAC_CHECK(group_size == 64 || group_size == 128 || group_size == 256, "group_size is 64, 128 or 256, got ",
               group_size);
-    PAC_CHECK(target_ != Target::kCuda || device >= 0, "device is the index of a CUDA device, got ", device);
-    kernel_ = kernel_table().find(format_, target_);
-    PAC_CHECK(kernel_ != nullptr, "no kernel for ", target, " stores ", dtype, " as ", encoding,
-              format_.encoding == Encoding::kCast ? " to " + std::string(narrow) : std::string());
+    PAC_CHECK(bound_.target != Target::kCuda || device >= 0, "device is the index of a CUDA device, got ", device);
+    bound_.kernel = kernel_table().find(bound_.format, bound_.target);
+    PAC_CHECK(bound_.kernel != nullptr, "no kernel for ", target, " stores ", dtype, " as ", encoding,
+              bound_.format.encoding == Encoding::kCast ? " to " + std::string(narrow) : std::string());
   }
 
-  std::int64_t packed_nbytes(std::int64_t numel) const { return kernel_->packed_nbytes(format_, numel); }
+  /// Valid as long as this object.
+  const Bound& bound() const { return bound_; }
+
+  std::int64_t packed_nbytes(std::int64_t numel) const { return bound_.kernel->packed_nbytes(bound_.format, numel); }
 
   /// Operators of torch take a seed of 64 bits as a signed integer.
   void encode(Address source, Address packed, std::int64_t numel, const py::int_& seed, std::int64_t where) const {
     const Keys keys =
-        format_.stochastic ? kernel_table().random_keys(PyLong_AsUnsignedLongLongMask(seed.ptr())) : Keys{};
+        bound_.format.stochastic ? kernel_table().random_keys(PyLong_AsUnsignedLongLongMask(seed.ptr())) : Keys{};
     run(where, [&](const Place& place) {
-      return kernel_->encode(format_, pointer<const void>(source), pointer<void>(packed), numel, keys, place);
+      return bound_.kernel->encode(bound_.format, pointer<const void>(source), pointer<void>(packed), numel, keys,
+                                   place);
     });
   }
 
   void encode_rows(Address source, std::int64_t length, std::int64_t gap, Address packed, std::int64_t numel,
                    std::int64_t where) const {
-    PAC_CHECK(kernel_->encode_rows != nullptr, "the kernel reads dense tensors alone");
+    PAC_CHECK(bound_.kernel->encode_rows != nullptr, "the kernel reads dense tensors alone");
     run(where, [&](const Place& place) {
-      return kernel_->encode_rows(format_, pointer<const void>(source), {length, gap}, pointer<void>(packed), numel,
-                                  place);
+      return bound_.kernel->encode_rows(bound_.format, pointer<const void>(source), {length, gap},
+                                        pointer<void>(packed), numel, place);
     });
   }
 
   void decode(Address packed, Address out, std::int64_t numel, std::int64_t where) const {
     run(where, [&](const Place& place) {
-      return kernel_->decode(format_, pointer<const void>(packed), pointer<void>(out), numel, place);
+      return bound_.kernel->decode(bound_.format, pointer<const void>(packed), pointer<void>(out), numel, place);
     });
   }
 
@@ -100,11 +104,11 @@ class BoundKernel {
   template <class Work>
   void run(std::int64_t where, const Work& work) const {
     Status status = 0;
-    if (target_ == Target::kCuda) {
-      status = work(Place{device_, pointer<void>(static_cast<Address>(where)), 0});
+    if (bound_.target == Target::kCuda) {
+      status = work(Place{bound_.device, pointer<void>(static_cast<Address>(where)), 0});
     } else {
       const py::gil_scoped_release released;
-      status = work(Place{device_, nullptr, static_cast<std::int32_t>(where)});
+      status = work(Place{bound_.device, nullptr, static_cast<std::int32_t>(where)});
     }
     if (status == 0) return;
     std::array<char, 256> text{};
@@ -112,10 +116,7 @@ class BoundKernel {
     throw DeviceError(std::string("a kernel of the codec failed: ") + text.data());
   }
 
-  Format format_;
-  Target target_;
-  std::int32_t device_;
-  const Kernel* kernel_;
+  Bound bound_;
 };
 
 }  // namespace
@@ -130,6 +131,8 @@ void bind_kernels(py::module_& module) {
            py::arg("encoding"), py::arg("dtype"), py::arg("target"), py::arg("device") = -1, py::kw_only(),
            py::arg("bits") = 8, py::arg("group_size") = 64, py::arg("stochastic") = false,
            py::arg("keep_positive") = false, py::arg("narrow") = "float32", py::arg("comparison") = Comparison{})
+      .def_property_readonly("bound",
+                             [](const BoundKernel& kernel) { return py::capsule(&kernel.bound(), kBoundCapsule); })
       .def("packed_nbytes", &BoundKernel::packed_nbytes, py::arg("numel"))
       .def("encode", &BoundKernel::encode, py::arg("source"), py::arg("packed"), py::arg("numel"), py::arg("seed"),
            py::arg("where"))

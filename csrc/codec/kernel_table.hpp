@@ -63,6 +63,16 @@ struct Kernel {
                    const Place& place) noexcept;
 };
 
+/// A kernel with all but the addresses: what `Kernel.bound` in Python, a capsule named kBoundCapsule, points to.
+struct Bound {
+  const Kernel* kernel;
+  Format format;
+  Target target;
+  std::int32_t device;
+};
+
+inline constexpr const char* kBoundCapsule = "pyactcomp._core.Kernel.bound";
+
 struct KernelTable {
   std::int32_t version;
   /// Returns the kernel of a format, which lives as long as the process, or null where the target has none.

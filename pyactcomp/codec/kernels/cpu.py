@@ -60,6 +60,8 @@ class CpuKernel:
     """A native kernel on the CPU."""
 
     def __init__(self, native: _core.Kernel) -> None:
+        # For callers in C++, by `native.bound`.
+        self.native = native
         self.packed_nbytes = native.packed_nbytes
         self._encode = native.encode
         self._decode = native.decode

@@ -81,6 +81,8 @@ class CudaKernel:
     """A native kernel on one CUDA device."""
 
     def __init__(self, native: _core.Kernel, device_index: int, *, serves_rows: bool) -> None:
+        # For callers in C++, by `native.bound`.
+        self.native = native
         self.packed_nbytes = native.packed_nbytes
         self._encode = native.encode
         self._encode_rows = native.encode_rows
