@@ -31,9 +31,6 @@ def parser() -> argparse.ArgumentParser:
     suites = top.add_subparsers(dest="suite", required=True)
     suites.add_parser("codec", parents=[measuring], help="quantise and dequantise against a device copy and the peers")
     suites.add_parser("overhead", parents=[measuring], help="host time of pack and unpack per tensor")
-    suites.add_parser(
-        "observers", parents=[measuring], help="who tells the running operator: the library, and without it"
-    )
     frontier = suites.add_parser("frontier", parents=[training], help="training steps: time, memory, gradients")
     frontier.add_argument(
         "--set", choices=("all", "tuned", "untuned"), default="all", help="of the models that ours is tuned on, or not"
@@ -76,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, observers, overhead, pairs, sharded
+    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, overhead, pairs, sharded
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -121,8 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         codec.run(options)
     elif args.suite == "overhead":
         overhead.run(options)
-    elif args.suite == "observers":
-        observers.run(options)
     elif args.suite == "sharded":
         sharded.run(options)
     elif args.suite == "frontier":

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.config import MIN_BYTES
-from pyactcomp.engine import policy
 from pyactcomp.readers.nodes import CAST, cast_parameter, producer
 
 from . import holds_data as data
@@ -43,12 +42,13 @@ def _compress(mode: str) -> Callable[[nn.Module], Context]:
 
 def _nearest_in_two_bits(module: nn.Module) -> Context:
     """Pack in two bits, rounded to nearest, what int8 packs where it is not fused."""
-    decide = policy.Policy(module, MIN_BYTES)
 
     def pack(tensor: Tensor) -> Tensor | pyactcomp.Packed:
         name, node = producer(tensor)
         weight = name == CAST and node is not None and cast_parameter(node) is not None
-        if weight or not tensor.is_floating_point() or decide.reason_to_keep(tensor, tensor) is not None:
+        owner = tensor if tensor._base is None else tensor._base
+        small = tensor.nbytes < MIN_BYTES
+        if weight or owner.is_leaf or small or not (tensor.requires_grad and tensor.is_floating_point()):
             return tensor
         return pyactcomp.quantize(tensor, bits=2, rounding="nearest")
 

@@ -12,7 +12,6 @@ from . import (
     breadth_report,
     frontier_report,
     holds_report,
-    observers,
     pairs_report,
     sharded,
     untuned_report,
@@ -119,7 +118,6 @@ TABLES = {
     **alloc_pausing_report.TABLES,
     **breadth_report.TABLES,
     **pairs_report.TABLES,
-    **observers.TABLES,
     "sharded": ("sharded", sharded.sharded_table),
 }
 """The suite and the table of each block."""

@@ -27,8 +27,7 @@ from pyactcomp.compiled import plans
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.compiled.sharing import _view_chain
 from pyactcomp.config import Config
-from pyactcomp.engine.frame import Frame
-from pyactcomp.engine.packing import FEWEST
+from pyactcomp.engine.packing import FEWEST, Packing
 from pyactcomp.readers.forms import CODES, ITSELF, RELATIVE
 
 OPERATORS = {f"{op.name} {op.variant_test_name}".strip(): op for op in operators if torch.float32 in op.dtypes}
@@ -191,19 +190,20 @@ def laxer(case: Case) -> str | None:
             by_name[name] = max(by_name.get(name, 0), level)
         return original_plan(node, need, *arguments)
 
-    def pack(self: Any, tensor: Tensor, saved: Tensor, reading: Any, form: Any) -> Any:
-        memory = saved.untyped_storage().data_ptr()
+    def form_for(self: Packing, tensor: Tensor, *facts: Any) -> Any:
+        form = original_form(self, tensor, *facts)
+        memory = tensor.untyped_storage().data_ptr()
         by_memory[memory] = max(by_memory.get(memory, 0), form.need)
-        return original_pack(self, tensor, saved, reading, form)
+        return form
 
     class Eager(nn.Module):
         def forward(self, leaves: list[Tensor]) -> Tensor:
             return case.loss(leaves, DATA, case.weights[0])
 
-    original_plan, original_pack = plans._plan, Frame._pack_for
+    original_plan, original_form = plans._plan, Packing.form_for
     with mock.patch.object(plans, "_plan", plan):
         gradients(case, CONFIGS[0])
-    with mock.patch.object(Frame, "_pack_for", pack):
+    with mock.patch.object(Packing, "form_for", form_for):
         torch.manual_seed(0)
         pyactcomp.compress(Eager(), min_bytes=0, fuse=False)(case.leaves)
     for number, x in enumerate(case.inputs):

@@ -14,7 +14,7 @@ import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.engine import packing
 from pyactcomp.engine.marks import FUSING
-from pyactcomp.engine.saved import ModifiedError
+from pyactcomp.engine.rare import ModifiedError
 
 # Errors of int8 gradients, over all of them together: this much is right at all times, and so many times what rounding
 # the same tensors to bfloat16 costs. A step of 8-bit codes is the range of a group of 64 normal numbers, five

@@ -19,7 +19,7 @@ import pyactcomp
 from pyactcomp import torch_private
 from pyactcomp.codec.reference import error_bound
 from pyactcomp.compress import paused
-from pyactcomp.engine.saved import warn_of_differentiated_gradients
+from pyactcomp.engine.rare import warn_of_differentiated_gradients
 
 
 def activation(rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What tells which operator saves a tensor: the library, and what serves where it is not built for this torch."""
+"""The library tells which operator saves a tensor; where it is missing, pyactcomp says how to build it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp.cli import examine
-from pyactcomp.readers.forms import AS_CODES, CODES, ITSELF, POSITIVE, PROBABILITY, Reading
-from pyactcomp.readers.observer import Facts, Observer, WithoutLibrary, observer
+from pyactcomp.engine.packing import Packing
+from pyactcomp.readers.forms import AS_CODES, ITSELF, POSITIVE, PROBABILITY, Form, Reading
+from pyactcomp.readers.observer import Observer, observer
 from pyactcomp.torch_private import extensions
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
@@ -33,13 +34,10 @@ def library() -> Observer:
     return observer()
 
 
-@pytest.fixture(params=["library", "without library"])
-def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Observer:
-    """Return one of the observers, which the engine asks as well."""
-    chosen = library() if request.param == "library" else WithoutLibrary()
-    for module in ("readers.observer", "engine.frame", "engine.saved"):
-        monkeypatch.setattr(f"pyactcomp.{module}.observer", lambda: chosen)
-    return chosen
+@pytest.fixture
+def watching() -> Observer:
+    """Return the library, which the engine asks as well."""
+    return library()
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def saves(of: Observer) -> Iterator[list[tuple[Tensor, Reading | None]]]:
     seen: list[tuple[Tensor, Reading | None]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        of.saving(tensor, 0)
+        of.note_save()
         seen.append((tensor, of.facts(tensor)[0]))
         return tensor
 
@@ -342,9 +340,8 @@ def test_decisions_are_counted_where_they_are_made_of_floats(watching: Observer)
             assert decisions(call) >= 1
         for call in (lambda: x * 2, lambda: F.gelu(x), lambda: x.sum(), lambda: x.softmax(0), lambda: x.view(2, 4)):
             assert decisions(call) == 0
-        if not isinstance(watching, WithoutLibrary):  # which sees no arguments
-            assert decisions(lambda: torch.linalg.vector_norm(x, -math.inf)) == 1
-            assert decisions(lambda: torch.linalg.vector_norm(x)) == 0
+        assert decisions(lambda: torch.linalg.vector_norm(x, -math.inf)) == 1
+        assert decisions(lambda: torch.linalg.vector_norm(x)) == 0
         # An operator with a derivative takes the largest element for its own use.
         assert decisions(lambda: x.logsumexp(0)) == 0
     finally:
@@ -389,113 +386,18 @@ def test_decisions_before_the_running_call_are_known_inside_it() -> None:
     assert (decisions, at_its_start) == (before + 1, before)
 
 
-# Each saves something; all are called from Python, as the observer without a library needs it.
-CALLS: dict[str, Callable[[], object]] = {
-    **{name: lambda name=name: getattr(torch, name)(A) for name in ("sigmoid", "tanh", "exp", "exp2", "log", "log2")},
-    **{
-        name: lambda name=name: getattr(torch, name)(A) for name in ("sqrt", "rsqrt", "reciprocal", "sin", "cos", "tan")
-    },
-    **{name: lambda name=name: getattr(torch, name)(A) for name in ("abs", "square", "expm1", "log1p", "erf", "atan")},
-    **{name: lambda name=name: getattr(F, name)(A) for name in ("gelu", "silu", "mish", "relu", "elu", "selu", "celu")},
-    **{name: lambda name=name: getattr(F, name)(A) for name in ("leaky_relu", "relu6", "hardtanh", "hardswish", "glu")},
-    **{name: lambda name=name: getattr(F, name)(A) for name in ("hardsigmoid", "softplus", "logsigmoid", "softsign")},
-    **{
-        name: lambda name=name: getattr(torch, name)(A, B) for name in ("mul", "div", "mm", "matmul", "maximum", "fmod")
-    },
-    **{name: lambda name=name: getattr(torch, name)(A, B) for name in ("pow", "atan2", "logaddexp", "hypot", "xlogy")},
-    **{name: lambda name=name: getattr(torch, name)(A, B, C) for name in ("addmm", "addcmul", "addcdiv", "lerp")},
-    **{name: lambda name=name: getattr(torch, name)(A, 0) for name in ("amax", "prod", "cumprod", "logsumexp", "std")},
-    **{
-        name: lambda name=name: getattr(torch, name)(A, 0)
-        for name in ("var", "softmax", "log_softmax", "median", "pow")
-    },
-    "operators": lambda: (A * B) / (C**2) @ A,
-    "reflected": lambda: 1 / A + 2**B,
-    "linear": lambda: F.linear(A, B, C[0]),
-    "einsum": lambda: torch.einsum("ij,kj->ik", A, B),
-    "bilinear": lambda: F.bilinear(A, B, torch.rand(3, 8, 8, requires_grad=True)),
-    "attention": lambda: F.scaled_dot_product_attention(A.view(1, 1, 8, 8), B.view(1, 1, 8, 8), C.view(1, 1, 8, 8)),
-    "layer_norm": lambda: F.layer_norm(A, (8,), B[0], C[0]),
-    "rms_norm": lambda: F.rms_norm(A, (8,), B[0]),
-    "batch_norm": lambda: F.batch_norm(A, None, None, B[0], C[0], training=True),
-    "group_norm": lambda: F.group_norm(A, 2, B[0], C[0]),
-    "conv1d": lambda: F.conv1d(A[None], torch.rand(4, 8, 3, requires_grad=True)),
-    "cross_entropy": lambda: F.cross_entropy(A, torch.arange(8)),
-    "binary": lambda: F.binary_cross_entropy_with_logits(A, torch.ones(8, 8)),
-    "probability": lambda: F.binary_cross_entropy(A.sigmoid(), torch.ones(8, 8)),
-    "mse_loss": lambda: F.mse_loss(A, B),
-    "smooth_l1_loss": lambda: F.smooth_l1_loss(A, B),
-    "divergence": lambda: F.kl_div(A.log_softmax(-1), B.softmax(-1), reduction="sum"),
-    "clamp": lambda: A.clamp(0.6, 0.9),
-    "vector_norm": lambda: torch.linalg.vector_norm(A, dim=0),
-    "prelu": lambda: F.prelu(A, torch.tensor([0.1], requires_grad=True)),
-    "inverse": lambda: torch.linalg.inv(A + 8 * torch.eye(8)),
-    "where": lambda: torch.where(A > 1, A, B * A),
-    "broadcast product": lambda: torch.rand(8, 64, requires_grad=True) * A[:, :1],
-    "broadcast quotient": lambda: torch.rand(8, 64, requires_grad=True) / A[:, :1],
-    "function": lambda: WithContext.apply(A, B),
-    "embedding": lambda: F.embedding(torch.arange(8), A) * B,
-    "dropout": lambda: F.dropout(A * 1, 0.5) * B,
-    "cosine_similarity": lambda: F.cosine_similarity(A, B),
-    "in place": lambda: (A * 1).mul_(B).sigmoid_(),
-    "grid_sample": lambda: F.grid_sample(A.view(1, 1, 8, 8), (B - 1).reshape(1, 8, 4, 2), align_corners=False),
-    "cdist": lambda: torch.cdist(A, B),
-    "multi_head_attention": lambda: nn.MultiheadAttention(8, 2)(A, B, C),
-    "gru": lambda: nn.GRU(8, 8)(A),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_without_the_library_nothing_is_stored_less_exactly(name: str) -> None:
-    found = []
-    for of in (library(), WithoutLibrary()):
-        torch.manual_seed(0)
-        with saves(of) as seen:
-            CALLS[name]()
-        found.append(seen)
-    with_it, without = found
-    assert with_it
-    for (a, of_library), (b, fallback) in zip(with_it, without, strict=True):
-        assert a.shape == b.shape
-        assert of_library is not None
-        if fallback is not None and fallback.form is not ITSELF:
-            assert fallback.form.serves(of_library.form), (of_library, fallback)
-
-
-def test_without_the_library_products_and_activations_are_packed() -> None:
-    of = WithoutLibrary()
-    with saves(of) as seen:
-        F.linear(A, B)
-        torch.einsum("ij,kj->ik", A, B)
-        F.gelu(A)
-        F.layer_norm(A, (8,))
-    assert [r.need for t, r in seen if r is not None and t.numel() == 64] == [CODES] * 6
-
-
 # Contradictions, which backward finds.
 
 
-class Mistaken:
-    """An observer that takes what amax reads for a factor."""
-
-    def __init__(self, right: Observer) -> None:
-        self.right = right
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.right, name)
-
-    def facts(self, tensor: Tensor) -> Facts:
-        reading, *others = self.right.facts(tensor)
-        if reading is not None and "amax" in reading.operator:
-            reading = Reading(reading.operator, "self", AS_CODES, "a mistake")
-        return (reading, *others)
-
-
 @pytest.fixture
-def mistaken(watching: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Mistaken(watching)
-    for module in ("engine.frame", "engine.saved"):
-        monkeypatch.setattr(f"pyactcomp.{module}.observer", lambda: wrong)
+def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what amax reads be stored as a factor is."""
+    right = Packing.form_for
+
+    def wrong(packing: Packing, tensor: Tensor, reading: Reading, *facts: Any) -> Form:
+        return AS_CODES if "amax" in reading.operator else right(packing, tensor, reading, *facts)
+
+    monkeypatch.setattr(Packing, "form_for", wrong)
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -554,7 +456,6 @@ def test_a_library_for_another_torch_is_left_alone_and_told(monkeypatch: pytest.
     assert reason is not None
     assert "is built for torch 1.0.0, and this is" in reason
     assert "pyactcomp build-observer" in reason
-    assert isinstance(observer.__wrapped__(), WithoutLibrary)
     assert str(examine.examine()["observer"]).startswith(reason)
 
 
@@ -566,7 +467,6 @@ def test_a_library_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert reason == (
         f"its observer of operators is not built for torch {torch.__version__}: run pyactcomp build-observer"
     )
-    assert isinstance(observer.__wrapped__(), WithoutLibrary)
 
 
 def test_operators_called_inside_one_with_a_derivative_are_not_observed_but_for_a_profiler() -> None:

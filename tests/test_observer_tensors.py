@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from test_observer import leaf, library
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp.readers.observer import CONSTANT, KEPT, ORDINARY, UNCLEAR, WithoutLibrary
+from pyactcomp.readers.nodes import producer
 
 
 def origins() -> list[Tensor]:
@@ -38,39 +37,5 @@ class Plain(torch.autograd.Function):
 
 def test_library_finds_the_origins_that_python_finds() -> None:
     found = [library().origin(t) for t in origins()]
-    assert found == [WithoutLibrary().origin(t) for t in origins()]
+    assert found == [producer(t)[0] for t in origins()]
     assert set(found) > {"", "MulBackward0", "LogSoftmaxBackward0", "PlainBackward"}
-
-
-def test_equal_layouts_have_equal_keys_and_others_have_not() -> None:
-    x = torch.zeros(4, 8)
-    others = [x, x.t(), x[:2], x.view(32), x.view(4, 8, 1), x.double(), x.to("meta"), torch.zeros(()), x.bfloat16()]
-    for of in (library(), WithoutLibrary()):
-        keys = [of.layout_key(t) for t in others]
-        assert len(set(keys)) == len(others)
-        assert keys == [of.layout_key(torch.empty_like(t)) for t in others]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_only_ordinary_tensors_are_packed_without_a_closer_look() -> None:
-    x = leaf(64, 8)
-    y = x * 2
-    parameter = nn.Parameter(torch.ones(64, 8))
-    cases: list[tuple[Tensor, int]] = [
-        *((y, ORDINARY), (y.t(), ORDINARY), (y[1:], ORDINARY), (y.double(), ORDINARY), (y.bfloat16(), ORDINARY)),
-        *((y[:1], KEPT), (x[0], KEPT), (x, KEPT), (x.t(), KEPT), (parameter, KEPT), (parameter.t(), KEPT)),
-        *((y.detach()[:1], KEPT), (torch.arange(999), KEPT), (y.to(torch.cfloat), KEPT)),
-        *((y.detach(), CONSTANT), (y.detach().t(), CONSTANT), (parameter.detach(), CONSTANT)),
-        *((y > 1, UNCLEAR), (y.to_sparse(), UNCLEAR), (torch._neg_view(y), UNCLEAR), (Derived(y), UNCLEAR)),
-        (torch.nested.nested_tensor([y[0], y[1]]), UNCLEAR),
-    ]
-    assert [library().saving(t, 256) for t, _ in cases] == [kind for _, kind in cases]
-    with torch.autograd.forward_ad.dual_level():
-        assert library().saving(y, 256) == UNCLEAR
-    with torch.utils._python_dispatch.TorchDispatchMode():
-        assert library().saving(y, 256) == UNCLEAR
-    assert WithoutLibrary().saving(y, 256) == UNCLEAR
-
-
-class Derived(Tensor):
-    pass

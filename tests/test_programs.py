@@ -21,8 +21,10 @@ from programs_scope import Statement
 from programs_statements import EDITS, MODULES, SILENT_EDITS
 from torch import Tensor
 
-from pyactcomp.codec.kernels.cpu import CpuKernel
+from pyactcomp.codec.kernels import Kernel
 from pyactcomp.engine import saved
+from pyactcomp.engine.frame import Frame
+from pyactcomp.engine.packing import Packing
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS, CHUNKS = 500, 10
@@ -72,34 +74,53 @@ def test_programs_differ_in_how_they_end() -> None:
     assert any(None in outcome.gradients for outcome in plain), "each is of all leaves"
 
 
+class TenthMore:
+    """A kernel of codes whose restored numbers are a tenth too large."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.packed_nbytes, self.encode, self._decode = kernel.packed_nbytes, kernel.encode, kernel.decode
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        self._decode(packed, out)
+        out.mul_(1.1)
+
+
 def decode_a_tenth_more(patch: pytest.MonkeyPatch) -> None:
-    decode = CpuKernel.decode
+    kernel_of = Packing._new_kernel
 
-    def broken(self: CpuKernel, packed: Tensor, out: Tensor) -> None:
-        decode(self, packed, out)
-        if out.is_floating_point():
-            out.mul_(1.1)
+    def broken(self: Packing, dtype: torch.dtype, *where: Any) -> Kernel:
+        kernel = kernel_of(self, dtype, *where)
+        return kernel if dtype is torch.bool else TenthMore(kernel)
 
-    patch.setattr(CpuKernel, "decode", broken)
+    patch.setattr(Packing, "_new_kernel", broken)
 
 
 def ignore_versions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saved, "check_version", lambda tensor, version: None)
+    for name in ("check_version", "refuse_modified"):
+        patch.setitem(saved.NAMES, name, lambda *_: None)
+
+
+def unpacked_by(patch: pytest.MonkeyPatch, broken: Callable[[object], Tensor]) -> None:
+    """Let a function unpack in place of the library."""
+    patch.setattr(Frame, "pair", lambda frame: (frame.hooks.pack, broken))
 
 
 def lose_a_bit_of_what_is_kept(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: saved.Kept) -> Tensor:
-        tensor = self.tensor
-        return torch.nextafter(tensor, tensor.new_zeros(())) if tensor.dtype is torch.float32 else tensor
+    def broken(form: object) -> Tensor:
+        tensor = saved.library().unpack(form)
+        lost = isinstance(form, saved.Kept) and tensor.dtype is torch.float32
+        return torch.nextafter(tensor, tensor.new_zeros(())) if lost else tensor
 
-    patch.setattr(saved.Kept, "restore", broken)
+    unpacked_by(patch, broken)
 
 
 def raise_for_what_is_packed(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: saved.Region) -> Tensor:
-        raise RuntimeError("broken")
+    def broken(form: object) -> Tensor:
+        if isinstance(form, saved.Region):
+            raise RuntimeError("broken")
+        return saved.library().unpack(form)
 
-    patch.setattr(saved.Region, "restore", broken)
+    unpacked_by(patch, broken)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +196,15 @@ def test_the_script_of_a_failure_fails_alone(tmp_path: Path) -> None:
     program = written("t1 = F.silu(x0 * 1.0)", "t2 = F.gelu(t1)", LOSS.format("t2"))
     assert script(program, tmp_path).stdout == "as plain torch\n"
     damage = (
-        "from pyactcomp.codec.kernels.cpu import CpuKernel\n"
-        "decode = CpuKernel.decode\n"
-        "CpuKernel.decode = lambda self, packed, out: (decode(self, packed, out), out.mul_(1.5))\n"
+        "from pyactcomp.engine.packing import Packing\n"
+        "class Broken:\n"
+        "    def __init__(self, kernel):\n"
+        "        self.kernel, self.encode, self.packed_nbytes = kernel, kernel.encode, kernel.packed_nbytes\n"
+        "    def decode(self, packed, out):\n"
+        "        self.kernel.decode(packed, out)\n"
+        "        out.mul_(1.5)\n"
+        "kernel_of = Packing._new_kernel\n"
+        "Packing._new_kernel = lambda self, *of: Broken(kernel_of(self, *of))\n"
     )
     done = script(program, tmp_path, damage)
     assert done.returncode == 1, done.stderr

@@ -42,7 +42,7 @@ def readings(call: Callable[[], object]) -> list[tuple[Tensor, Reading]]:
     seen: list[tuple[Tensor, Reading]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        observer().saving(tensor, 0)
+        observer().note_save()
         reading = observer().facts(tensor)[0]
         assert reading is not None
         seen.append((tensor, reading))

@@ -149,7 +149,7 @@ def test_the_partner_of_an_operand(name: str) -> None:
     found: list[Partner] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        observer().saving(tensor, 0)
+        observer().note_save()
         if tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             found.append(observer().facts(tensor)[2])
         return tensor

@@ -101,7 +101,7 @@ def test_a_device_that_is_not_served_is_told(monkeypatch: pytest.MonkeyPatch) ->
         raise pyactcomp.ImplementationUnavailableError("not here")
 
     model = pyactcomp.compress(Net(), min_bytes=1024, fuse=False)
-    monkeypatch.setattr(Packing, "storing", unserved)
+    monkeypatch.setattr(Packing, "_new_kernel", unserved)
     with told("nothing was compressed", "does not serve it"):
         step(model)
 

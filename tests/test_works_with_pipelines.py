@@ -15,7 +15,7 @@ from works_with import GRADIENT_BOUND, gradients, relative_error
 
 import pyactcomp
 from pyactcomp import functional
-from pyactcomp.engine.saved import Region
+from pyactcomp.engine.saved import library
 from pyactcomp.functional.saving import Saving
 from pyactcomp.readers.table import FACTORS
 
@@ -24,32 +24,35 @@ WIDTH = 64
 STAGES, BLOCKS, MICROBATCHES = 2, 2, 4
 
 
+class Restored:
+    """Counts what is restored from codes, by hooks and by functions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._by_functions = 0
+        pack = Saving._pack
+
+        def packed(saving: Saving, x: Tensor, bits: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            kept, restore = pack(saving, x, bits)
+
+            def again(buffer: Tensor) -> Tensor:
+                self._by_functions += 1
+                return restore(buffer)
+
+            return kept, again
+
+        monkeypatch.setattr(Saving, "_pack", packed)
+        self.clear()
+
+    def clear(self) -> None:
+        self._by_functions, self._before = 0, library().counts()[1]
+
+    def __len__(self) -> int:
+        return self._by_functions + library().counts()[1] - self._before
+
+
 @pytest.fixture
-def restores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return counted(monkeypatch)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list to which each restoring from codes adds its kind."""
-    restored: list[str] = []
-    make, pack = Region._make, Saving._pack
-
-    def made(self: Region) -> Tensor:
-        restored.append("hook")
-        return make(self)
-
-    def packed(self: Saving, x: Tensor, bits: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        kept, restore = pack(self, x, bits)
-
-        def again(buffer: Tensor) -> Tensor:
-            restored.append("function")
-            return restore(buffer)
-
-        return kept, again
-
-    monkeypatch.setattr(Region, "_make", made)
-    monkeypatch.setattr(Saving, "_pack", packed)
-    return restored
+def restores(monkeypatch: pytest.MonkeyPatch) -> Restored:
+    return Restored(monkeypatch)
 
 
 class Block(nn.Module):
@@ -71,7 +74,7 @@ def pipeline(rank: int, backend: str) -> dict[str, Any]:
     device = torch.device(worker.device_of(backend, rank))
     results: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        restored = counted(monkeypatch)
+        restored = Restored(monkeypatch)
         for name, depth_first in (("ScheduleInterleavedZeroBubble", False), ("ScheduleZBVZeroBubble", True)):
             places = (rank, 2 * WORLD - 1 - rank) if depth_first else (rank, WORLD + rank)
             for mode in (None, "int8", "lossless"):
@@ -137,7 +140,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_a_factor_is_restored_for_the_gradient_that_reads_it_alone(name: str, restores: list[str]) -> None:
+def test_a_factor_is_restored_for_the_gradient_that_reads_it_alone(name: str, restores: Restored) -> None:
     product, of_x, of_weight = PRODUCTS[name]
     torch.manual_seed(0)
     model, x = Product(product, *of_weight), torch.randn(of_x)
@@ -163,7 +166,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("other", [False, True], ids=["the same gradient", "another gradient"])
-def test_small_gradients_are_computed_with_the_input_s(name: str, other: bool, restores: list[str]) -> None:
+def test_small_gradients_are_computed_with_the_input_s(name: str, other: bool, restores: Restored) -> None:
     """But those of one incoming gradient are not those of another."""
     torch.manual_seed(0)
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, requires_grad=True)
@@ -178,7 +181,7 @@ def test_small_gradients_are_computed_with_the_input_s(name: str, other: bool, r
     assert torch.equal(found, expected)
 
 
-def test_an_incoming_gradient_that_was_written_to_is_another(restores: list[str]) -> None:
+def test_an_incoming_gradient_that_was_written_to_is_another(restores: Restored) -> None:
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, requires_grad=True)
     out, again = NORMS["rms_norm"](x, weight), NORMS["rms_norm"](x, weight)
     grad = torch.ones_like(out)
@@ -187,13 +190,13 @@ def test_an_incoming_gradient_that_was_written_to_is_another(restores: list[str]
     assert torch.equal(found, torch.autograd.grad(again, weight, grad)[0])
 
 
-def test_linear_restores_its_input_for_the_weight_alone(restores: list[str]) -> None:
+def test_linear_restores_its_input_for_the_weight_alone(restores: Restored) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     out = functional.linear(x, weight)
     grad = torch.randn_like(out)
     (of_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
-    assert restores == []
+    assert len(restores) == 0
     assert torch.equal(of_x, grad @ weight)
     (of_weight,) = torch.autograd.grad(out, weight, grad)
     assert len(restores) == 1

@@ -71,14 +71,19 @@ inline Does ask(PyObject* node) {
   return value < 0 ? Does::kOther : static_cast<Does>(value);
 }
 
-/// Return the Python object of a function written in Python; torch 2.13 renamed the member.
-template <typename PyNode>
-auto object_of(const PyNode& node, int) -> decltype(node.pyobj()) {
+/// Return the object of a function written in Python: a member until torch 2.12, then a method.
+template <class PythonNode>
+auto function_object(const PythonNode& node, int) -> decltype(node.obj) {
+  return node.obj;
+}
+template <class PythonNode>
+auto function_object(const PythonNode& node, long) -> decltype(node.pyobj()) {
   return node.pyobj();
 }
-template <typename PyNode>
-auto object_of(const PyNode& node, long) -> decltype(node.obj) {
-  return node.obj;
+
+/// Return the class of a function written in Python.
+inline PyTypeObject* class_of_function(const Node& node) {
+  return Py_TYPE(function_object(static_cast<const torch::autograd::PyNode&>(node), 0));
 }
 
 /// Return what a node does. By name, since torch does not export the class of functions written in Python.
@@ -95,7 +100,7 @@ inline NodeKind kind_of(const Node& node) {
     all.kinds.emplace(std::type_index(typeid(node)), kind);
     if (kind.name) return kind;
   }
-  PyTypeObject* const type = Py_TYPE(object_of(static_cast<const torch::autograd::PyNode&>(node), 0));
+  PyTypeObject* const type = class_of_function(node);
   const auto [function, added] = all.functions.try_emplace(type, Does::kOther);
   if (added) {
     Py_INCREF(reinterpret_cast<PyObject*>(type));

@@ -1,10 +1,10 @@
-// The module pyactcomp._observer: finds the operator running in this thread, and the operand that a saved tensor is.
+// The module pyactcomp._observer: finds the operator running in this thread, and the operand that a saved tensor is,
+// and packs saved tensors (csrc/engine).
 //
-// Torch calls `begin` and `end` around every operator in an observing thread (at::RecordFunction). A saved-tensor hook
-// runs inside the saving operator, so the innermost call is the reader. `begin` runs without the GIL, so all work with
-// Python objects waits for `reader`. The module is compiled for one release of torch, as _torch_allocator is.
+// A saved-tensor hook runs inside the saving operator, so the innermost call is the reader. The module is compiled for
+// one release of torch, as _torch_allocator is.
 //
-// Longer than 400 lines: the calls of a thread, the table's readings and the match share one thread-local state.
+// Longer than 400 lines: the table's readings, the match and the module's functions share the calls of a thread.
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <typeindex>
@@ -27,6 +28,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/module.hpp"
+#include "observer/calls.hpp"
+#include "observer/facts.hpp"
 #include "observer/nodes.hpp"
 #include "observer/operators.hpp"
 #include "observer/tensors.hpp"
@@ -34,167 +38,8 @@
 namespace pac::observer {
 namespace {
 
-struct Argument {
-  const c10::TensorImpl* tensor;
-  size_t index;
-};
-
-struct Call {
-  Operator* op;
-  size_t first_argument, first_value;
-  std::uint64_t serial, decisions;
-  long saves;
-  bool silences;  ///< operators called inside are not observed
-  bool below;     ///< called by an operator with a derivative of its own
-};
-
-struct Value {
-  size_t index;
-  c10::IValue value;
-};
-
-struct Thread {
-  std::vector<Call> calls;
-  std::vector<Argument> arguments;
-  std::vector<Value> values;
-  std::unordered_map<const char*, Operator*> known;
-  std::uint64_t serial = 0, decisions = 0, generation = 0;
-  std::int64_t largest_divisor = 0;
-  long observers = 0;
-  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
-};
-
-thread_local Thread thread;
-
 // Given by `configure`.
 Object resolve_operator, resolve_function, weakest_need;
-
-/// Return whether this thread has no other callbacks, such as a profiler's.
-bool observes_alone() {
-  return !at::hasGlobalCallbacks() && at::get_record_function_tls_().sorted_tls_callbacks_.size() == 1;
-}
-
-Operator* find(Thread& here, const char* name, const char* overload) {
-  Registry& all = registry();
-  if (here.generation != all.generation) {
-    here.known.clear();
-    here.generation = all.generation;
-  }
-  const auto known = here.known.find(name);
-  // Compare the text: the class of an autograd function may be gone, and the memory of the name reused.
-  if (known != here.known.end() && known->second->name == name) return known->second;
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  auto& entry = all.operators[std::string(name) + '.' + overload];
-  if (!entry) {
-    entry = new_operator(all, name, overload);
-    if (!entry->is_function) all.unresolved.push_back(entry.get());
-  }
-  here.known[name] = entry.get();
-  return entry.get();
-}
-
-void capture(Thread& here, const c10::IValue& value, size_t index, bool values) {
-  if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    if (tensor.defined()) here.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      here.arguments.push_back({tensor.unsafeGetTensorImpl(), index});
-    }
-  } else if (values && (value.isScalar() || value.isString() || value.isNone())) {
-    here.values.push_back({index, value});
-  }
-}
-
-/// Return the number of elements of a tensor without repeats (stride 0).
-std::int64_t distinct(const c10::TensorImpl& tensor) {
-  std::int64_t count = 1;
-  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.stride(dim) != 0) count *= tensor.size(dim);
-  }
-  return count;
-}
-
-bool is_floating(const c10::IValue& value) {
-  return value.isTensor() && value.toTensor().defined() && value.toTensor().is_floating_point();
-}
-
-/// Return whether the innermost call turns values into a decision.
-bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
-  if (!op.decides || here.calls.back().below || inputs.empty() || !is_floating(inputs[0])) return false;
-  if (op.choosing >= 0) {
-    const auto index = static_cast<size_t>(op.choosing);
-    if (index >= inputs.size() || !inputs[index].isScalar()) return false;
-    const at::Scalar value = inputs[index].toScalar();
-    return !value.isSymbolic() && !value.isComplex() && std::abs(value.toDouble()) == op.choice;
-  }
-  if (op.casts) {
-    return inputs.size() > 1 && inputs[1].isInt() &&
-           c10::isIntegralType(static_cast<c10::ScalarType>(inputs[1].toInt()), /*includeBool=*/true);
-  }
-  if (op.draws && inputs.size() > 1 && inputs[1].isDouble()) return false;
-  // Operators also call item() internally, to read a bound or a fill value.
-  const size_t depth = here.calls.size();
-  return !op.asks || depth < 2 || here.calls[depth - 2].op->name.rfind("aten::", 0) != 0;
-}
-
-/// Note the size of a divisor; a positive whole power, or any from 1 on, divides by nothing.
-void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
-  const auto index = static_cast<size_t>(op.divisor);
-  if (index >= inputs.size() || !is_floating(inputs[index])) return;
-  if (op.name.rfind("aten::pow", 0) == 0 && inputs.size() > 1) {
-    const c10::IValue& exponent = inputs[1];
-    if ((exponent.isInt() && exponent.toInt() >= 0) || (exponent.isDouble() && exponent.toDouble() >= 1)) return;
-  }
-  const c10::TensorImpl& divisor = *inputs[index].toTensor().unsafeGetTensorImpl();
-  // torch.compile is tracing, and reading the size would fix the size in the graph.
-  if (divisor.has_symbolic_sizes_strides()) return;
-  here.largest_divisor = std::max(here.largest_divisor, distinct(divisor));
-}
-
-std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-  Thread& here = thread;  // each access to a thread_local calls a function
-  // First, so every end() finds a call even if the rest throws.
-  const bool below =
-      !here.calls.empty() && here.calls.back().op && (here.calls.back().below || here.calls.back().op->innermost);
-  here.calls.push_back(
-      {nullptr, here.arguments.size(), here.values.size(), here.serial + 1, here.decisions, 0, false, below});
-  ++here.serial;
-  Operator* const op = find(here, function.name(), function.overload_name());
-  here.calls.back().op = op;
-  const auto inputs = function.inputs();
-  if (is_decision(here, *op, inputs)) ++here.decisions;
-  if (op->divisor >= 0) note_divisor(here, *op, inputs);
-  if (op->captures) {
-    for (size_t index = 0; index < inputs.size(); ++index)
-      capture(here, inputs[index], index, !op->resolved || op->by_scalars);
-  }
-  // To silence the operators called inside takes as long as to observe two of them.
-  constexpr std::uint64_t kMany = 3;
-  if (op->innermost && op->inside.load(std::memory_order_relaxed) >= kMany && observes_alone()) {
-    here.calls.back().silences = true;
-    at::enableRecordFunction(false);
-  }
-  return nullptr;
-}
-
-void end(const at::RecordFunction&, at::ObserverContext*) {
-  Thread& here = thread;
-  if (here.calls.empty()) return;
-  const Call& call = here.calls.back();
-  if (call.silences) {
-    at::enableRecordFunction(true);
-  } else if (call.op && call.op->innermost) {
-    const std::uint64_t inside = here.serial - call.serial;
-    if (inside > call.op->inside.load(std::memory_order_relaxed))
-      call.op->inside.store(inside, std::memory_order_relaxed);
-  }
-  here.arguments.resize(call.first_argument);
-  if (here.values.size() > call.first_value) {
-    here.values.erase(here.values.begin() + static_cast<std::ptrdiff_t>(call.first_value), here.values.end());
-  }
-  here.calls.pop_back();
-}
 
 bool read(PyObject* object, Reading& reading) {
   PyObject* form = PyObject_GetAttrString(object, "form");
@@ -311,39 +156,45 @@ Found match(const Call& call, const c10::TensorImpl& tensor) {
 
 PyObject* may_be_transformed(PyObject*, PyObject*) { return PyBool_FromLong(special()); }
 
-/// saving(tensor, min_bytes): count a tensor saved by the running operator; return how much there is to decide.
-PyObject* saving(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_Format(PyExc_TypeError, "saving expects a tensor and a number of bytes, got %zd arguments", count);
-    return nullptr;
-  }
-  const at::Tensor* const tensor = tensor_of(arguments[0]);
-  const long long min_bytes = tensor ? PyLong_AsLongLong(arguments[1]) : -1;
-  if (PyErr_Occurred()) return nullptr;
-  if (!thread.calls.empty()) ++thread.calls.back().saves;
-  try {
-    return PyLong_FromLong(saving_of(arguments[0], *tensor, min_bytes));
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
+/// The readings that depend on scalar arguments, by the reading without them and the scalars as text; with the GIL.
+std::unordered_map<std::string, Object>& given_readings() {
+  static auto& instance = *std::make_unique<std::unordered_map<std::string, Object>>().release();
+  return instance;
 }
 
-/// Return how the running operator reads a tensor; None outside of operators.
-PyObject* reading_of(const at::Tensor& tensor) {
-  if (thread.calls.empty() || !thread.calls.back().op) Py_RETURN_NONE;
+/// Return a text that is equal for equal scalar arguments of a call.
+std::string text_of(const Call& call, const PyObject* reading) {
+  std::ostringstream text;
+  text << reading;
+  for (size_t i = call.first_value; i < thread.values.size(); ++i) {
+    const auto& [index, value] = thread.values[i];
+    text << '|' << index << value.tagKind();
+    if (value.isInt() || value.isBool()) text << (value.isInt() ? value.toInt() : value.toBool());
+    if (value.isDouble()) text << std::hexfloat << value.toDouble();
+    if (value.isString()) text << value.toStringRef();
+  }
+  return text.str();
+}
+
+/// Return how the running operator reads a tensor; nothing outside of operators.
+engine::Ref reading_of(const at::Tensor& tensor) {
+  using engine::checked, engine::Ref;
+  if (thread.calls.empty() || !thread.calls.back().op) return {};
   Operator& op = *thread.calls.back().op;
   if (op.is_function) {
     const long position = std::max(thread.calls.back().saves - 1, 0L);
-    return PyObject_CallFunction(resolve_function.get(), "sl", op.name.c_str(), position);
+    return checked(PyObject_CallFunction(resolve_function.get(), "sl", op.name.c_str(), position));
   }
-  if (!op.resolved && !resolve(op)) return nullptr;
+  if (!op.resolved && !resolve(op)) throw engine::PythonError();
   const Call& call = thread.calls.back();
-  const Found found = match(call, *tensor.unsafeGetTensorImpl());
-  if (!op.by_scalars) return found.reading->object.new_reference();
-  PyObject* values = values_of(call);
-  if (!values) return nullptr;
-  return PyObject_CallMethod(found.reading->object.get(), "given", "N", values);
+  PyObject* const reading = match(call, *tensor.unsafeGetTensorImpl()).reading->object.get();
+  if (!op.by_scalars) return Ref::borrowed(reading);
+  Object& given = given_readings()[text_of(call, reading)];
+  if (!given) {
+    const Ref made = checked(PyObject_CallMethod(reading, "given", "N", checked(values_of(call)).release()));
+    given = Object::borrowed(made.get());
+  }
+  return Ref::borrowed(given.get());
 }
 
 Partner partner_made_by(Maker maker) {
@@ -381,24 +232,6 @@ Partner partner_of(const at::Tensor& tensor) {
                                                               : partner_made_by(maker_of(node.get())));
   }
   return found;
-}
-
-/// facts(tensor): return (reading or None, maker, partner, origin) of a tensor that the running operator saves.
-PyObject* facts(PyObject*, PyObject* object) {
-  const at::Tensor* const tensor = tensor_of(object);
-  if (!tensor) return nullptr;
-  PyObject* const reading = reading_of(*tensor);
-  if (!reading) return nullptr;
-  try {
-    const auto node = node_of(*tensor);
-    const auto maker = static_cast<size_t>(maker_of(node.get()));
-    const auto partner = static_cast<size_t>(partner_of(*tensor));
-    return Py_BuildValue("(NOON)", reading, nodes().makers[maker], nodes().partners[partner], name_of(node.get()));
-  } catch (...) {
-    Py_DECREF(reading);
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
 }
 
 PyObject* start(PyObject*, PyObject*) {
@@ -441,26 +274,6 @@ PyObject* progress(PyObject*, PyObject*) {
 std::unordered_map<std::type_index, long>& weakest_needs() {
   static auto& instance = *std::make_unique<std::unordered_map<std::type_index, long>>().release();
   return instance;
-}
-
-/// Return the name of the node running in backward if the table gives the node a need above `need`, else None.
-PyObject* contradiction(PyObject*, PyObject* argument) {
-  auto& needs = weakest_needs();
-  const long need = PyLong_AsLong(argument);
-  if (need == -1 && PyErr_Occurred()) return nullptr;
-  const auto node = torch::autograd::get_current_node();
-  if (!node) Py_RETURN_NONE;
-  const torch::autograd::Node& running = *node;
-  const std::type_index type(typeid(running));
-  auto known = needs.find(type);
-  if (known == needs.end()) {
-    PyObject* weakest = PyObject_CallFunction(weakest_need.get(), "s", running.name().c_str());
-    if (!weakest) return nullptr;
-    known = needs.emplace(type, PyLong_AsLong(weakest)).first;
-    Py_DECREF(weakest);
-  }
-  if (known->second <= need) Py_RETURN_NONE;
-  return PyUnicode_FromString(running.name().c_str());
 }
 
 /// Return of each input of the running node whether this backward computes its gradient; None if it computes all.
@@ -543,6 +356,51 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+/// configure_engine(names, offering, storing_results): see `methods`.
+PyObject* configure_engine(PyObject*, PyObject* arguments) {
+  PyObject *names = nullptr, *offered = nullptr, *storing = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!OO", &PyDict_Type, &names, &offered, &storing)) return nullptr;
+  if (!read_names(offered, offering().names) || !read_names(storing, offering().storing_results)) return nullptr;
+  engine::names() = engine::Ref::borrowed(names);
+  Py_RETURN_NONE;
+}
+
+PyObject* note_save_of(PyObject*, PyObject*) {
+  note_save();
+  Py_RETURN_NONE;
+}
+
+/// facts(tensor): return (reading or None, maker, partner, origin) of a tensor that the running operator saves.
+PyObject* facts(PyObject*, PyObject* object) {
+  return engine::guarded([object] {
+    const at::Tensor& tensor = engine::tensor_in(object);
+    const Facts found = facts_of(tensor);
+    PyObject* const reading = found.reading ? found.reading.get() : Py_None;
+    const auto node = node_of(tensor);
+    return Py_BuildValue("(OOON)", reading, found.maker, found.partner, name_of(node.get()));
+  });
+}
+
+/// contradiction(need): return the name of the running node if the table gives it a need above `need`, else None.
+PyObject* contradiction(PyObject*, PyObject* need) {
+  return engine::guarded([need] {
+    engine::Ref name = contradiction_of(static_cast<long>(engine::integer(need)));
+    return name ? name.release() : Py_NewRef(Py_None);
+  });
+}
+
+/// counts(): return the stored forms that are alive, the regions decoded and the recipes run so far.
+PyObject* counts_of(PyObject*, PyObject*) {
+  const engine::Counts& now = engine::counts();
+  return Py_BuildValue("(lll)", now.alive, now.decoded, now.recomputed);
+}
+
+PyObject* note_offering(PyObject*, PyObject* type) {
+  if (!PyType_Check(type)) return PyErr_Format(PyExc_TypeError, "a class was expected, got %R", type);
+  if (offering().classes.insert(reinterpret_cast<PyTypeObject*>(type)).second) Py_INCREF(type);
+  Py_RETURN_NONE;
+}
+
 /// Forget all look-ups, after a change of the table.
 PyObject* forget(PyObject*, PyObject*) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
@@ -552,6 +410,7 @@ PyObject* forget(PyObject*, PyObject*) {
     if (!entry.second->is_function) registry().unresolved.push_back(entry.second.get());
   }
   weakest_needs().clear();
+  given_readings().clear();
   nodes().kinds.clear();
   nodes().functions.clear();
   Py_RETURN_NONE;
@@ -563,26 +422,27 @@ PyMethodDef methods[] = {
     {"start", start, METH_NOARGS, "Observe the operators of this thread; calls nest."},
     {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
-    {"saving", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(saving)), METH_FASTCALL,
-     "Count a tensor that the running operator saves; return how much there is to decide about it."},
     {"origin", origin, METH_O, "Return the name of the operator behind a tensor, views aside."},
-    {"facts", facts, METH_O,
-     "Return how the running operator reads a tensor it saves, None outside operators; the tensor's maker, partner and "
-     "origin."},
-    {"layout_key", layout_key, METH_O, "Return bytes that are equal for tensors of equal layout, dtype and device."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
      "Return uninitialised bytes on the device of a tensor."},
-    {"empty_as", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_as)), METH_FASTCALL,
-     "Return uninitialised memory with the layout and dtype of one tensor on the device of another."},
-    {"version", version, METH_O, "Return the version of a tensor, with its counter, without the tensor."},
     {"progress", progress, METH_NOARGS,
      "Return the number of calls in this thread, of decisions, and of decisions before the running call."},
     {"take_divisor", take_divisor, METH_NOARGS,
      "Return the elements of the largest divisor in this thread since the last call of this function."},
-    {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
     {"asked", asked, METH_NOARGS,
      "Return of each input of the running node whether this backward computes its gradient; None if it computes all."},
+    {"note_save", note_save_of, METH_NOARGS, "Count a tensor that the running operator saves."},
+    {"facts", facts, METH_O,
+     "Return how the running operator reads a tensor it saves, None outside operators; the tensor's maker, partner and "
+     "origin."},
+    {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
+    {"configure_engine", configure_engine, METH_VARARGS,
+     "Set the functions for what is rare and the constants, by name, and the nodes whose results may be recomputed."},
+    {"note_offering", note_offering, METH_O, "Note that results of an autograd function may be recomputed."},
+    {"counts", counts_of, METH_NOARGS,
+     "Return the stored forms that are alive, the regions decoded and the recipes run so far in this process."},
+    {"unpack", engine::unpack, METH_O, "Restore a saved tensor: the unpack hook."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -599,13 +459,41 @@ PyModuleDef definition = {
 };
 
 }  // namespace
+
+void note_save() {
+  if (!thread.calls.empty()) ++thread.calls.back().saves;
+}
+
+Facts facts_of(const at::Tensor& tensor) {
+  Facts facts;
+  facts.reading = reading_of(tensor);
+  facts.repeats = facts.reading && !thread.calls.back().op->is_function;
+  const auto node = node_of(tensor);
+  facts.maker = nodes().makers[static_cast<size_t>(maker_of(node.get()))];
+  facts.partner = nodes().partners[static_cast<size_t>(partner_of(tensor))];
+  return facts;
+}
+
+engine::Ref contradiction_of(long need) {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return {};
+  const Node& running = *node;
+  auto& needs = weakest_needs();
+  auto known = needs.find(std::type_index(typeid(running)));
+  if (known == needs.end()) {
+    const engine::Ref weakest = engine::checked(PyObject_CallFunction(weakest_need.get(), "s", running.name().c_str()));
+    known = needs.emplace(typeid(running), static_cast<long>(engine::integer(weakest.get()))).first;
+  }
+  return known->second <= need ? engine::Ref() : engine::Ref(PyUnicode_FromString(running.name().c_str()));
+}
+
 }  // namespace pac::observer
 
 PyMODINIT_FUNC PyInit__observer() {
-  using namespace pac::observer;
-  version_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&version_spec));
-  if (!version_type) return nullptr;
-  PyObject* module = PyModule_Create(&definition);
-  if (module && PyModule_AddStringConstant(module, "BUILT_FOR", PAC_BUILT_FOR) != 0) Py_CLEAR(module);
+  using namespace pac;
+  PyObject* module = PyModule_Create(&observer::definition);
+  if (!module) return nullptr;
+  const int status = engine::guarded_status([module] { engine::add_classes(module); });
+  if (status != 0 || PyModule_AddStringConstant(module, "BUILT_FOR", PAC_BUILT_FOR) != 0) Py_CLEAR(module);
   return module;
 }

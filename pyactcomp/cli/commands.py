@@ -109,7 +109,7 @@ def build_allocator() -> None:
 
 @app.command()
 def build_observer() -> None:
-    """Compile the observer, which names the operator saving a tensor, for the installed torch."""
+    """Compile the library that packs saved tensors, for the installed torch."""
     from ..torch_private import extensions
 
     _build("_observer", lambda: extensions.build("_observer"))

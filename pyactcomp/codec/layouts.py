@@ -24,11 +24,12 @@ def layout_of(tensor: Tensor) -> Layout:
     Layouts repeat from step to step. Sharing one object saves allocations: Python's garbage collector counts and visits
     every object kept for a saved tensor.
     """
-    return _layout(tensor.size(), tensor.stride())
+    return layout_with(tensor.size(), tensor.stride())
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(shape: torch.Size, stride: tuple[int, ...]) -> Layout:
+def layout_with(shape: torch.Size, stride: tuple[int, ...]) -> Layout:
+    """Return the layout with a shape and strides."""
     return Layout(shape, stride, is_dense(shape, stride))
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..codec import format as fmt
+from ..codec.layouts import layout_of
 from ..errors import PyactcompError
-from ..readers.forms import CODES
+from ..readers.forms import Form
 from ..readers.nodes import CAST, VIEWS
 from ..readers.observer import observer
-from ..torch_private import running_node
+from ..torch_private import current_raw_stream, running_node
 from ..torch_private.distributed import (
     FROM_LOCAL,
     REDISTRIBUTED,
@@ -29,9 +30,9 @@ from ..torch_private.distributed import (
     placements_before,
     placements_of,
 )
+from . import saved
 from .marks import SHARDS
 from .packing import Packing
-from .saved import Recent, Region, Storing
 
 _LONGEST_WALK = 8
 # Autocast casts what was gathered.
@@ -50,18 +51,18 @@ class Shards:
 
     def __init__(self, tensor: Tensor) -> None:
         # A write to a DTensor moves no counter of the local tensor, nor the other way round.
-        self._versions = observer().version(tensor), observer().version(local_tensor(tensor))
-        self._region: ref[Sharded] | None = None
+        self._versions = saved.Versioned(tensor), saved.Versioned(local_tensor(tensor))
+        self._region: ref[saved.Region] | None = None
 
-    def region(self, storing: Storing, stream: int) -> Sharded | None:
+    def region(self, tensor: Tensor, form: Form, stream: int) -> saved.Region | None:
         """Return the region of another result of gathering the DTensor, if that was not written to since."""
         region = None if self._region is None else self._region()
         if region is None or region.stream != stream or any(version.moved for version in self._versions):
             return None
-        same = region.layout == storing.layout and region.dtype is storing.dtype
-        return region if same and region.form.serves(storing.form) else None
+        same = region.layout == layout_of(tensor) and region.dtype is tensor.dtype
+        return region if same and region.form.serves(form) else None
 
-    def hold(self, region: Sharded) -> None:
+    def hold(self, region: saved.Region) -> None:
         """Remember a region while something holds it."""
         self._region = ref(region)
 
@@ -78,22 +79,22 @@ class Gathering(NamedTuple):
     shards: Shards | None
 
 
-def gathering(tensor: Tensor, saved: Tensor) -> Gathering | None:
+def gathering(tensor: Tensor, whole: Tensor) -> Gathering | None:
     """Return the all-gather whose result, or cast, a saved tensor holds, in the same order and not written to.
 
     Parameters
     ----------
     tensor : Tensor
         The plain tensor to pack.
-    saved : Tensor
+    whole : Tensor
         The DTensor around ``tensor``, or ``tensor``.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    base = saved._base
+    base = whole._base
     # Not from a view: Python's object for the view's node would live as long as the graph. The base of a local tensor
     # has no node.
-    start = saved if base is None or base.grad_fn is None else base
+    start = whole if base is None or base.grad_fn is None else base
     placements, node = placements_of(start), start.grad_fn
     for _ in range(_LONGEST_WALK):
         if node is None:
@@ -108,7 +109,7 @@ def gathering(tensor: Tensor, saved: Tensor) -> Gathering | None:
         elif name not in _PASSED:
             return None
         node = node.next_functions[0][0]
-    if node is None or not placements or saved._version != 0 or tensor._version != 0 or not tensor.is_contiguous():
+    if node is None or not placements or whole._version != 0 or tensor._version != 0 or not tensor.is_contiguous():
         return None
     gather = gather_of(node, placements)
     if gather is None or math.prod(gather.shape) != tensor.numel():
@@ -117,90 +118,89 @@ def gathering(tensor: Tensor, saved: Tensor) -> Gathering | None:
     return Gathering(gather, None if source is None else SHARDS.on(source))
 
 
-class Sharded(Region):
-    """The codes of this process's shard of a gathered tensor; restoring gathers the codes of all processes.
+class _ShardKernel:
+    """Packs this process's shard of a gathered tensor; restoring gathers the codes of all processes.
 
     All processes of the group restore in the same order, as they run the operators of a DTensor in the same order. If a
     later reader needs more than these codes, the whole tensor is stored anew.
+
+    Parameters
+    ----------
+    gather : Gather
+    shard : Storing
+        How a shard is stored.
     """
 
-    __slots__ = ("_gather", "_shard")
+    def __init__(self, gather: Gather, shard: saved.Storing) -> None:
+        self._gather, self._shard = gather, shard
 
-    def __init__(
-        self, source: Tensor, storing: Storing, seed: int, stream: int, recent: Recent, gather: Gather, shard: Storing
-    ) -> None:
-        self._gather: Gather | None = gather
-        self._shard = shard
-        super().__init__(source, storing, seed, stream, recent)
+    def packed_nbytes(self, numel: int) -> int:
+        """Return the size of a shard's buffer, padded so that the codes of each process are aligned once gathered."""
+        return self._shard.nbytes + -self._shard.nbytes % fmt.ALIGNMENT
 
-    def store(self, source: Tensor, storing: Storing, seed: int) -> None:
-        """Pack the shard of ``source``, or the whole if ``storing`` has another form than the shard's."""
+    def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
+        """Write the codes of this process's shard of ``source`` to ``out``."""
+        own = _own_shard(source, self._gather)
+        self._shard.kernel.encode(own, out[: self._shard.nbytes], seed)
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        """Gather the codes of all processes, and restore them into ``out``."""
         gather, shard = self._gather, self._shard
-        if gather is None or storing.form is not shard.form:
-            self._gather = None
-            return super().store(source, storing, seed)
-        own = _own_shard(source, gather)
-        self.form, self._storing = shard.form, shard
-        # Padded, so that the codes of each process are aligned where they are gathered: kernels are faster then.
-        self._packed = observer().buffer(own, shard.nbytes + -shard.nbytes % fmt.ALIGNMENT)
-        shard.kernel.encode(
-            own if shard.carrier is self.dtype else own.to(shard.carrier), self._codes(self._packed), seed
-        )
-
-    def hold(self, source: Tensor) -> None:
-        """Hold the whole original instead of codes."""
-        self._gather = None
-        super().hold(source)
-
-    def _codes(self, buffer: Tensor) -> Tensor:
-        return buffer[: self._shard.nbytes]
-
-    def _make(self) -> Tensor:
-        gather, shard = self._gather, self._shard
-        if gather is None:
-            return super()._make()
         if running_node() is None:
             raise PyactcompError(
-                f"a saved tensor of shape {tuple(self.layout.shape)} was read outside of backward, but each process "
+                f"a saved tensor of shape {tuple(out.shape)} was read outside of backward, but each process "
                 "stores only its shard of the tensor, and one process alone cannot gather the others: read saved "
                 "tensors in backward, which every process runs, or name the module that saves it in skip=[...]"
             )
         count = gather.group.size()
-        gathered = observer().buffer(self._packed, count * self._packed.nbytes)
-        all_gather(gathered, self._packed, gather.group)
-        out = torch.empty(gather.shape, dtype=shard.carrier, device=self._packed.device)
-        for place, codes in zip(out.chunk(count, gather.dim), gathered.chunk(count), strict=True):
-            part = place if place.is_contiguous() else observer().empty_as(shard.like, self._packed)
-            shard.kernel.decode(self._codes(codes), part)
+        gathered = observer().buffer(packed, count * packed.nbytes)
+        all_gather(gathered, packed, gather.group)
+        places = out.view(gather.shape).chunk(count, gather.dim)
+        for place, codes in zip(places, gathered.chunk(count), strict=True):
+            part = place if place.is_contiguous() else torch.empty(place.shape, dtype=out.dtype, device=out.device)
+            shard.kernel.decode(codes[: shard.nbytes], part)
             if part is not place:
                 place.copy_(part)
-        restored: Tensor = out.to(self.dtype)
-        return restored.as_strided(self.layout.shape, self.layout.stride)
 
 
-def new_region(
-    source: Tensor, storing: Storing, seed: int, stream: int, recent: Recent, packing: Packing, found: Gathering | None
-) -> tuple[Region, int]:
-    """Return the region of a tensor, and how many bytes were stored before.
+def store_shard(
+    tensor: Tensor, form: Form, found: Gathering, packing: Packing, hooks: saved.Hooks
+) -> saved.Saved | None:
+    """Store codes of a gathered tensor: those of this process's shard, once for all gathered from the same shards.
 
-    Of a gathered tensor that takes codes, it is the region of this process's shard, one for all that were gathered from
-    the same shards.
+    None if no kernel serves the device.
     """
-    if found is None or storing.form.need != CODES:
-        return Region(source, storing, seed, stream, recent), 0
     gather, shards = found
-    known = None if shards is None else shards.region(storing, stream)
-    if known is not None:
-        known.uses += 1
-        return known, known.nbytes
+    index = tensor.get_device()
+    stream = current_raw_stream(index) if index >= 0 else 0
+    region, added = None if shards is None else shards.region(tensor, form, stream), 0
+    if region is None:
+        storing = _storing(tensor, form, gather, packing)
+        if storing is None:
+            return None
+        region, added = hooks.region(tensor, storing)
+        if shards is not None:
+            shards.hold(region)
+    else:
+        region.uses += 1
+    if hooks.recorder is not None:
+        hooks.recorder.add(tensor, None, added)
+    layout = layout_of(tensor)
+    stored = region if region.layout == layout else saved.View(region, layout, 0)
+    # A region of another result of gathering the same shards has the version of that.
+    return stored if region.is_of(tensor) else saved.Same(stored, tensor)
+
+
+def _storing(tensor: Tensor, form: Form, gather: Gather, packing: Packing) -> saved.Storing | None:
     shape = list(gather.shape)
     shape[gather.dim] //= gather.group.size()
     # Any tensor of this shape will do, such as the first elements.
-    shard = packing.storing(source.detach().view(-1)[: math.prod(shape)].view(shape), storing.form)
-    region = Sharded(source, storing, seed, stream, recent, gather, shard)
-    if shards is not None:
-        shards.hold(region)
-    return region, 0
+    shard = packing.storing(tensor.detach().view(-1)[: math.prod(shape)].view(shape), form)
+    if shard is None:
+        return None
+    kernel = _ShardKernel(gather, shard)
+    nbytes = kernel.packed_nbytes(tensor.numel())
+    return saved.Storing(tensor.dtype, shard.carrier, form, kernel, nbytes)
 
 
 def _own_shard(tensor: Tensor, gather: Gather) -> Tensor:

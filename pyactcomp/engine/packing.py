@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Hashable
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..codec import bind
+from ..codec import bind, bind_form
 from ..codec.kernels import Kernel
 from ..codec.layouts import layout_of
 from ..codec.seeds import Seeds
 from ..config import Config
+from ..errors import ImplementationUnavailableError
 from ..readers import rule
 from ..readers.forms import (
     AS_CODES,
@@ -28,18 +29,15 @@ from ..readers.forms import (
     Form,
     Reading,
 )
-from ..readers.observer import observer
 from ..readers.rule import Maker, Partner
+from . import saved
 from .halves import form_kernel
 from .marks import compiled_mark
 from .policy import CARRIER
-from .saved import Storing
 
 # So few elements are kept: an error of one of them is the error of the gradient, 5 % for a pair that is interpolated.
 FEWEST = 4
 HALF_BYTES = 2
-# Cached shapes; the cache is cleared when full, since old shapes are useless to a model with new shapes each step.
-_MOST_STORINGS = 4096
 
 
 class Packing:
@@ -52,33 +50,36 @@ class Packing:
         self.lossless = config.mode == "lossless"
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
-        self._kernels: dict[tuple[torch.dtype, torch.device, Form], Kernel] = {}
-        self._storings: dict[tuple[Hashable, Form], Storing] = {}
-        self._layout_key = observer().layout_key
 
-    def storing(self, tensor: Tensor, form: Form) -> Storing:
-        """Return how to store a tensor in a form, cached by shape; booleans always take one bit an element.
+    @functools.cached_property
+    def decisions(self) -> saved.Decisions:
+        """What the library remembers of :meth:`form_for`, :meth:`storing` and :meth:`narrow_storing`."""
+        return saved.Decisions()
 
-        Raises
-        ------
-        ImplementationUnavailableError
-            If the configured implementation does not serve the tensor's device.
+    def next_seed(self) -> int:
+        """Return the seed of the next tensor to round stochastically."""
+        return self.seeds.next()
+
+    def storing(self, tensor: Tensor, form: Form) -> saved.Storing | None:
+        """Return how to store a tensor in a form; booleans always take one bit an element.
+
+        None if the configured implementation does not serve the tensor's device.
         """
-        key = self._layout_key(tensor), form
-        found = self._storings.get(key)
-        if found is None:
-            if len(self._storings) >= _MOST_STORINGS:
-                self._storings.clear()
-            found = self._storings[key] = self._new_storing(tensor, form)
-        return found
-
-    def _new_storing(self, tensor: Tensor, form: Form) -> Storing:
         dtype, device, numel = tensor.dtype, tensor.device, tensor.numel()
-        kernel = self._kernels.get((dtype, device, form))
-        if kernel is None:
-            kernel = self._kernels[dtype, device, form] = self._new_kernel(dtype, device, form)
+        try:
+            kernel = self._new_kernel(dtype, device, form)
+        except ImplementationUnavailableError:
+            return None
         carrier = CARRIER[dtype] if form.need == CODES else dtype
-        return Storing.of(layout_of(tensor), dtype, carrier, form, kernel, kernel.packed_nbytes(numel))
+        return saved.Storing(dtype, carrier, form, kernel, kernel.packed_nbytes(numel))
+
+    def narrow_storing(self, tensor: Tensor, dtype: torch.dtype) -> saved.Storing | None:
+        """Return how to store the result of a cast from a narrower dtype without loss, or None as :meth:`storing`."""
+        try:
+            kernel = bind_form(self.config.impl, "cast", tensor.dtype, tensor.device, dtype)
+        except ImplementationUnavailableError:
+            return None
+        return saved.Storing(tensor.dtype, tensor.dtype, ITSELF, kernel, kernel.packed_nbytes(tensor.numel()))
 
     def _new_kernel(self, dtype: torch.dtype, device: torch.device, form: Form) -> Kernel:
         config = self.config

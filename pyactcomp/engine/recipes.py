@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from ..codec.layouts import arranged, layout_of
-from ..readers.forms import AS_CODES
-from .saved import (
-    Kept,
-    LeafMemory,
-    ModifiedError,
-    Recent,
-    Region,
-    Shared,
-    Versioned,
-    check_reader,
-    check_version,
-)
+from . import saved
+from .rare import ModifiedError, check_version
+from .saved import LeafMemory
 
 Compute = Callable[[torch.dtype], Tensor]
 
@@ -90,8 +81,8 @@ class Recipe:
         self._operands = operands
         self._out = ref(out)
         self._versions = tuple([operand._version for operand in operands])
-        self._stored: ref[FromRecipe] | None = None
-        self._copies: dict[tuple[object, ...], ref[Kept | Region]] | None = None
+        self._stored: ref[saved.FromRecipe] | None = None
+        self._copies: dict[tuple[object, ...], ref[saved.Kept | saved.Region]] | None = None
         self.depth = depth
         self._casts = casts
         self.exact = exact
@@ -101,7 +92,7 @@ class Recipe:
         self.version = out._version
 
     @property
-    def copies(self) -> dict[tuple[object, ...], ref[Kept | Region]]:
+    def copies(self) -> dict[tuple[object, ...], ref[saved.Kept | saved.Region]]:
         """Stored casts of the output or of its views, by dtype, offset and layout."""
         if self._copies is None:
             self._copies = {}
@@ -153,37 +144,14 @@ class Recipe:
         out = self._out()
         return out.detach() if out is not None and out._version == self.version else None
 
-    def stored(self, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> FromRecipe:
+    def stored(self, out: Tensor, dtype: torch.dtype, stream: int, sharing: saved.Sharing) -> saved.FromRecipe:
         """Return the stored form of ``out`` in a dtype; consecutive savers of the same dtype share one."""
         stored = None if self._stored is None else self._stored()
         if stored is not None and stored.dtype is dtype and stored.stream == stream:
             stored.uses += 1
             return stored
-        stored = FromRecipe(self, out, dtype, stream, recent)
+        # Casts have version counters of their own; `Same` around the form checks them.
+        own = out if dtype is self.dtype else None
+        stored = saved.FromRecipe(self, self.forms(), self.layout, dtype, out.get_device(), stream, sharing, own)
         self._stored = ref(stored)
         return stored
-
-
-class FromRecipe(Shared):
-    """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output."""
-
-    __slots__ = ("_forms", "_saved", "dtype", "recipe")
-
-    def __init__(self, recipe: Recipe, out: Tensor, dtype: torch.dtype, stream: int, recent: Recent) -> None:
-        super().__init__(recipe.layout, out.get_device(), stream, recent)
-        self.recipe = recipe
-        self._forms = recipe.forms()
-        self.dtype = dtype
-        # Casts have version counters of their own; `Same` around this form checks them.
-        self._saved = Versioned(out) if dtype is recipe.dtype else None
-
-    def restore(self) -> Tensor:
-        """Recompute the output, or raise autograd's error if the saved tensor was written to."""
-        if self._saved is not None:
-            self._saved.check(self.layout.shape)
-        if not self.recipe.exact:
-            check_reader(AS_CODES, self.layout.shape)
-        return super().restore()
-
-    def _make(self) -> Tensor:
-        return self.recipe.compute(self.dtype)

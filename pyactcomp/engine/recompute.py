@@ -26,29 +26,23 @@ from ..readers.forms import ITSELF
 from ..readers.nodes import CAST, source
 from ..readers.observer import being_traced, observer
 from ..torch_private import graph_is_retained, passed_hooks, saved_form, saves_are_dropped
+from . import saved
 from .marks import PACKS, RECIPE, Packs
 from .policy import PLAIN
-from .recipes import Compute, FromRecipe, Recipe
+from .recipes import Compute, Recipe
 from .record import is_recording
-from .saved import (
-    Kept,
-    LeafMemory,
-    Pending,
-    Region,
-    Same,
-    View,
-)
+from .saved import OFFERING, SAVING_THEIR_RESULT, LeafMemory, Pending
 
 # An operand may itself be recomputed (SwiGLU's product reads SiLU's result), but a longer chain is stored.
 _DEEPEST = 2
 
 
-Stored = Kept | Region | View | FromRecipe
+Stored = Any
+"""A Kept, LeafMemory, Region, View or FromRecipe."""
 
 _LAYER_NORM = "NativeLayerNormBackward0"
-# Operators and autograd functions that offered a recipe. The nodes of all others are spared the look-up, for which
-# torch makes a dict.
-_OFFERING = {_LAYER_NORM}
+# Nodes that offered a recipe, by name. The nodes of all others are spared the look-up, for which torch makes a dict.
+_OFFERING = set(OFFERING)
 
 
 def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
@@ -67,6 +61,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     if being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
     _OFFERING.add(type(ctx).__name__)
+    observer().note_offering(type(ctx))
     RECIPE.set(ctx, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
@@ -196,26 +191,27 @@ def _recomputed(recipe: Recipe, dtype: torch.dtype, shape: torch.Size, forms: tu
     return recipe.compute(dtype).view(shape)
 
 
-_SAVING_THEIR_RESULT = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "TanhBackward0", "SigmoidBackward0"})
-
-
-def _stored_result(node: Node) -> Region | Kept | None:
+def _stored_result(node: Node) -> saved.Region | saved.Kept | None:
     """Return the stored form of an operator's saved result, if the result has not been written to."""
-    if node.name() not in _SAVING_THEIR_RESULT:
+    if node.name() not in SAVING_THEIR_RESULT:
         return None
     stored = saved_form(node, "result")
-    return stored if isinstance(stored, (Region, Kept)) and stored.unchanged else None
+    return stored if isinstance(stored, (saved.Region, saved.Kept)) and stored.unchanged else None
 
 
 def _operand(node: Node, name: str) -> Stored | None:
     """Return the stored form of a node's operand, if a recipe may read the operand."""
     stored = saved_form(node, name)
-    if isinstance(stored, (Same, Pending)):
+    if isinstance(stored, (saved.Same, Pending)):
         stored = stored.stored
-    if isinstance(stored, Kept) and stored.is_leaf:
+    if isinstance(stored, saved.Kept) and stored.is_leaf:
         intact = stored.unchanged and stored.has_its_memory
         return LeafMemory(observer().bare(stored.tensor)) if intact else None
-    return stored if isinstance(stored, (Kept, Region, View, FromRecipe)) and _depth(stored) < _DEEPEST else None
+    return (
+        stored
+        if isinstance(stored, (saved.Kept, saved.Region, saved.View, saved.FromRecipe)) and _depth(stored) < _DEEPEST
+        else None
+    )
 
 
 # Clone a factor only if the product is at least this many times larger: the clone then costs 1.6 % of the saved bytes.
@@ -233,27 +229,27 @@ def _lasting(stored: Stored | None, out: Tensor) -> Stored | None:
 
 def _shared(stored: object) -> object:
     """Return the stored form behind a view or a decided Pending, or the form itself."""
-    if isinstance(stored, Pending) and not isinstance(stored.stored, Kept):
+    if isinstance(stored, Pending) and not isinstance(stored.stored, saved.Kept):
         stored = stored.stored
-    return stored.region if isinstance(stored, View) else stored
+    return stored.region if isinstance(stored, saved.View) else stored
 
 
 def is_exact(stored: Stored) -> bool:
     """Return whether a stored form restores the tensor bit by bit."""
     shared = _shared(stored)
-    if isinstance(shared, FromRecipe):
-        return shared.recipe.exact
-    return not isinstance(shared, Region) or shared.form is ITSELF
+    if isinstance(shared, saved.FromRecipe):
+        return bool(shared.recipe.exact)
+    return not (isinstance(shared, saved.Region) and shared.form is not ITSELF)
 
 
 def _depth(stored: Stored) -> int:
     shared = _shared(stored)
-    return shared.recipe.depth if isinstance(shared, FromRecipe) else 0
+    return shared.recipe.depth if isinstance(shared, saved.FromRecipe) else 0
 
 
 def _narrowed(stored: Stored) -> bool:
     shared = _shared(stored)
-    return isinstance(shared, Region) and shared.narrowed
+    return isinstance(shared, saved.Region) and shared.narrowed
 
 
 def _gelu(out: Tensor, node: Any) -> Recipe | None:
@@ -291,7 +287,7 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     mask, (behind, _) = _operand(node, "result1"), source(node)
     stored = None if behind is None else _stored_result(behind)
     # Only a drawn mask is packed as a Region. The node does not tell ``train``.
-    if not isinstance(mask, Region) or stored is None or stored.layout != layout_of(out):
+    if not isinstance(mask, saved.Region) or stored is None or stored.layout != layout_of(out):
         return None
     # In 16-bit dtypes the CPU's forward rounds the scale too, but the backward does not.
     if not out.is_cuda and out.dtype.itemsize < 4:
@@ -308,12 +304,11 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
     )
 
 
-def _constant(node: Node, name: str) -> Kept | None:
+def _constant(node: Node, name: str) -> saved.Kept | None:
     """Return the stored form of a statistic, or of an input without a gradient: a leaf, but no parameter."""
     stored = saved_form(node, name)
-    if not isinstance(stored, Kept) or stored.tensor.requires_grad or isinstance(stored.tensor, torch.nn.Parameter):
-        return None
-    return stored
+    kept = isinstance(stored, saved.Kept) and not isinstance(stored.tensor, torch.nn.Parameter)
+    return stored if kept and not stored.tensor.requires_grad else None
 
 
 def _norm(out: Tensor, node: Node) -> Recipe | None:
@@ -330,13 +325,13 @@ def _norm(out: Tensor, node: Node) -> Recipe | None:
         return None
 
     def compute(dtype: torch.dtype, *stored: Stored) -> Tensor:
-        saved = {name: each.restore() for name, each in zip(read, stored, strict=True)}
-        row = saved["input"].to(torch.promote_types(saved["input"].dtype, torch.float32))
+        given: dict[str, Tensor] = {name: each.restore() for name, each in zip(read, stored, strict=True)}
+        row = given["input"].to(torch.promote_types(given["input"].dtype, torch.float32))
         # A layer norm has saved means and reciprocal deviations, an RMS norm the latter alone.
-        row = (row - saved["result1"]) * saved["result2"] if "result2" in saved else row * saved["result1"]
-        if "weight" in saved:
-            row = row * saved["weight"]
-        return (row + saved["bias"] if "bias" in saved else row).to(dtype)
+        row = (row - given["result1"]) * given["result2"] if "result2" in given else row * given["result1"]
+        if "weight" in given:
+            row = row * given["weight"]
+        return (row + given["bias"] if "bias" in given else row).to(dtype)
 
     depth = 1 + _depth(cast(Stored, forms["input"]))
     return Recipe(out, compute, depth=depth, forms=tuple(forms.values()))

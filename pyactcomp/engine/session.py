@@ -17,18 +17,17 @@ from ..config import Config
 from ..errors import HookConflictError
 from ..readers.observer import transformed
 from ..torch_private import hooks_on_top, saved_tensor_hooks_enabled, top_saved_tensor_hooks
-from .frame import Frame
+from .frame import Frame, frame_of
 from .packing import Packing
 from .record import Recorder, name_of_hooks
 from .silence import DISABLED, NO_GRAD_MODE, NOT_YET, NOTHING_SAVED, TRANSFORMED, Watch, silence_of, stepped_aside
-from .unpacking import unpack
 
 
 def close_abandoned() -> None:
     """Deactivate hooks of this thread whose forward has ended."""
     while (top := top_saved_tensor_hooks()) is not None:
-        frame = getattr(top[0], "__self__", None)
-        if not isinstance(frame, Frame) or not isinstance(frame.packing, Session) or not frame.abandoned():
+        frame = frame_of(top[0])
+        if frame is None or not isinstance(frame.packing, Session) or not frame.abandoned():
             return
         frame.packing.drop(frame)
 
@@ -39,9 +38,9 @@ def close_interrupted(module: Module) -> None:
     Torch runs no forward hook then.
     """
     top = top_saved_tensor_hooks()
-    frame = None if top is None else getattr(top[0], "__self__", None)
-    session = frame.packing if isinstance(frame, Frame) else None
-    if isinstance(frame, Frame) and isinstance(session, Session) and session.root is not None:
+    frame = None if top is None else frame_of(top[0])
+    session = None if frame is None else frame.packing
+    if frame is not None and isinstance(session, Session) and session.root is not None:
         if session.root() is module:
             session.drop(frame)
 
@@ -49,10 +48,10 @@ def close_interrupted(module: Module) -> None:
 def _close(frame: Frame) -> None:
     """Close a frame; hooks that the forward left open on top stay active, as without the frame."""
     top = top_saved_tensor_hooks()
-    if top is not None and getattr(top[0], "__self__", None) is frame:
+    if top is not None and frame_of(top[0]) is frame:
         frame.close()
     else:
-        with hooks_on_top(frame, (frame.pack, unpack)):
+        with hooks_on_top(lambda hook: frame_of(hook) is frame, frame.pair()):
             frame.close()
 
 
@@ -187,7 +186,7 @@ class Session(Packing):
         if not saved_tensor_hooks_enabled() or transformed():
             return TRANSFORMED
         top = top_saved_tensor_hooks()
-        if top is None or isinstance(getattr(top[0], "__self__", None), Frame):
+        if top is None or frame_of(top[0]) is not None:
             return None
         name = name_of_hooks(top)
         if self.config.on_conflict == "skip":

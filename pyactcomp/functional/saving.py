@@ -18,9 +18,9 @@ from ..codec import format as fmt
 from ..codec.kernels import plain as plain_forms
 from ..codec.layouts import arranged, contiguous_layout, layout_of
 from ..codec.seeds import calls, second_of
+from ..engine import saved
 from ..engine.policy import PLAIN
 from ..engine.recompute import mark_as_packed, withdraw
-from ..engine.saved import check_unchanged
 from ..errors import PyactcompError
 from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
@@ -278,8 +278,7 @@ def begin(ctx: Any, *read: Tensor | None) -> None:
     """
     ctx.set_materialize_grads(False)
     if read and not under_checkpoint() and not transformed():
-        version = observer().version
-        ctx.read = [(version(t), t.dtype, t.device, t.size()) for t in read if t is not None and type(t) in PLAIN]
+        ctx.read = [(saved.Versioned(t), t.size()) for t in read if t is not None and type(t) in PLAIN]
 
 
 def differentiable_once(backward: Backward) -> Backward:
@@ -296,9 +295,8 @@ def differentiable_once(backward: Backward) -> Backward:
             withdraw(ctx)
             if grads[0] is None and all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
-            for seen, *described in getattr(ctx, "read", ()):
-                if seen.moved:
-                    check_unchanged(seen, *described)
+            for version, shape in getattr(ctx, "read", ()):
+                version.check(shape)
             # A gradient that a collective still computes is a wrapper without memory, and kernels read memory.
             if type(grads[0]) is not Tensor or len(grads) > 1:
                 grads = tuple([grad if grad is None or type(grad) is Tensor else waited(grad) for grad in grads])

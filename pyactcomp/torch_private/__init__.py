@@ -25,15 +25,17 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
 
 
 @contextmanager
-def hooks_on_top(owner: object, own: tuple[Callable[..., object], Callable[..., Tensor]]) -> Iterator[None]:
-    """Bring the pair ``own``, methods of ``owner``, to the top of this thread's pairs inside a ``with`` block.
+def hooks_on_top(
+    is_own: Callable[[object], bool], own: tuple[Callable[..., object], Callable[..., Tensor]]
+) -> Iterator[None]:
+    """Bring the pair ``own``, whose pack hook ``is_own`` tells, to the top of this thread's pairs in a ``with`` block.
 
     The pairs above, which a program left active, are back afterwards. A pair that is gone is there again, so that the
     block removes no other.
     """
     hooks = torch._C._autograd
     above: list[SavedTensorHooks] = []
-    while (top := top_saved_tensor_hooks()) is not None and getattr(top[0], "__self__", None) is not owner:
+    while (top := top_saved_tensor_hooks()) is not None and not is_own(top[0]):
         above.append(top)
         hooks._pop_saved_tensors_default_hooks()
     if top is None:

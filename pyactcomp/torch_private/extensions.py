@@ -77,8 +77,8 @@ LIBRARIES = {
         ("observer/observer.cpp",),
         ("c10", "torch_cpu", "torch_python"),
         "pyactcomp build-observer",
-        "half a minute",
-        "more tensors stay exact without it",
+        "a minute",
+        "nothing is compressed without it",
         fits_variants=True,
     ),
 }
@@ -142,7 +142,7 @@ def load_or_build(name: str, build: Callable[[], Path]) -> tuple[ModuleType | No
                     extension, reason = load(name)
                     if extension is not None:
                         return extension, None
-                    # A warning, which a program without logging shows too: half a minute needs an explanation.
+                    # A warning, which a program without logging shows too: a minute needs an explanation.
                     _log.warning(
                         "pyactcomp compiles its %s for torch %s, once: about %s",
                         *(library.purpose, torch.__version__, library.duration),

@@ -74,7 +74,7 @@ def _test_top_hooks() -> None:
         top = top_saved_tensor_hooks()
         assert top is not None
         assert top[0] is top[1] is same
-        with hooks_on_top(object(), (Tensor.sin, Tensor.cos)):
+        with hooks_on_top(lambda hook: False, (Tensor.sin, Tensor.cos)):
             assert top_saved_tensor_hooks() == (Tensor.sin, Tensor.cos)
             torch._C._autograd._pop_saved_tensors_default_hooks()
             assert top_saved_tensor_hooks() == (same, same)

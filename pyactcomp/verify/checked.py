@@ -10,11 +10,12 @@ from torch.nn import Module
 
 from ..compress import Compressed
 from ..config import Config
+from ..engine import saved as stored_forms
 from ..engine.frame import Frame
 from ..engine.packing import Packing
 from ..engine.policy import HOLDS_NOTHING, PLAIN, RECAST
 from ..engine.record import Recorder, SavedTensor
-from ..engine.saved import Region, Saved, Shapeless, View
+from ..engine.saved import Saved
 from ..engine.session import Session
 from ..errors import PyactcompError
 from ..readers.forms import BITS
@@ -35,18 +36,21 @@ class CheckedFrame(Frame):
     __slots__ = ("_expected", "_rounding", "_saves")
 
     def __init__(self, packing: Packing, module: Module | None, recorder: Recorder, rounding: set[torch.dtype]) -> None:
-        super().__init__(packing, module, recorder)
         self._rounding = rounding
         self._saves = recorder.saved
         # Saved tensors by the id of their stored form, which several operators may share. The entry holds the form, so
         # the id stays unique. A wrapper around the form would hide the form from recipes.
         self._expected: dict[int, tuple[Saved, list[_Expected]]] = {}
-        self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        super().__init__(packing, module, recorder)
+
+    def pair(self) -> tuple[Any, Any]:
+        """Return the hooks that compare."""
+        return self.pack, self.unpack
 
     @never_traced
     def pack(self, tensor: Tensor) -> Saved:
         """Pack, and hold the tensor too unless the stored form already holds the tensor."""
-        saved = super().pack(tensor)
+        saved = self.hooks.pack(tensor)
         if is_narrow(tensor.dtype):
             self._rounding.add(tensor.dtype)
         if type(tensor) in PLAIN and not _values_are_not_read(saved):
@@ -101,8 +105,10 @@ class Checked(Compressed):
 
 def _values_are_not_read(saved: Saved) -> bool:
     """Return whether a stored form holds no values: only the shape, or the outcome of a comparison."""
-    shared = saved.region if isinstance(saved, View) else saved
-    return isinstance(shared, Shapeless) or (isinstance(shared, Region) and shared.form.need == BITS)
+    shared = saved.region if isinstance(saved, stored_forms.View) else saved
+    return isinstance(shared, stored_forms.Shapeless) or (
+        isinstance(shared, stored_forms.Region) and shared.form.need == BITS
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...engine import saved
 from ...engine.recompute import offer, stable_copies
-from ...engine.saved import Versioned
 from ...torch_private import under_checkpoint
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
@@ -49,7 +49,7 @@ class _AddRmsNorm(torch.autograd.Function):
         out, packed, rstd = norm.forward(x, residual, gamma, None, None, dtype, total if itself else None)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         # torch.utils.checkpoint does not check saved tensors for writes.
-        ctx.version = Versioned(total) if itself and under_checkpoint() else None
+        ctx.version = saved.Versioned(total) if itself and under_checkpoint() else None
         ctx.weight = gamma
         ctx.save_for_backward(packed, rstd)
         compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, out.size())

@@ -20,8 +20,8 @@ from torch.nn import Module
 from torch.nn.functional import linear as linear_of_torch
 
 from ....engine import recompute
+from ....engine.rare import check_version
 from ....engine.reruns import trains
-from ....engine.saved import check_version
 from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, silu_mul
 from ....functional.norms.rms_norm import normalised as rms_norm
 from ....torch_private import under_checkpoint

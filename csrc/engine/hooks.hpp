@@ -1,0 +1,330 @@
+// The saved-tensor hooks of one forward pass: decide how each tensor is stored, and store it.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "engine/decisions.hpp"
+#include "engine/memory.hpp"
+#include "observer/facts.hpp"
+
+namespace pac::engine {
+
+/// The hooks of one forward.
+///
+/// Python's Frame opens and closes them, and packs what is rare: tensors of other classes, inputs of checkpointed
+/// blocks, recomputed outputs and results of gathering shards. With a report's recorder, every tensor is recorded on
+/// the way.
+class Hooks {
+ public:
+  PyObject* self = nullptr;
+  Ref frame, packing, recorder, module, sharing, decisions;
+  std::int64_t min_bytes = 0;
+  long skipping = 0;    ///< skipped modules whose forward is running
+  long casts_left = 0;  ///< casts whose parameter to look for
+  bool lossless = false, stochastic = false;
+  bool gathers = false;  ///< whether the process is one of several, which may gather shards
+  bool waits = false;    ///< whether inputs of a checkpointed block wait for their form
+
+  /// Let go of all that the forward needed alone.
+  void drop() {
+    for (Ref* each : {&frame, &packing, &recorder, &module, &decisions}) *each = Ref();
+    owned_ = Owned();
+  }
+
+  /// The pack hook: return the stored form of a saved tensor.
+  Ref pack(PyObject* object) {
+    observer::note_save();
+    const at::Tensor& tensor = tensor_in(object);
+    if (!frame) return keep({object, tensor}, "LOSSLESS");  // after the forward
+    // Operators may be transformed or recorded, or the tensor is of another class: Python looks closely.
+    if (observer::special() || !THPVariable_CheckExact(object)) return method("_pack_unclear", {object});
+    const Given given{object, tensor};
+    return pack_plain(given, given);
+  }
+
+  /// Pack a plain tensor; `saved` is the tensor in the graph: the subclass around `given`, or `given`.
+  Ref pack_plain(const Given& given, const Given& saved) {
+    if (const char* const reason = reason_to_keep(given.tensor, saved)) return keep(given, reason);
+    const observer::Facts facts = observer::facts_of(saved.tensor);
+    const Ref reading = facts.reading ? facts.reading : rare("of_no_operator", {});
+    const bool starts_block = reading.get() == constants().checkpoint;
+    if (waits && !starts_block) method("_decide_pending", {});
+    if (given.tensor.scalar_type() == at::kBool) {
+      if (reading_drops_nothing(reading.get())) return keep(given, "NOT_DROPPED");
+      return compress(given, {Ref::borrowed(constants().itself), kExact});
+    }
+    const Form form =
+        body<Decisions>(decisions.get()).form(packing.get(), given.object, given.tensor, reading.get(), facts);
+    if (!lossless && (starts_block || reading.get() == constants().checkpointed)) {
+      return method("_pack_for_checkpoint", {given.object, saved.object, reading.get(), form.object.get()});
+    }
+    return pack_for(given, saved, reading.get(), form);
+  }
+
+  /// Pack a tensor for its reader in a form, or one at least as exact.
+  Ref pack_for(const Given& given, const Given& saved, PyObject* reading, const Form& form) {
+    if (form.need == kShape) {
+      report(given, "SHAPE_ALONE");
+      return shapeless(given.tensor, form);
+    }
+    const auto held = observer::node_of(saved.tensor);
+    const auto* const maker = observer::producer(held.get());
+    const bool is_whole = saved.object == given.object;
+    if (maker && observer::is_cast(*maker)) return pack_cast(given, saved, reading, form, *maker);
+    // A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
+    if (is_whole && maker && observer::offers(*maker) && reading != constants().checkpoint) {
+      Ref recomputed = method("_recomputed", {given.object, form.object.get()});
+      if (recomputed.get() != Py_None) return recomputed;
+    }
+    if (Ref sharded = sharded_by(given, saved, reading, form)) return sharded;
+    return store(given, reading, form, nullptr);
+  }
+
+  /// Store a tensor, as nothing recomputes it; `cast` is the node behind the tensor if it is a cast.
+  Ref store(const Given& given, PyObject* reading, const Form& form, const observer::Node* cast) {
+    if (form.need == kExact) return store_exact(given, reading, cast);
+    if (is_held(given.tensor)) return keep(given, "HELD");
+    return compress(given, form);
+  }
+
+  /// Return a new or a shared region of a dense tensor, and add by how many bytes the stored memory grew.
+  Ref region(const at::Tensor& source, const Ref& how, std::int64_t& added) {
+    StoringBody& storing = body<StoringBody>(how.get());
+    const std::int64_t stream = stream_of(source);
+    auto& regions = body<Sharing>(sharing.get()).regions;
+    const auto known = regions.find({source.data_ptr(), source.numel()});
+    if (known != regions.end() && known->second->still_holds(source, stream)) {
+      Region& found = *known->second;
+      Ref shared = Ref::borrowed(found.self);
+      if (serves(found, storing.form.get())) {
+        ++found.uses;
+        return shared;
+      }
+      if (storing.serves_form(found.form.get())) {
+        added -= found.buffer.nbytes();
+        found.store(source, how, seed());
+        added += found.buffer.nbytes();
+        ++found.uses;
+        return shared;
+      }
+      // Neither form serves the other's reader: keep both.
+    }
+    Region& made_now = *made<Region>(types().region);
+    Ref object(made_now.self);
+    made_now.describe(source, stream, sharing);
+    made_now.store(source, how, seed());
+    regions[{source.data_ptr(), source.numel()}] = &made_now;
+    added += made_now.buffer.nbytes();
+    return object;
+  }
+
+  /// Keep a tensor for a reason, named as in engine/policy.py.
+  Ref keep(const Given& given, const char* reason, PyObject* reading = nullptr) {
+    if (recorder) {
+      const Ref name(PyUnicode_FromString(reason));
+      method("_report_kept", {given.object, name.get(), reading ? reading : Py_None});
+    }
+    Kept& form = *made<Kept>(types().kept);
+    Ref object(form.self);
+    form.hold(given.tensor);
+    return object;
+  }
+
+ private:
+  Owned owned_;
+
+  Ref method(const char* name, std::initializer_list<PyObject*> arguments) {
+    c10::SmallVector<PyObject*, 5> all{frame.get()};
+    all.append(arguments.begin(), arguments.end());
+    const Ref text(PyUnicode_InternFromString(name));
+    return checked(PyObject_VectorcallMethod(text.get(), all.data(), all.size(), nullptr));
+  }
+
+  /// Record a saved tensor: kept or not stored for a reason, or stored in `nbytes` of its own.
+  void report(const Given& given, const char* reason, std::int64_t nbytes = 0) {
+    if (!recorder) return;
+    PyObject* const why = reason ? constant(reason) : Py_None;
+    checked(PyObject_CallMethod(recorder.get(), "add", "OOL", given.object, why, static_cast<long long>(nbytes)));
+  }
+
+  /// Return the reason to keep a tensor, from metadata and ownership alone; null if it may be packed.
+  const char* reason_to_keep(const at::Tensor& tensor, const Given& saved) {
+    if (tensor.layout() != at::kStrided) return "TENSOR_LAYOUT";
+    if (tensor.is_nested()) return "NESTED";
+    // Lossless mode copies almost nothing, so the owner matters only to a report.
+    const bool copies = !lossless || recorder || tensor.scalar_type() == at::kBool;
+    if (copies && owned_.owns(tensor, module.get())) return "PARAMETER";
+    const at::TensorBase& owner = saved.tensor.is_view() ? saved.tensor._base() : saved.tensor;
+    if (is_parameter(owner)) return "PARAMETER";
+    const bool needs_grad = saved.tensor.requires_grad();
+    if (needs_grad && owner.is_leaf() && owner.requires_grad()) return "LEAF";
+    if (skipping) return "SKIPPED";
+    if (!is_packed_dtype(tensor.scalar_type())) return "DTYPE";
+    if (static_cast<std::int64_t>(tensor.nbytes()) < min_bytes) return "SMALL";
+    if (!needs_grad && tensor.scalar_type() != at::kBool) {
+      if (observer::may_be_of_compiled_graph()) rare("warn_of_compiled_graph", {packing.get()});
+      return "NO_GRAD";
+    }
+    return tensor.is_neg() ? "NEGATIVE_VIEW" : nullptr;
+  }
+
+  /// Return whether a mask's reader is one that fills elements, whose mask is no drawn one.
+  static bool reading_drops_nothing(PyObject* reading) {
+    const Ref why = checked(PyObject_GetAttrString(reading, "why"));
+    return why.get() == constants().not_dropped;
+  }
+
+  Ref shapeless(const at::Tensor& tensor, const Form& form) {
+    Shapeless& stored = *made<Shapeless>(types().shapeless);
+    Ref object(stored.self);
+    stored.seen = Version(tensor);
+    stored.layout = Layout::of(tensor);
+    stored.form = form.object;
+    return object;
+  }
+
+  /// Pack the result of a cast; of a parameter's cast nothing is stored but the parameter.
+  Ref pack_cast(const Given& given, const Given& saved, PyObject* reading, const Form& form,
+                const observer::Node& cast) {
+    if (casts_left > 0) {
+      --casts_left;
+      if (const at::Tensor parameter = observer::cast_leaf(cast); parameter.defined() && is_parameter(parameter)) {
+        if (!is_fresh_cast(given.tensor, parameter, cast)) return keep(given, "OTHER_LAYOUT");
+        report(given, "RECAST");
+        return recast(given.tensor, parameter);
+      }
+    }
+    // Equal casts of an offered output are stored once, or recomputed.
+    if (saved.object == given.object && observer::casts_offered(cast)) {
+      return method("_pack_cast", {given.object, reading, form.object.get()});
+    }
+    if (saved.object != given.object) {
+      if (Ref sharded = sharded_by(given, saved, reading, form)) return sharded;
+    }
+    return store(given, reading, form, &cast);
+  }
+
+  /// Store codes of this process's shard of a tensor gathered from several; nothing if it is none.
+  Ref sharded_by(const Given& given, const Given& saved, PyObject* reading, const Form& form) {
+    if (!gathers || form.need != kCodes || is_held(given.tensor)) return {};
+    Ref stored = method("_sharded", {given.object, saved.object, reading, form.object.get()});
+    return stored.get() == Py_None ? Ref() : stored;
+  }
+
+  Ref recast(const at::Tensor& copy, const at::Tensor& parameter) {
+    Recast& stored = *made<Recast>(types().recast);
+    Ref object(stored.self);
+    stored.seen = Version(copy);
+    stored.layout = Layout::of(copy);
+    stored.offset = copy.storage_offset();
+    stored.parameter = parameter;
+    stored.of_parameter = version_of(parameter);
+    stored.names = packing;
+    return object;
+  }
+
+  /// Store a tensor without loss: cast back to its narrower source dtype, or kept.
+  Ref store_exact(const Given& given, PyObject* reading, const observer::Node* cast) {
+    const at::Tensor& tensor = given.tensor;
+    if (cast) {
+      const at::ScalarType from = observer::source_dtype(*cast);
+      const at::Tensor whole = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+      if (is_exact_cast(from, tensor.scalar_type()) && version_of(whole) == 0 && whole.grad_fn().get() == cast &&
+          is_dense(whole)) {
+        const Ref dtype(dtype_object(from));
+        const Ref storing =
+            body<Decisions>(decisions.get()).storing(packing.get(), "narrow_storing", whole, dtype.get());
+        if (storing) {
+          std::int64_t added = 0;
+          const Ref stored = region(whole, storing, added);
+          report(given, nullptr, added);
+          return viewed(stored, tensor, tensor.storage_offset());
+        }
+      }
+    }
+    if (lossless) return keep(given, "LOSSLESS");
+    Ref stored = keep(given, "READING", reading);
+    body<Kept>(stored.get()).share(sharing);
+    const auto& regions = body<Sharing>(sharing.get()).regions;
+    const auto known = regions.find({tensor.data_ptr(), tensor.numel()});
+    if (known != regions.end() && known->second->still_holds(tensor, known->second->stream)) {
+      known->second->hold(tensor, Ref::borrowed(constants().itself));
+    }
+    return stored;
+  }
+
+  /// Return whether a tensor's memory is already kept exact for another reader.
+  bool is_held(const at::Tensor& tensor) const {
+    const auto& held = body<Sharing>(sharing.get()).held;
+    const auto known = held.find(tensor.storage().unsafeGetStorageImpl());
+    return known != held.end() && known->second->version == version_of(tensor);
+  }
+
+  /// Store a tensor in a form of fewer bits.
+  Ref compress(const Given& given, const Form& form) {
+    const at::Tensor& tensor = given.tensor;
+    if (is_dense(tensor)) return compress_dense(given, tensor, form, 0);
+    const Layout layout = Layout::of(tensor);
+    const at::Tensor distinct = without_expanded(tensor, layout);
+    if (is_dense(distinct)) return compress_dense(given, distinct, form, 0);
+    if (tensor.is_view()) {
+      const at::Tensor base(tensor._base());
+      if (shared_by_siblings(base, distinct) && !is_of_one_result(form)) {
+        return compress_dense(given, base, form, tensor.storage_offset() - base.storage_offset());
+      }
+    }
+    if (overlaps(layout)) return keep(given, "OVERLAPPING");
+    const Ref copy = compress_dense(given, observer::bare_tensor(tensor).contiguous(), form, 0, true);
+    if (Py_TYPE(copy.get()) == types().kept) return copy;
+    Gathered& stored = *made<Gathered>(types().gathered);
+    Ref object(stored.self);
+    stored.seen = Version(tensor);
+    stored.region = copy;
+    stored.layout = layout;
+    return object;
+  }
+
+  /// Store a dense tensor that holds the elements of a saved one from an offset on; return a view of it, or, of a
+  /// `copy`, the whole.
+  Ref compress_dense(const Given& given, const at::Tensor& source, const Form& form, std::int64_t offset,
+                     bool copy = false) {
+    const Ref storing = body<Decisions>(decisions.get()).storing(packing.get(), "storing", source, form.object.get());
+    if (!storing) return keep(given, "DEVICE");
+    std::int64_t added = 0;
+    Ref stored = region(source, storing, added);
+    report(given, nullptr, added);
+    return copy ? stored : viewed(stored, given.tensor, offset);
+  }
+
+  /// Return a region for a tensor of its layout, or else a view of it.
+  static Ref viewed(const Ref& stored, const at::Tensor& tensor, std::int64_t offset) {
+    if (body<Region>(stored.get()).layout.fits(tensor)) return stored;
+    View& view = *made<View>(types().view);
+    Ref object(view.self);
+    view.region = stored;
+    view.layout = Layout::of(tensor);
+    view.offset = offset;
+    return object;
+  }
+
+  /// Return whether a form is for the result of one operator: the rest of the base may be out of its range, or share a
+  /// group that rounds a small positive element to zero.
+  static bool is_of_one_result(const Form& form) {
+    return PySequence_Contains(constant("OF_ONE_RESULT"), form.object.get()) == 1;
+  }
+
+  static bool serves(Region& known, PyObject* wanted) {
+    if (known.form.get() == constants().itself || known.form.get() == wanted) return true;
+    return known.storing && body<StoringBody>(known.storing.get()).serves_form(wanted);
+  }
+
+  /// Return the seed of the next tensor; 0 unless rounding is stochastic.
+  std::uint64_t seed() const {
+    if (!stochastic) return 0;
+    const Ref next = checked(PyObject_CallMethod(packing.get(), "next_seed", nullptr));
+    return PyLong_AsUnsignedLongLongMask(next.get());
+  }
+};
+
+}  // namespace pac::engine

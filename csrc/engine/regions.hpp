@@ -1,0 +1,173 @@
+// Stored forms that several operators may share: the region of one tensor's codes, and views of regions.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "engine/forms.hpp"
+
+namespace pac::engine {
+
+/// A stored form that several operators may share, decoded or recomputed in backward.
+///
+/// The restored tensor stays alive from the first unpacking to the last, so the backward of q, k and v restores their
+/// common input once.
+struct Shared : Stored {
+  Layout layout;
+  Ref sharing;
+  int index = -1;  ///< of the CUDA device
+  std::int64_t stream = 0;
+  long uses = 1, pending = 0;
+  at::Tensor restored;
+
+  ~Shared() override {
+    if (!sharing) return;
+    for (Shared*& each : body<Sharing>(sharing.get()).recent) {
+      if (each == this) each = nullptr;
+    }
+  }
+
+  /// Decode or recompute the tensor on the current stream.
+  virtual at::Tensor make() = 0;
+
+  at::Tensor restore() override {
+    if (index >= 0 && current_stream(index) != stream) {
+      const Ref device(PyLong_FromLong(index)), packing(PyLong_FromLongLong(stream));
+      const Ref made = rare("make_on_another_stream", {self, device.get(), packing.get()});
+      return tensor_in(made.get());
+    }
+    return uses == 1 ? make() : restore_shared();
+  }
+
+ private:
+  at::Tensor restore_shared() {
+    if (pending == 0) pending = uses;
+    --pending;
+    if (restored.defined()) return pending == 0 ? std::exchange(restored, at::Tensor()) : restored;
+    at::Tensor made = make();
+    if (pending == 0 || !sharing) return made;
+    restored = made;
+    auto& [oldest, latest] = body<Sharing>(sharing.get()).recent;
+    if (oldest && oldest != this) oldest->restored.reset();
+    oldest = std::exchange(latest, this);
+    return made;
+  }
+};
+
+/// A packed buffer: the elements of one dense tensor in storage order.
+///
+/// Several saved tensors may be views of one region. If a later reader needs more, the region is stored anew for all.
+struct Region : Shared {
+  Version seen;
+  Memory memory;
+  const void* address = nullptr;
+  std::int64_t numel = 0;
+  Ref storing;  ///< none if the buffer holds the tensor itself
+  Ref form;
+  long need = kExact;
+  Buffer buffer;
+
+  ~Region() override {
+    if (!sharing) return;
+    auto& regions = body<Sharing>(sharing.get()).regions;
+    const auto entry = regions.find({address, numel});
+    if (entry != regions.end() && entry->second == this) regions.erase(entry);
+  }
+
+  /// Describe the tensor that is stored; `store` or `hold` follows.
+  void describe(const at::Tensor& source, std::int64_t current, const Ref& shared) {
+    layout = Layout::of(source);
+    index = source.is_cuda() ? source.get_device() : -1;
+    stream = current;
+    sharing = shared;
+    seen = Version(source);
+    memory = Memory(source);
+    address = source.data_ptr();
+    numel = source.numel();
+  }
+
+  /// Pack `source`, the described tensor in any shape.
+  void store(const at::Tensor& source, const Ref& how, std::uint64_t seed) {
+    const StoringBody& given = body<StoringBody>(how.get());
+    buffer = given.encode(source, seed);
+    storing = how;
+    form = given.form;
+    need = given.need;
+  }
+
+  /// Hold the original instead of codes; `source` is the same memory in any shape.
+  void hold(const at::Tensor& source, const Ref& itself) {
+    buffer = Buffer(observer::bare_tensor(source).as_strided(layout.sizes, layout.strides));
+    storing = Ref();
+    form = itself;
+    need = kExact;
+  }
+
+  /// Return whether the buffer holds the exact elements in a narrower dtype.
+  bool narrowed() const { return need == kExact && storing; }
+
+  /// Return whether the codes provably match a tensor at the same address with as many elements.
+  bool still_holds(const at::Tensor& source, std::int64_t current) const {
+    return memory.is_of(source) && !seen.moved() &&
+           torch::autograd::impl::version_counter(source).current_version() == seen.saved &&
+           seen.dtype == source.scalar_type() && stream == current;
+  }
+
+  at::Tensor restore() override {
+    seen.check(layout.sizes);
+    if (need != kExact) check_reader(form.get(), need, layout.sizes);
+    return Shared::restore();
+  }
+
+  at::Tensor make() override {
+    if (!storing) return buffer.tensor();
+    ++counts().decoded;
+    return body<StoringBody>(storing.get()).decode(buffer, layout.sizes, layout.strides);
+  }
+};
+
+/// A saved tensor recomputed in backward from a recipe of Python's: the recipe's output, or a cast of it.
+struct FromRecipe : Shared {
+  Ref recipe, forms;  ///< the stored forms that the recipe reads
+  Version seen;
+  at::ScalarType dtype = at::kFloat;
+  bool checks = false;  ///< casts have version counters of their own: `Same` around this form checks them
+  bool exact = false;
+
+  at::Tensor restore() override {
+    if (checks) seen.check(layout.sizes);
+    if (!exact) check_reader(constants().as_codes, kCodes, layout.sizes);
+    return Shared::restore();
+  }
+  at::Tensor make() override {
+    static PyObject* const name = PyUnicode_InternFromString("compute");
+    ++counts().recomputed;
+    const Ref kind(dtype_object(dtype));
+    PyObject* const arguments[] = {recipe.get(), kind.get()};
+    const Ref made = checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr));
+    return tensor_in(made.get());
+  }
+};
+
+/// A view of a packed region or of a recomputed output.
+struct View : Stored {
+  Ref region;
+  Layout layout;
+  std::int64_t offset = 0;
+  at::Tensor restore() override { return view_of(engine::restore(region.get()), layout, offset); }
+};
+
+/// A saved tensor with gaps between elements, packed from a dense copy.
+struct Gathered : Versioned {
+  Ref region;
+  Layout layout;
+  /// Return the restored elements in the original strides.
+  at::Tensor restore() override {
+    seen.check(layout.sizes);
+    const at::Tensor dense = engine::restore(region.get());
+    at::Tensor out = observer::empty(layout.sizes, layout.strides, dense.scalar_type(), dense);
+    return out.copy_(dense);
+  }
+};
+
+}  // namespace pac::engine

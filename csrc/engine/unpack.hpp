@@ -1,0 +1,36 @@
+// The unpack hook: restores a saved tensor, unless the running backward asks for no gradient that reads it.
+#pragma once
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "engine/hooks.hpp"
+
+namespace pac::engine {
+
+inline void check_reader(PyObject* form, long need, at::IntArrayRef shape) {
+  const Ref node = observer::contradiction_of(need);
+  if (node) rare("refuse_reader", {node.get(), form, integers(shape).get()});
+  const bool coarse = need == kCodes || need == kRelative;
+  if (coarse && at::GradMode::is_enabled() && torch::autograd::get_current_node()) {
+    rare("warn_of_differentiated_gradients", {});
+  }
+}
+
+/// Return whether this backward computes the gradients of some inputs of its nodes alone.
+inline bool asks_for_some() {
+  const auto* const tasks = torch::autograd::get_current_graph_task_exec_info();
+  return tasks && !tasks->empty() && torch::autograd::get_current_node();
+}
+
+/// Restore a saved tensor: the unpack hook.
+inline PyObject* unpack(PyObject*, PyObject* saved) {
+  return guarded([&] {
+    if (Py_TYPE(saved) != types().kept && asks_for_some()) {
+      Ref unread = rare("unread", {saved});
+      if (unread.get() != Py_None) return unread.release();
+    }
+    return THPVariable_Wrap(restore(saved));
+  });
+}
+
+}  // namespace pac::engine

@@ -1,0 +1,141 @@
+"""What the library leaves to Python since it happens rarely: errors, warnings, restoring on another stream."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ..codec import layouts
+from ..codec.layouts import Layout
+from ..errors import PyactcompError
+from ..readers.forms import ARTANH, AS_CODES, ITSELF, POSITIVE, PROBABILITY, Form
+from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
+from ..readers.table import NOT_DROPPED
+from ..torch_private import current_raw_stream
+from . import policy
+from .saved import NAMES, for_library
+
+NAMES.update({name: value for name, value in vars(policy).items() if name.isupper()})
+NAMES.update(ITSELF=ITSELF, AS_CODES=AS_CODES, CHECKPOINT=CHECKPOINT, CHECKPOINTED=CHECKPOINTED)
+NAMES.update(NOT_DROPPED=NOT_DROPPED, current_raw_stream=current_raw_stream, of_no_operator=of_no_operator)
+# Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
+# small positive element to zero.
+NAMES.update(OF_ONE_RESULT=frozenset((POSITIVE, PROBABILITY, ARTANH)))
+
+
+class ModifiedError(RuntimeError):
+    """Autograd's own error for a tensor written to after the forward."""
+
+
+def _modified(what: str, version: int, expected: int) -> str:
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what}, is at version {version}; expected version {expected} instead."
+    )
+
+
+@for_library
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise autograd's own error if the tensor's version is no longer ``version``."""
+    if tensor._version != version:
+        raise ModifiedError(_modified(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version))
+
+
+@for_library
+def refuse_modified(
+    dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], version: int, expected: int
+) -> None:
+    """Raise autograd's own error for a tensor, described by all but its memory, that was written to."""
+    kind = torch.empty(0, dtype=dtype, device=device).type()
+    raise ModifiedError(_modified(f"[{kind} {list(shape)}]", version, expected))
+
+
+@for_library
+def refuse_changed_parameter(parameter: Tensor, expected: int, dtype: torch.dtype, names: Any) -> None:
+    """Raise the error for autocast's copy of a parameter that changed before backward."""
+    raise PyactcompError(
+        _modified(names.name_of(parameter), parameter._version, expected)
+        + f" Autocast's {dtype} copy of the parameter was not kept, and the parameter has changed "
+        "between forward and backward: run backward before the optimizer's step, or keep the copies with "
+        "keep_weight_copies=True."
+    )
+
+
+@for_library
+@functools.cache
+def warn_of_differentiated_gradients() -> None:
+    """Warn that a gradient used as a value is off; once a process, or again after ``cache_clear()``."""
+    warnings.warn(
+        "a backward with create_graph=True reads tensors in codes or 16 bits: its gradients are off by up to 1 %. A "
+        "loss that reads them as values (forces, gradient penalties, inner steps of meta-learning) is off too, and its "
+        "gradients are off by more, the more the smaller the loss is. Compress such a model with mode='lossless', or "
+        "skip the modules.",
+        stacklevel=2,
+    )
+
+
+_BACKWARD = frozenset({"torch.autograd.graph", "torch.autograd"})
+
+
+@for_library
+def refuse_reader(node: str, form: Form, shape: tuple[int, ...]) -> None:
+    """Raise PyactcompError for a node that needs more than a form, if backward itself unpacks.
+
+    Code in a node may look at another node's saved tensors.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_globals.get("__name__") in _BACKWARD:
+        raise PyactcompError(
+            f"{node} needs a saved tensor of shape {shape} more exactly than in the form it was stored in, "
+            f"{form.name}. Please report this; until then pass skip=[...] with the module that runs the operator, or "
+            "mode='lossless'."
+        )
+
+
+@for_library
+def refuse_failed_kernel(text: str) -> None:
+    """Raise the error of a kernel that failed."""
+    raise PyactcompError(f"a kernel of the codec failed: {text}")
+
+
+@for_library
+def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
+    """Return the layout of a stored form."""
+    return layouts.layout_with(torch.Size(shape), stride)
+
+
+@for_library
+def owned_tensors(module: Module | None) -> list[Tensor]:
+    """Return the local tensors of all parameters and buffers of a module."""
+    return [] if module is None else list(policy.owned_tensors(module))
+
+
+@for_library
+def warn_of_compiled_graph(packing: Any) -> None:
+    """Warn of a compiled graph that saves tensors under the hooks, once a configuration."""
+    if not packing.warned_of_compile:
+        packing.warn_of_compiled_graph()
+
+
+@for_library
+def make_on_another_stream(form: Any, index: int, packing_stream: int) -> Tensor:
+    """Restore a shared form on a stream other than the packing stream."""
+    current = torch.cuda.current_stream(index)
+    if packing_stream == 0:
+        packing: Any = torch.cuda.default_stream(index)
+    else:
+        packing = torch.cuda.ExternalStream(packing_stream, device=index)  # type: ignore[no-untyped-call]
+    current.wait_stream(packing)
+    made: Tensor = form.make()
+    if not form.record_stream(current):
+        # Freed inputs return to the packing stream's pool and may still be read.
+        packing.wait_stream(current)
+    return made

@@ -1,0 +1,203 @@
+"""The library packs and restores without Python; stored forms are its objects, which Python can look at."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pyactcomp
+from pyactcomp.engine import saved
+from pyactcomp.torch_private import saved_form
+
+
+def calls_of(package: str, work: Callable[[], object]) -> list[str]:
+    """Return the functions of a package that Python calls in ``work``."""
+    seen: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith(package):
+            seen.append(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+CHAINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "codes": lambda x, w: x @ w,
+    "a product with a vector": lambda x, w: x * w[0] + 1,
+    "16 bits": lambda x, w: x.cos() @ x.sin(),
+    "one bit": lambda x, w: F.leaky_relu(x @ w, 0.1),
+    "a drawn mask": lambda x, w: torch.native_dropout(x @ w, 0.5, True)[0] + 1,
+    "kept": lambda x, w: (x @ w).amax(1, keepdim=True) + x @ w,
+    "constants": lambda x, w: (x @ w) * torch.ones(64, 64) + 1,
+    "expanded": lambda x, w: (x @ w)[:, :1].expand(64, 64) @ w,
+    "parts of one projection": lambda x, w: torch.cat([part @ w[:32] for part in (x @ w).chunk(2, 1)]).view(64, 128)[
+        :, 64:
+    ],
+    "columns with gaps": lambda x, w: (x @ w)[:, 1:33] @ w[:32],
+    "a shape alone": lambda x, w: (x @ w).sum(0, keepdim=True) + x @ w,
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_in_a_steady_step_no_python_runs_for_a_saved_tensor(name: str) -> None:
+    link, w = CHAINS[name], torch.randn(64, 64).mul_(0.1).requires_grad_()
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def step(context: pyactcomp.compress, links: int) -> None:
+        y = x * 1
+        with context:
+            for _ in range(links):
+                y = link(y, w)
+        y.sum().backward()
+
+    context = pyactcomp.compressed(min_bytes=0)
+    step(context, 4)  # records for the report
+    step(context, 4)  # decides
+    few, many = (calls_of("pyactcomp", lambda n=n: step(context, n)) for n in (2, 12))
+    assert sorted(many) == sorted(few)
+
+
+def test_autocast_copies_of_parameters_are_cast_again_without_python() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(8)]
+    x = torch.randn(64, 64, requires_grad=True)
+    context = pyactcomp.compressed(min_bytes=0)
+
+    def step(links: int) -> None:
+        y = x * 1
+        with context, torch.autocast("cpu", torch.bfloat16):
+            for layer in layers[:links]:
+                y = layer(y)
+        y.float().sum().backward()
+
+    step(8)
+    step(8)
+    few, many = (calls_of("pyactcomp", lambda n=n: step(n)) for n in (2, 8))
+    assert sorted(many) == sorted(few)
+
+
+def test_python_can_look_at_stored_forms() -> None:
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with pyactcomp.compressed(min_bytes=0):
+        hidden = x * 1
+        product = hidden @ w
+        weights = product.softmax(-1)
+    node = product.grad_fn
+    assert node is not None
+    region, kept = saved_form(node, "self"), saved_form(node, "mat2")
+    assert isinstance(region, saved.Region)
+    assert isinstance(kept, saved.Kept)
+    assert region.form.name == "codes"
+    assert (region.layout.shape, region.layout.stride, region.layout.dense) == ((64, 64), (64, 1), True)
+    assert region.nbytes < hidden.nbytes / 3
+    assert region.dtype is torch.float32
+    assert region.unchanged
+    assert region.uses == 1
+    assert region.is_of(hidden)
+    assert kept.tensor is w
+    assert kept.is_leaf
+    assert kept.has_its_memory
+    assert (kept.version, kept.unchanged) == (0, True)
+    # An error of half a step; a group of 64 normal numbers ranges over less than 8.
+    assert (region.restore() - hidden).abs().max() <= 8 / 255
+    assert weakref.ref(region)() is region
+    with torch.no_grad():
+        hidden.mul_(2)
+    assert not region.unchanged
+    del weights
+
+
+@pytest.mark.parametrize("freed", ["backward", "deletion"])
+def test_stored_bytes_are_freed_with_the_graph_without_a_collection(freed: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+        model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), min_bytes=0)
+        model(x).sum().backward()
+        out = model(x * 1 @ w)
+        loss = F.leaky_relu(out, 0.1).sum()
+        node = out.grad_fn
+        assert node is not None
+        forms = [weakref.ref(saved_form(node, name)) for name in ("mat1", "mat2")]
+        assert all(form() is not None for form in forms)
+        if freed == "backward":
+            loss.backward()
+        del loss, out, node
+        assert all(form() is None for form in forms)
+    finally:
+        gc.enable()
+
+
+def test_threads_may_restore_one_graph_at_a_time_each() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]
+
+    def gradient(seed: int) -> Tensor:
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with pyactcomp.compressed(min_bytes=0):
+            y = x * 1
+            loss = sum((y @ w).tanh().sum() for w in weights)
+        (found,) = torch.autograd.grad(loss, x)
+        return found
+
+    alone = [gradient(seed) for seed in range(4)]
+    together: list[list[Tensor]] = [[] for _ in alone]
+
+    def work(seed: int) -> None:
+        together[seed] += [gradient(seed) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for expected, found in zip(alone, together, strict=True):
+        assert len(found) == 20
+        assert all(torch.equal(each, expected) for each in found)
+
+
+def test_an_exception_of_pythons_part_reaches_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("decided wrongly")
+
+    x = torch.randn(64, 64, requires_grad=True)
+    monkeypatch.setattr("pyactcomp.engine.packing.Packing.form_for", fails)
+    with pyactcomp.compressed(min_bytes=0), pytest.raises(ZeroDivisionError, match="decided wrongly"):
+        x * 1 @ x
+    monkeypatch.undo()
+    with pyactcomp.compressed(min_bytes=0):
+        loss = (x * 1 @ x).sum()
+    loss.backward()
+    assert x.grad is not None
+
+
+@pytest.mark.gpu
+def test_a_form_restored_on_another_stream_waits_for_the_stream_that_packed() -> None:
+    x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    w = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+    with pyactcomp.compressed(min_bytes=0):
+        product = (x * 1) @ w
+    node = product.grad_fn
+    form = saved_form(node, "self")
+    assert isinstance(form, saved.Region)
+    expected = form.restore()
+    with torch.cuda.stream(side):
+        found = form.restore()
+    torch.cuda.synchronize()
+    assert form.stream != side.cuda_stream
+    assert torch.equal(found, expected)
