@@ -209,7 +209,7 @@ def test_codec_measures_the_forms_between_codes_and_the_tensor(tmp_path: Path, m
     codec.run(options(tmp_path))
     found = json.loads((tmp_path / "codec.json").read_text())["rows"]
     for case in cases:
-        stored = {"scaled": (2 << 10) + 4, "above-zero": 1 << 7}.get(case.form, 2 << 10)
+        stored = {"scaled": (2 << 10) + 2 * 4, "above-zero": 1 << 7}.get(case.form, 2 << 10)
         expected = {"copy": 8 << 10, "pyactcomp-cpu": (4 << 10) + stored, "reference": (4 << 10) + stored}
         if case.form != "above-zero":
             expected["cast-bfloat16"] = 6 << 10

@@ -193,7 +193,7 @@ def test_every_packed_element_is_restored_as_defined(target: str, encoding: str,
     kernel, exact = native(target, encoding, dtype), plain.bind(encoding, None, by_triton=False)
     elements = (torch.arange(numel) - 2**15).to(torch.int16).view(torch.uint8)
     # Of what is scaled, the exponents from -126 to 126, in turn.
-    exponents = (torch.arange(kernel.packed_nbytes(numel) - 2 * numel) % 253 - 126).to(torch.int8).view(torch.uint8)
+    exponents = (torch.arange(kernel.packed_nbytes(numel) // 2 - numel) % 253 - 126).to(torch.int16).view(torch.uint8)
     packed = torch.cat([elements, exponents])
     assert_restored(kernel, exact, encoding, packed, numel, dtype, device_of(target), 0)
 

@@ -66,6 +66,21 @@ def test_16_bits_cost_no_more_than_the_dtype_whatever_the_logits(dtype: torch.dt
     assert error(qkv.to(dtype), 16) <= most < error(qkv.to(dtype), 8)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_window_attention_in_16_bits_is_traced() -> None:
+    # An odd number of parts of 256 elements, each of which has an exponent.
+    qkv, bias, _ = inputs(4, 9, 2, 32, torch.float32, False)
+
+    def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = qkv.detach().requires_grad_()
+        return torch.autograd.grad(function(leaf).square().sum(), leaf)[0]
+
+    def stored(leaf: Tensor) -> Tensor:
+        return window_attention(leaf, 2, bias, None, codes=Codes(bits=16))
+
+    assert torch.equal(gradient(torch.compile(stored, backend="aot_eager")), gradient(stored))
+
+
 def test_window_attention_saves_16_bits() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         qkv, bias, mask = inputs(4, 9, 2, 32, dtype, True)
@@ -74,7 +89,7 @@ def test_window_attention_saves_16_bits() -> None:
             lambda leaf=leaf, bias=bias, mask=mask: window_attention(leaf, 2, bias, mask, codes=Codes(bits=16))
         )
         # The exponents of parts of 256 elements come with what is not qkv itself.
-        assert kept.nbytes == 2 * qkv.numel() + qkv.numel() // 256 * (dtype is torch.float32)
+        assert kept.nbytes == 2 * qkv.numel() + 2 * (qkv.numel() // 256) * (dtype is torch.float32)
         assert (kept.data_ptr() == leaf.data_ptr()) == (dtype is torch.bfloat16)
 
 

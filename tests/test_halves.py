@@ -227,7 +227,7 @@ def test_a_buffer_has_two_bytes_an_element(form: Form, impl: str) -> None:
     kernel = form_kernel(form, impl, torch.float32, torch.device("cpu"))
     for numel in (0, 1, 5, 4096):
         # An exponent for each part of 256 elements.
-        assert kernel.packed_nbytes(numel) - 2 * numel == (0 if form is not SCALED else -(-numel // 256))
+        assert kernel.packed_nbytes(numel) - 2 * numel == (0 if form is not SCALED else 2 * -(-numel // 256))
 
 
 # One bit.

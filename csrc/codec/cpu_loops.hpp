@@ -218,7 +218,8 @@ void encode_scaled(const Format&, const unsigned char* source, unsigned char* ou
     const auto scale = Scaled<kType>::power(exponent);
     for (int i = 0; i < count; ++i) stored[i] = Scaled<kType>::encode(x[i], scale);
     copy_out(stored, count, out, first);
-    exponents[first / kPart] = static_cast<unsigned char>(exponent);
+    const auto short_exponent = static_cast<std::int16_t>(exponent);
+    copy_out(&short_exponent, 1, exponents, first / kPart);
   });
 }
 
@@ -229,7 +230,9 @@ void decode_scaled(const Format&, const unsigned char* packed, unsigned char* ou
     std::uint16_t stored[kPart];
     typename Number<kType>::Storage x[kPart];
     copy_in(packed, first, count, stored);
-    const auto inverse = Scaled<kType>::power(-static_cast<signed char>(exponents[first / kPart]));
+    std::int16_t exponent;
+    copy_in(exponents, first / kPart, 1, &exponent);
+    const auto inverse = Scaled<kType>::power(-exponent);
     for (int i = 0; i < count; ++i) x[i] = Scaled<kType>::decode(stored[i], inverse);
     copy_out(x, count, out, first);
   });

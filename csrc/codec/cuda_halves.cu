@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) encode_scaled_kernel(const __grid_co
   unsigned char* const exponents = exponents_of(a.to, a.numel);
   const auto exponent_for = [&](std::uint32_t largest, std::int64_t part) {
     const int exponent = Form::exponent(__reduce_max_sync(~0u, largest));
-    if (lane == 0) exponents[part / kPart] = static_cast<unsigned char>(exponent);
+    if (lane == 0) store(exponents, part / kPart, static_cast<std::int16_t>(exponent));
     return Form::power(exponent);
   };
   if (!is_full<kChunks>(a, tile)) {
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) decode_scaled_kernel(const __grid_co
   using Steps = Restoring<Storage, kChunks>;
   const std::int64_t tile = tile_begin<kChunks>();
   const unsigned char* const exponents = exponents_of(a.from, a.numel);
-  const auto inverse_of = [&](std::int64_t i) { return Form::power(-static_cast<signed char>(exponents[i / kPart])); };
+  const auto inverse_of = [&](std::int64_t i) { return Form::power(-loaded<std::int16_t>(exponents, i / kPart)); };
   if (!is_full<kChunks>(a, tile)) {
     for_each_element<kChunks>(a, tile, [&](std::int64_t i) {
       store(a.to, i, Form::decode(loaded<std::uint16_t>(a.from, i), inverse_of(i)));

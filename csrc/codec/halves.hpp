@@ -322,7 +322,7 @@ struct ArtanhMap {
 };
 
 /// Float16 times a power of two for each part of 256 consecutive elements, chosen so that the largest magnitude of the
-/// part lies in [2^14, 2^15); the exponents follow the elements, a signed byte each. A NaN or an infinity makes the
+/// part lies in [2^14, 2^15); the exponents follow the elements, an int16 each. A NaN or an infinity makes the
 /// power of its part one: the part's other elements come back, saturated at 65504.
 ///
 /// A power for the whole tensor would take a second pass over it.

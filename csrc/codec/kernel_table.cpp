@@ -22,7 +22,7 @@ std::int64_t packed_nbytes(const Format& format, std::int64_t numel) noexcept {
     case Encoding::kComparison:
       return ceil_div(numel, 8);
     case Encoding::kScaled:
-      return 2 * numel + ceil_div(numel, kPart);
+      return 2 * (numel + ceil_div(numel, kPart));
     case Encoding::kCast:
       return (format.narrow == DType::kFloat32 ? 4 : 2) * numel;
     default:

@@ -31,7 +31,7 @@ def bind_answers(comparison: Comparison, booleans: Kernel) -> Kernel:
 
 def _flat(dense: Tensor) -> Tensor:
     """Return the elements of a dense tensor in storage order."""
-    return dense.detach().as_strided((dense.numel(),), (1,))
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 class _Cast:
@@ -43,7 +43,7 @@ class _Cast:
         return numel * self.dtype.itemsize
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        out.view(self.dtype).copy_(_flat(source))
+        out.view(self.dtype).copy_(_flat(source.detach()))
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         if self._by_triton:
@@ -60,7 +60,7 @@ class _Bfloat16(_Cast):
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         super().encode(source, out, seed)
-        overflowed = out.view(self.dtype).isinf().logical_and_(_flat(source).isfinite())
+        overflowed = out.view(self.dtype).isinf().logical_and_(_flat(source.detach()).isfinite())
         # Infinity's bits minus one are the largest finite number, for either sign.
         out.view(torch.int16).sub_(overflowed.to(torch.int16))
 
@@ -101,7 +101,7 @@ class _Probability(_TwoBytes):
         self._decode = probability.decode_log if log else probability.decode
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        x, codes = _flat(source), out.view(torch.int16)
+        x, codes = _flat(source.detach()), out.view(torch.int16)
         if self._by_triton:
             triton.encode_probabilities(x, codes, self._log)
         else:
@@ -122,7 +122,7 @@ class _Artanh(_TwoBytes):
         pass
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        out.view(torch.float16).copy_(torch.atanh(_flat(source)))
+        out.view(torch.float16).copy_(torch.atanh(_flat(source.detach())))
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         _flat(out).copy_(torch.tanh(packed.view(torch.float16).to(out.dtype)))
@@ -131,8 +131,8 @@ class _Artanh(_TwoBytes):
 class _Scaled:
     """Float16 times a power of two for each part of ``PART`` consecutive elements.
 
-    The power makes the largest magnitude of the part lie in [2**14, 2**15); the exponents follow the elements, a signed
-    byte each. With a NaN or an infinity in a part the power is one, so the other elements come back, saturated.
+    The power makes the largest magnitude of the part lie in [2**14, 2**15); the exponents follow the elements, in
+    int16. With a NaN or an infinity in a part the power is one, so the other elements come back, saturated.
     """
 
     _TOP = 15
@@ -143,11 +143,11 @@ class _Scaled:
         pass
 
     def packed_nbytes(self, numel: int) -> int:
-        return 2 * numel + -(-numel // PART)
+        return 2 * (numel + -(-numel // PART))
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         numel = source.numel()
-        parts = torch.nn.functional.pad(_flat(source), (0, -numel % PART)).view(-1, PART)
+        parts = torch.nn.functional.pad(_flat(source.detach()), (0, -numel % PART)).view(-1, PART)
         largest = parts.abs().amax(1, keepdim=True)
         # The smallest number has the exponent -125: clamped below, zeros have a power of two as well.
         exponent = self._TOP - torch.frexp(largest.clamp(min=torch.finfo(torch.float32).tiny)).exponent
@@ -155,12 +155,12 @@ class _Scaled:
         halves = (parts * _power(exponent, parts.dtype)).to(torch.float16)
         halves = torch.where(parts.isinf(), halves, halves.clamp(-HALF_MAX, HALF_MAX))
         out[: 2 * numel].view(torch.float16).copy_(halves.view(-1)[:numel])
-        out[2 * numel :].view(torch.int8).copy_(exponent.view(-1))
+        out[2 * numel :].view(torch.int16).copy_(exponent.view(-1))
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         numel = out.numel()
         halves = packed[: 2 * numel].view(torch.float16).to(out.dtype)
-        exponent = packed[2 * numel :].view(torch.int8).to(torch.int32)
+        exponent = packed[2 * numel :].view(torch.int16).to(torch.int32)
         inverse = _power(-exponent, out.dtype).repeat_interleave(PART)[:numel]
         _flat(out).copy_(halves * inverse)
 
@@ -179,7 +179,7 @@ class _Answers:
         return -(-numel // 8)
 
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
-        self._booleans.encode(self._comparison(_flat(source)), out, seed)
+        self._booleans.encode(self._comparison(_flat(source.detach())), out, seed)
 
     def decode(self, packed: Tensor, out: Tensor) -> None:
         """Fill ``out`` with values for which the comparison answers the same."""
