@@ -74,8 +74,8 @@ def worst_column(got: Tensor, exact: Tensor) -> float:
     return float(((got - exact).norm(dim=0) / exact.norm(dim=0)).max())
 
 
-# Nothing leads from a cast that a program made to the norm's output, which may be gone or written to; nor from a sum to
-# the row that a bias was added to.
+# Nothing leads from a cast that a program made to the norm's output, which may be gone or written to; and the operators
+# of a norm in pieces do not save all that they multiply and add.
 SEEN_UNFUSED_UNDER_AUTOCAST = ("LayerNorm", "LayerNorm without bias")
 
 
@@ -85,7 +85,7 @@ SEEN_UNFUSED_UNDER_AUTOCAST = ("LayerNorm", "LayerNorm without bias")
     [
         *((name, True, autocast) for name in NORMS for autocast in (True, False)),
         *((name, False, True) for name in SEEN_UNFUSED_UNDER_AUTOCAST),
-        *((name, False, False) for name in NORMS if name != "written, centred"),
+        *((name, False, False) for name in (*SEEN_UNFUSED_UNDER_AUTOCAST, "derived", "function")),
     ],
 )
 def test_columns_behind_outlying_gains(name: str, fuse: bool, autocast: bool, first: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
+from compiled_backend import as_inductor
 from torch import Tensor, nn
 from works_with import GRADIENT_BOUND, relative_error
 from written_norms import NORMS, OTHERS, Derived, Llama
@@ -136,6 +138,33 @@ def test_a_changed_or_wrapped_norm_runs_its_own_code() -> None:
     assert not is_fused(replaced)
     pyactcomp.compress(derived, min_bytes=1)
     assert type(pickle.loads(pickle.dumps(pyactcomp.decompress(derived).norm))) is Llama
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_strides_and_arguments_are_those_of_the_class(norm: type[nn.Module]) -> None:
+    plain = norm(WIDTH)
+    fused = pyactcomp.compress(nn.Sequential(copy.deepcopy(plain)), min_bytes=1)[0]
+    x = rows().permute(2, 0, 1).contiguous().permute(1, 2, 0).requires_grad_()
+    expected, out = plain(x), fused(x)
+    assert out.stride() == expected.stride()
+    assert torch.equal(out, expected)
+    (name,) = list(inspect.signature(norm.forward).parameters)[1:]
+    assert torch.equal(fused(**{name: x}), expected)
+    with pytest.raises(TypeError):
+        fused(x, x)
+
+
+def test_a_compiled_model_is_one_graph() -> None:
+    plain = Block(Llama(WIDTH))
+    model = pyactcomp.compress(copy.deepcopy(plain), min_bytes=1)
+    assert is_fused(model)
+    expected, exact = step(plain, rows())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=as_inductor, fullgraph=True)
+    out, _ = step(compiled, rows())
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert torch.allclose(out, expected, rtol=1e-5, atol=1e-6)
+    assert relative_error(got, exact) <= GRADIENT_BOUND
 
 
 def test_lossless_leaves_them_alone() -> None:

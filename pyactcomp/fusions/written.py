@@ -75,11 +75,14 @@ class WrittenNorm(Fused):
         """Return the elements of a row."""
         return next((p.numel() for p in module._parameters.values() if p is not None), None)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Normalise ``x``."""
-        found = None if args or kwargs or not isinstance(x, Tensor) else formula_of(self)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Normalise the one argument."""
+        # A look-up while torch.compile traces would end the graph.
+        known = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and not torch.compiler.is_compiling()
+        found = formula_of(self) if known else None
         if found is None:
-            return cast(Tensor, super().forward(x, *args, **kwargs))
+            return cast(Tensor, super().forward(*args, **kwargs))
+        (x,) = args
         bias = None if found.bias is None else getattr(self, found.bias)
         own, weight, bias = local_rows(x, 1, getattr(self, found.weight), bias)
         given = [p for p in (weight, bias) if p is not None]
@@ -87,10 +90,14 @@ class WrittenNorm(Fused):
         unknown = any(type(p) not in PLAIN or p.shape != x.shape[-1:] for p in given)
         if codes is None or unknown or not recorded(own, *given):
             return cast(Tensor, super().forward(x))
-        wide = torch.is_autocast_enabled(x.device.type) or any(t.dtype is not torch.float32 for t in (own, *given))
-        forward: Any = functools.partial(original_of(type(self)).forward, self) if wide else None
+        narrow = torch.is_autocast_enabled(x.device.type) or any(t.dtype is not torch.float32 for t in (own, *given))
+        # The class rounds in its own way, and its result may have the strides of its input.
+        itself = narrow or not own.is_contiguous()
+        if itself and own is not x:  # the class multiplies a DTensor by a DTensor
+            return cast(Tensor, super().forward(x))
+        forward: Any = functools.partial(original_of(type(self)).forward, self) if itself else None
         if found.offset:
-            weight = (weight.float() if wide else weight) + found.offset
+            weight = (weight.float() if narrow else weight) + found.offset
         out = norm_by(Own(forward), own, weight, bias, found.eps, centred=found.centred, codes=codes)
         return out if own is x else of_rows(out, x)
 

@@ -135,7 +135,8 @@ class _LayerNorm(torch.autograd.Function):
                 _recompute, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide
             )
             parameters = [t for t in (gamma, beta) if t is not None]
-            offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
+            if out.is_contiguous():
+                offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
         return out
 
     @staticmethod

@@ -21,8 +21,8 @@ class Own:
     forward: Callable[[Tensor], Tensor] | None
 
     def result(self, x: Tensor) -> Tensor | None:
-        """Return the output, contiguous and in memory of its own; the caller records no graph."""
+        """Return the output, in memory of its own; the caller records no graph."""
         if self.forward is None:
             return None
         out = self.forward(x.detach())
-        return out.contiguous() if out._base is None else out.clone()
+        return out if out._base is None else out.clone()
