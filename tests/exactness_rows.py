@@ -120,21 +120,22 @@ class Step:
         return list(torch.autograd.grad(loss, self.leaves))
 
 
-def step(row: Row, way: str) -> Step:
+def step(row: Row, way: str, device: str = "cpu") -> Step:
     """Return the step of a row, whose parameters are leaves.
 
     Its activations are results of layers ("layers": each layer has a weight, the identity) or of a product with one
     ("plain").
     """
     torch.manual_seed(0)
-    operands = row.draw()
+    with torch.device(device):
+        operands = row.draw()
     sources, parameters = (
         [each.detach().requires_grad_() for each in some] for some in (operands.activations, operands.parameters)
     )
-    weights = [torch.eye(each.shape[-1]).requires_grad_() for each in sources] if way == "layers" else []
+    weights = [torch.eye(each.shape[-1], device=device).requires_grad_() for each in sources] if way == "layers" else []
     with torch.no_grad():
         out = row.loss(*sources, *parameters, *operands.constants)
-    upstream = torch.randn_like(out) if out.dim() else torch.ones(())
+    upstream = torch.randn_like(out) if out.dim() else torch.ones_like(out)
     layers, others = len(sources), len(sources) + len(weights)
 
     def run(*given: Tensor) -> Tensor:

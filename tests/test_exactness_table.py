@@ -1,4 +1,9 @@
-"""Gradients of each row of the table are within its bound, in eager mode and through graphs."""
+"""Gradients of each row of the table are within its bound, in eager mode and through graphs.
+
+A new case is a row: a function, its activations and its parameters. ``exactness_losses`` has losses,
+``exactness_operators`` single operators, ``exactness_algebra`` algebra between activations, and ``exactness_programs``
+programs that no rule was made for.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,11 @@ import exactness_losses
 import exactness_operators
 import exactness_programs
 import pytest
-from exactness_rows import excess
+import torch
+from exactness_rows import BAR, Step, errors, excess, step
+from torch import Tensor, nn
+
+import pyactcomp
 
 MODULES = (exactness_losses, exactness_operators, exactness_algebra, exactness_programs)
 ROWS = {name: row for module in MODULES for name, row in module.ROWS.items()}
@@ -56,3 +65,39 @@ def test_in_eager_mode(name: str) -> None:
 @pytest.mark.parametrize("name", rows("graph", "graph"))
 def test_through_graphs(name: str) -> None:
     assert_within_its_bound(name, "graph")
+
+
+class Head(nn.Module):
+    """A row as a model."""
+
+    def __init__(self, one: Step) -> None:
+        super().__init__()
+        self.one = one
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.one.function(*given)
+
+
+def through_inductor(head: Head) -> list[Tensor]:
+    torch._dynamo.reset()
+    return list(torch.autograd.grad(torch.compile(head)(*head.one.arguments()), head.one.leaves))
+
+
+LOW = [
+    *(f"classes, {name}, 0.0001" for name in ("cross entropy", "of probabilities", "smoothed")),
+    *(f"answers, {name}, 0.0001" for name in ("with logits", "soft margin", "focal")),
+    *(f"near, {name}, 0.0001" for name in ("cross entropy", "divergence", "written out")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", LOW)
+def test_a_low_loss_through_inductor(name: str) -> None:
+    head = Head(step(ROWS[name], "layers", "cuda"))
+    exact = through_inductor(head)
+    pyactcomp.compress(head, min_bytes=1)
+    got = through_inductor(head)
+    assert pyactcomp.report(head).graphs
+    assert max(errors(got, exact)) <= BAR

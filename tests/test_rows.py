@@ -28,26 +28,12 @@ def _rms_of_squares(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + TINY)
 
 
-def _without_keepdim(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    scale = (x * x).sum(dims).add(TINY).rsqrt()
-    for dim in sorted(dim % x.dim() for dim in dims):
-        scale = scale.unsqueeze(dim)
-    return x * scale
-
-
 NORMS: dict[str, Norm] = {
     "mean of squares": _rms_of_squares,
-    "mean of squares in float32": lambda x, dims: _rms_of_squares(x.float(), dims).to(x.dtype),
-    "sum of products": lambda x, dims: x * torch.rsqrt((x * x).sum(dims, keepdim=True) + TINY),
-    "without keepdim": _without_keepdim,
     "divided by a root": lambda x, dims: x / (x.square().mean(dims, keepdim=True) + TINY).sqrt(),
-    "centred squares": lambda x, dims: _rms_of_squares(_centred(x, dims), dims),
     "var": lambda x, dims: _centred(x, dims) * (x.var(dims, keepdim=True) + TINY).rsqrt(),
     "std": lambda x, dims: _centred(x, dims) / (x.std(dims, keepdim=True) + TINY),
     "divided by a norm": lambda x, dims: x / torch.linalg.vector_norm(x, dim=dims, keepdim=True),
-    "a norm's reciprocal": lambda x, dims: x * torch.linalg.vector_norm(x, dim=dims, keepdim=True).reciprocal(),
-    "a norm's power": lambda x, dims: x * torch.linalg.vector_norm(x, dim=dims, keepdim=True) ** -1,
-    "mean of magnitudes": lambda x, dims: x * x.abs().mean(dims, keepdim=True).reciprocal(),
 }
 
 
