@@ -31,7 +31,13 @@ OF_GAINS = (
     *("similarities, squared", "similarities, less the diagonal", "bumps", "decay by logarithms"),
     *(f"gain, {name}" for name in ("tanh", "sigmoid", "median", "lgamma")),
 )
-HOLES: dict[str, tuple[str, ...]] = {"eager": OF_GAINS, "graph": ()}
+# Rules of graphs that look for a spelling miss these.
+IN_GRAPHS = (
+    *("cross of parallel vectors", "padding of short rows", "gain, median", "shares, sum", "shares, mean"),
+    *("similarities, squared", "similarities, less the diagonal", "decay by logarithms", "causal average"),
+    "random features",
+)
+HOLES = {"eager": OF_GAINS, "graph": IN_GRAPHS}
 
 
 def rows(mode: str, *ways: str) -> list[Any]:
