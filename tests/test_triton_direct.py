@@ -66,7 +66,9 @@ class Installed(_Launcher):
     def __new__(cls, launch: Callable[..., object], scratch: int = 0) -> Any:
         made = object.__new__(CudaLauncher)
         vars(made).update(dict.fromkeys(("num_ctas", "global_scratch_align", "profile_scratch_align"), 1))
-        vars(made).update(dict.fromkeys(("profile_scratch_size", "launch_cooperative_grid", "launch_pdl"), 0))
+        vars(made).update(
+            dict.fromkeys(("profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled"), 0)
+        )
         vars(made).update(launch=launch, global_scratch_size=scratch, arg_annotations=[], kernel_signature=b"PPif")
         return made
 
@@ -101,6 +103,12 @@ def test_the_function_in_c_gets_what_the_public_launch_gives(release: Any) -> No
 def test_a_kernel_that_needs_more_or_an_unknown_release_is_left_to_triton(release: Any, scratch: int) -> None:
     launcher = release() if release is object else release(lambda *_: None, scratch)
     assert direct(compiled_by(launcher)) is None
+
+
+def test_a_release_whose_hooks_are_elsewhere_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = compiled_by(Installed(lambda *_: None))
+    monkeypatch.delattr(triton, "knobs")
+    assert direct(kernel) is None
 
 
 class Kernel:
@@ -142,7 +150,8 @@ def test_kernels_are_compiled_for_dtypes_and_alignments_and_launched_directly(la
     assert [given[3:] for given in kernel.compiled] == [(12, 64)] * 4
     direct_launches = (x, y), (x[4:], y[1:]), (x[4:], y[16:])
     assert [given[:4] for given in kernel.launched] == [(3, 1, 1, STREAM)] * 3
-    assert [given[-4:] for given in kernel.launched] == [(*pointers(*each), 12, 64) for each in direct_launches]
+    arguments = [given[-1] if isinstance(given[-1], tuple) else given[-4:] for given in kernel.launched]
+    assert arguments == [(*pointers(*each), 12, 64) for each in direct_launches]
 
 
 def test_hooks_of_a_profiler_see_every_launch(launcher: kernels.Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def direct(compiled: Any) -> Launch | None:
 
 
 def _bound(compiled: Any) -> Launch | None:
+    launches_are_watched()  # raises in a release where hooks are elsewhere
     launcher = copy.copy(compiled.run)
     launch = launcher.launch
     found: list[object] = []
