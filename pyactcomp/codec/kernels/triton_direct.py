@@ -16,11 +16,11 @@ _hooks = attrgetter("launch_enter_hook", "launch_exit_hook")
 
 def launches_are_watched() -> bool:
     """Return whether a profiler of Triton's wants to see launches. Then :func:`direct` would leave out its hooks."""
-    enter, leave = _hooks(triton.knobs.runtime)
-    # A chain of hooks in Triton 3.5 and later, a function or None before.
-    return (enter is not None and getattr(enter, "calls", True)) or (
-        leave is not None and getattr(leave, "calls", True)
-    )
+    for hook in _hooks(triton.knobs.runtime):
+        # A chain of hooks in Triton 3.5 and later, a function or None before.
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def direct(compiled: Any) -> Launch | None:
