@@ -5,7 +5,7 @@ from the operands, and was provably not written to since, store a recipe over th
 A recipe never holds a node: the node's backward frees the saved tensors, and to free a long chain of nodes overflows
 the stack.
 
-Longer than 400 lines: one function for each operator with a cheap output.
+Longer than 400 lines: one look-up, and a builder for each operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import gelu as gelu_of_torch
 from torch.nn.functional import silu as silu_of_torch
 
 from ..codec.layouts import layout_of
-from ..readers.forms import ITSELF
+from ..readers.forms import AS_CODES, ITSELF
 from ..readers.nodes import CAST, source
 from ..readers.observer import being_traced, observer
 from ..torch_private import graph_is_retained, passed_hooks, saved_form, saves_are_dropped
@@ -116,15 +116,16 @@ def source_of(tensor: Tensor, origin: str, bitwise: bool = False) -> tuple[Recip
     base = tensor._base
     out = tensor if base is None else base
     build = _OPERATORS.get(origin)
-    if bitwise and build is _norm:
+    if bitwise and origin in _NORMS:
         build = None
     if build is None and origin not in _OFFERING:
         return None
     recipe = RECIPE.get(out)
     if recipe is None:
-        if build is None or out._version != 0 or out.is_nested:
+        if build is None or out._version != 0 or out.is_nested or out.output_nr != 0:
             return None
-        # Version 0 and the node's own output: `out` was never written to and owns its storage.
+        # Version 0 and the node's own output: `out` was never written to and owns its storage. A norm saves its other
+        # outputs, the statistics, too.
         node = out.grad_fn
         if node is not None and node.name() == origin:
             recipe = build(out, node)
@@ -307,8 +308,9 @@ def _dropout_of_result(out: Tensor, node: Any) -> Recipe | None:
 def _constant(node: Node, name: str) -> saved.Kept | None:
     """Return the stored form of a statistic, or of an input without a gradient: a leaf, but no parameter."""
     stored = saved_form(node, name)
-    kept = isinstance(stored, saved.Kept) and not isinstance(stored.tensor, torch.nn.Parameter)
-    return stored if kept and not stored.tensor.requires_grad else None
+    if not isinstance(stored, saved.Kept) or isinstance(stored.tensor, torch.nn.Parameter):
+        return None
+    return None if stored.tensor.requires_grad else stored
 
 
 def _norm(out: Tensor, node: Node) -> Recipe | None:
@@ -349,13 +351,76 @@ def _scale_of_dropout(probability: float, narrow: bool) -> float:
     return float(kept.reciprocal())
 
 
+def _affine(node: Any) -> tuple[Tensor, Tensor] | None:
+    """Return gain and bias of a norm, as its forward read them; None unless both are leaves that get gradients.
+
+    The node saves no bias. A bias without a gradient is unknown: it may be missing or frozen.
+    """
+    leaves: list[Any] = [getattr(behind, "variable", None) for behind, _ in node.next_functions[1:3]]
+    if any(type(each) not in PLAIN for each in leaves):
+        return None
+    read: list[Tensor] = leaves
+    # ZeRO and FSDP may have freed or replaced the parameters once their module had run.
+    if not isinstance(_operand(node, "weight"), LeafMemory) or read[1].shape != read[0].shape:
+        return None
+    if any(each.untyped_storage().nbytes() == 0 for each in read):
+        return None
+    gamma, beta = stable_copies(*read)
+    assert gamma is not None
+    assert beta is not None
+    return gamma, beta
+
+
+def _input_of_norm(node: Node) -> Stored | None:
+    """Return a norm's stored input, from which the output follows as exactly as from codes of its own."""
+    x = _operand(node, "input")
+    # Sixteen bits of values far from zero leave fewer of their deviation. Codes have a minimum in each group.
+    return x if x is not None and (is_exact(x) or getattr(_shared(x), "form", None) is AS_CODES) else None
+
+
+def _batch_norm(out: Tensor, node: Any) -> Recipe | None:
+    x, affine = _input_of_norm(node), _affine(node)
+    mean, inverse = _operand(node, "result1"), _operand(node, "result2")
+    kept = isinstance(mean, saved.Kept) and isinstance(inverse, saved.Kept)
+    if x is None or affine is None or not kept or not node._saved_training:
+        return None
+
+    def compute(dtype: torch.dtype, x: Stored, mean: Stored, inverse: Stored) -> Tensor:
+        # With the forward's statistics in place of running ones, evaluation computes what training did.
+        variance = inverse.restore() ** -2
+        out: Tensor = torch.native_batch_norm(x.restore(), *affine, mean.restore(), variance, False, 0.0, 0.0)[0]
+        return out.to(dtype)
+
+    return Recipe(out, compute, affine, depth=_depth(x) + 1, forms=(x, mean, inverse))
+
+
+def _group_norm(out: Tensor, node: Any) -> Recipe | None:
+    x, affine = _input_of_norm(node), _affine(node)
+    if x is None or affine is None:
+        return None
+    sizes = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps
+
+    def compute(dtype: torch.dtype, x: Stored) -> Tensor:
+        return torch.native_group_norm(x.restore(), *affine, *sizes)[0].to(dtype)
+
+    return Recipe(out, compute, affine, depth=_depth(x) + 1, forms=(x,))
+
+
+_NORMS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
+    "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
+    "NativeGroupNormBackward0": _group_norm,
+    _LAYER_NORM: _norm,
+    "FusedRmsNormBackward0": _norm,
+}
+# Their recipes round otherwise than the forward, and serve no lossless mode.
+
 _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
+    **_NORMS,
     "GeluBackward0": _gelu,
     "SiluBackward0": _silu,
     "MulBackward0": _mul,
     "NativeDropoutBackward0": _dropout_of_result,
-    _LAYER_NORM: _norm,
-    "FusedRmsNormBackward0": _norm,
 }
 
 

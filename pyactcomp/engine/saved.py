@@ -25,7 +25,9 @@ NAMES: dict[str, object] = {}
 """What the library asks of Python by name: constants, and functions for what happens rarely."""
 
 OFFERING = frozenset(
-    f"{name}Backward0" for name in ("NativeLayerNorm", "FusedRmsNorm", "Gelu", "Silu", "Mul", "NativeDropout")
+    f"{name}Backward0"
+    for name in "NativeBatchNorm CudnnBatchNorm NativeGroupNorm NativeLayerNorm FusedRmsNorm Gelu Silu Mul "
+    "NativeDropout".split()
 )
 """Nodes whose results may be recomputed; for functions written in Python ``note_offering`` tells."""
 

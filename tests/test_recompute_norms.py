@@ -1,0 +1,143 @@
+"""Outputs of batch and group norms are computed again from the input that the norm stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from works_with import GRADIENT_BOUND
+
+import pyactcomp
+from pyactcomp.engine import policy
+
+CHANNELS, SIDE = 16, 16
+SCALES = torch.logspace(-1, 1, CHANNELS)
+Norm = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def batch_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, training: bool = True) -> Tensor:
+    mean, variance = (None, None) if training else (torch.zeros(CHANNELS), CHANNELS * SCALES**2)
+    return F.batch_norm(x, mean, variance, gain, bias, training)
+
+
+def group_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.group_norm(x, 4, gain, bias)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+NORMS = [batch_norm, group_norm]
+
+
+def leaves(side: int = SIDE, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return images, two kernels, gain and bias; channels differ by a factor of a hundred, and lie off zero."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, CHANNELS, side, side), (CHANNELS, CHANNELS, 1, 1), (CHANNELS, CHANNELS, 3, 3), (CHANNELS,), (CHANNELS,)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    drawn[1] *= SCALES.view(-1, 1, 1, 1)
+    drawn[0] += 0.5
+    return [each.to(dtype).requires_grad_() for each in drawn]
+
+
+def forward(norm: Norm, x: Tensor, first: Tensor, second: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.conv2d(F.silu(norm(F.conv2d(x, first), gain, bias)), second)
+
+
+def gradients(norm: Norm, given: list[Tensor], mode: str | None = None) -> tuple[tuple[Tensor, ...], int]:
+    """Return the gradients, and how many saved tensors are computed again."""
+    upstream = torch.randn(4, CHANNELS, *[given[0].shape[-1] - 2] * 2, generator=torch.Generator().manual_seed(1))
+    again = 0
+    if mode is None:
+        out = forward(norm, *given)
+    else:
+        with pyactcomp.compressed(mode=mode, min_bytes=1) as c:
+            out = forward(norm, *given)
+        again = [tensor.kept for tensor in pyactcomp.report(c).tensors].count(policy.RECOMPUTED)
+    return torch.autograd.grad(out, [each for each in given if each.requires_grad], upstream.to(out.dtype)), again
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_of_a_norm_is_computed_again_and_so_is_its_activation(norm: Norm, dtype: torch.dtype) -> None:
+    given = leaves(dtype=dtype)
+    exact, _ = gradients(norm, given)
+    found, again = gradients(norm, given, "int8")
+    assert again == 2
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) <= GRADIENT_BOUND
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_lossless_gradients_are_bitwise_those_of_torch(norm: Norm) -> None:
+    given = leaves()
+    exact, _ = gradients(norm, given)
+    found, again = gradients(norm, given, "lossless")
+    assert again == 1  # the activation alone: a norm by other kernels rounds otherwise
+    assert all(torch.equal(one, other) for one, other in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_bytes_of_an_output_are_not_stored(norm: Norm) -> None:
+    with pyactcomp.compressed(min_bytes=1) as c:
+        forward(norm, *leaves())
+    stored = [tensor for tensor in pyactcomp.report(c).tensors if tensor.kept is None]
+    image = 4 * CHANNELS * SIDE * SIDE
+    assert [tensor.stored_bytes for tensor in stored] == [image + image // 64 * 4]  # the norm's input, in 8.5 bits
+
+
+@pytest.mark.parametrize(
+    ("norm", "change", "side"),
+    [
+        (batch_norm, lambda given: given[4].requires_grad_(False), SIDE),
+        (group_norm, lambda given: given[3].requires_grad_(False), SIDE),
+        (lambda x, gain, bias: batch_norm(x, gain, bias * 1), lambda given: None, SIDE),
+        (lambda x, gain, bias: group_norm(x, gain, None), lambda given: given[4].requires_grad_(False), SIDE),
+        (lambda x, gain, bias: batch_norm(x, gain, bias, training=False), lambda given: None, SIDE),
+        # Groups span channels, whose norm reads 16 bits: far from zero they would round the output, too.
+        (batch_norm, lambda given: None, 10),
+        (lambda x, gain, bias: F.silu(batch_norm(x, gain, bias), inplace=True), lambda given: None, SIDE),
+    ],
+    ids=["frozen bias", "frozen gain", "computed bias", "no bias", "evaluation", "16 bits", "overwritten"],
+)
+def test_output_of_another_norm_is_stored(norm: Norm, change: Callable[[list[Tensor]], object], side: int) -> None:
+    given = leaves(side)
+    change(given)
+    exact, _ = gradients(norm, given)
+    found, again = gradients(norm, given, "int8")
+    assert again == 1
+    for one, other in zip(found, exact, strict=True):
+        assert relative_error(one, other) <= GRADIENT_BOUND
+
+
+def test_parameters_are_those_of_the_forward() -> None:
+    given = leaves()
+    exact, _ = gradients(batch_norm, given)
+    gain, bias = nn.Parameter(given[3].detach().clone()), nn.Parameter(given[4].detach().clone())
+    with pyactcomp.compressed(min_bytes=1):
+        out = forward(batch_norm, *given[:3], gain, bias)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    gain.data, bias.data = torch.zeros(CHANNELS), torch.zeros(CHANNELS)
+    found = torch.autograd.grad(out, given[2], upstream)[0]
+    assert relative_error(found, exact[2]) <= GRADIENT_BOUND
+
+
+@pytest.mark.parametrize("freed", [3, 4], ids=["gain", "bias"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_output_is_stored_if_its_parameters_are_freed_after_the_norm(norm: Norm, freed: int) -> None:
+    given = leaves()
+    exact, _ = gradients(norm, given)
+    x, first, second, gain, bias = (nn.Parameter(each.detach().clone()) for each in given)
+    parameters = [x, first, second, gain, bias]
+    with pyactcomp.compressed(min_bytes=1):
+        y = norm(F.conv2d(x, first), gain, bias)
+        whole, parameters[freed].data = parameters[freed].data, torch.empty(0)  # as ZeRO does
+        out = F.conv2d(F.silu(y), second)
+        parameters[freed].data = whole
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, second, upstream)[0]
+    assert relative_error(found, exact[2]) <= GRADIENT_BOUND
