@@ -118,9 +118,6 @@ class _Probability(_TwoBytes):
 class _Artanh(_TwoBytes):
     """Float16 of the inverse hyperbolic tangent: relative precision for the distance from plus and minus one."""
 
-    def __init__(self, by_triton: bool) -> None:
-        pass
-
     def encode(self, source: Tensor, out: Tensor, seed: int) -> None:
         out.view(torch.float16).copy_(torch.atanh(_flat(source.detach())))
 
@@ -138,9 +135,6 @@ class _Scaled:
     _TOP = 15
     # Float32 has powers of two from -126 to 127, and the inverses of the first 126.
     _LARGEST = 126
-
-    def __init__(self, by_triton: bool) -> None:
-        pass
 
     def packed_nbytes(self, numel: int) -> int:
         return 2 * (numel + -(-numel // PART))
@@ -194,6 +188,6 @@ _KERNELS: dict[str, Callable[[bool], Kernel]] = {
     "float16": _Float16,
     "probability": lambda by_triton: _Probability(False, by_triton),
     "log_probability": lambda by_triton: _Probability(True, by_triton),
-    "artanh": _Artanh,
-    "scaled": _Scaled,
+    "artanh": lambda _: _Artanh(),
+    "scaled": lambda _: _Scaled(),
 }
