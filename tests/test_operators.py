@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import operators
 import pytest
@@ -27,7 +25,6 @@ from operators import (
     Row,
     Run,
 )
-from test_breadth import PAIRS
 from torch import Tensor
 
 OPERATORS = {dtype: {each.full_name: each for each in operators.operators(dtype)} for dtype in operators.DTYPES}
@@ -136,17 +133,6 @@ def test_a_gradient_that_is_rounding_has_no_relative_error(exact: float, outcome
 
     assert operators.judged(run, run(None), "int8")[0] == outcome
     assert operators.judged(run, run(None), "lossless")[0] == DIFFERENT
-
-
-def test_entries_that_the_documentation_names_are_there() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "exactness.md").read_text()
-    table = page.partition("### Each rule is needed")[2]
-    named = [
-        name for row in re.findall(r"^\|.*\| (.*) \|$", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)
-    ]
-    assert len(named) > 30
-    known = {*OPERATORS[torch.float32], *MODULES, *(pair.architecture for pair in PAIRS)}
-    assert [name for name in named if name not in known and not name.startswith("tests/")] == []
 
 
 def test_what_does_not_repeat_itself_is_not_a_failure() -> None:
