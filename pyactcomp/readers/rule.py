@@ -101,12 +101,13 @@ KINDS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 FUNCTION_KINDS = {
     f"pyactcomp.functional.{name}": kind
     for kind, names in {
-        Kind.LAYER: "norms.add_rms_norm._AddRmsNorm norms.rms_norm._RmsNorm norms.layer_norm._LayerNorm linear._Linear "
-        "convolutional.batch_norm._BatchNorm windows.window_attention._WindowAttention activations.silu_mul._SiluMul",
+        Kind.LAYER: "norms.add_rms_norm._AddRmsNorm norms.rms_norm._RmsNorm norms.rms_norm._FusedRmsNorm "
+        "norms.layer_norm._LayerNorm norms.layer_norm._FusedLayerNorm convolutional.batch_norm._BatchNorm "
+        "windows.window_attention._WindowAttention activations.silu_mul._SiluMul linear._Linear",
         Kind.SOFTMAX: "attention.softmax._Softmax",
         Kind.MOVES: "attention.rope._Rope windows.take_rows._TakeRows convolutional.max_pool._MaxPool",
-        Kind.ACTIVATES: "activations.gelu._Gelu activations.new_gelu._NewGelu masks.dropout._Dropout",
-        Kind.RECTIFIES: "masks.relu._Relu",
+        Kind.ACTIVATES: "activations.gelu._Gelu activations.gelu._FusedGelu activations.new_gelu._NewGelu "
+        "masks.dropout._Dropout",
         Kind.SUM: "windows.residual_add._ResidualAdd",
     }.items()
     for name in names.split()
