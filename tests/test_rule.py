@@ -67,6 +67,7 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], Maker]] = {
     "a number more": (lambda x: 1 - layer(x), Maker.OTHER),
     "constant tensor as a factor": (lambda x: layer(x) * CONSTANT, Maker.OTHER),
     "gain": (lambda x: layer(x) * GAIN, Maker.LAYER),
+    "rows behind a constant": (lambda x: torch.cat([CONSTANT[None], x]) * x[:1], Maker.OTHER),
     "quotient by a parameter": (lambda x: layer(x) / GAIN, Maker.OTHER),
     "sum of layers": (lambda x: layer(x) + layer(x).view(128, WIDTH), Maker.RESIDUAL),
     "residual stream": (lambda x: sum((layer(x) for _ in range(6)), layer(x)), Maker.RESIDUAL),

@@ -163,7 +163,7 @@ inline bool is_of_layer(Maker maker) { return Maker::kLayer <= maker && maker <=
 /// Return whether a node's result is an inverse root: a factor of a norm composed of operators.
 inline bool inverts_root(const Node* node) {
   node = unmoved(node);
-  return !is_leaf(*node) && kind_of(*node).does == Does::kInvertsRoot;
+  return node && !is_leaf(*node) && kind_of(*node).does == Does::kInvertsRoot;
 }
 
 inline bool is_gate(Maker maker) { return maker == Maker::kGate || maker == Maker::kRectified; }
