@@ -49,6 +49,7 @@ LAXER = {
     "nn.functional.glu": "only the half inside of the sigmoid takes 16 bits",
     "cross": "a graph has its products and differences alone; those of nearly parallel vectors cancel",
     "linalg.cross": "as cross",
+    "nn.functional.conv_transpose1d": "eager code asks of a product's operand that its rows are no shorter than 16",
 }
 """Operators of which a graph may ask for less than eager code, and why."""
 DATA = torch.full((1,), 1.5)

@@ -422,12 +422,12 @@ def test_profiler_shows_pack_and_unpack() -> None:
 
 def test_stochastic_rounding_differs_between_tensors_and_repeats_with_the_seed() -> None:
     x = torch.randn(64, 64)
-    leaf = x.clone().requires_grad_()
+    leaf, layer = x.clone().requires_grad_(), torch.eye(64).requires_grad_()
 
     def run(seed: int) -> tuple[Tensor, Tensor]:
         a, b = (torch.zeros(64, 64, requires_grad=True) for _ in range(2))
         with pyactcomp.compressed(min_bytes=0, rounding="stochastic", seed=seed):
-            loss = (a * (leaf * 1)).sum() + (b * (leaf * 1)).sum()
+            loss = (a * (leaf @ layer)).sum() + (b * (leaf @ layer)).sum()
         loss.backward()
         return a.grad, b.grad
 

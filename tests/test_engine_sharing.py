@@ -209,6 +209,7 @@ def test_packed_buffers_are_freed_with_their_graph() -> None:
     def alive() -> int:
         return library().counts()[0]
 
+    gc.collect()
     before = alive()
     loss = model(torch.randn(32, 64, requires_grad=True) * 1).sum()
     # Four inputs and three weights: the first layer needs no gradient of its input's factor 1.

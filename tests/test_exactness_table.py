@@ -68,6 +68,8 @@ def test_in_eager_mode(name: str) -> None:
 
 # Dynamo asks each input for its gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# Dynamo's own, of how it traces an autograd function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", rows("graph", "graph"))
 def test_through_graphs(name: str) -> None:
     assert_within_its_bound(name, "graph")

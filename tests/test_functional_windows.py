@@ -68,17 +68,20 @@ def test_16_bits_cost_no_more_than_the_dtype_whatever_the_logits(dtype: torch.dt
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_window_attention_in_16_bits_is_traced() -> None:
-    # An odd number of parts of 256 elements, each of which has an exponent.
+    # Traced, the function is torch's own. An odd number of parts of 256 elements, each of which has an exponent.
     qkv, bias, _ = inputs(4, 9, 2, 32, torch.float32, False)
 
     def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = qkv.detach().requires_grad_()
         return torch.autograd.grad(function(leaf).square().sum(), leaf)[0]
 
-    def stored(leaf: Tensor) -> Tensor:
-        return window_attention(leaf, 2, bias, None, codes=Codes(bits=16))
+    def stored(leaf: Tensor, bits: int | None = 16) -> Tensor:
+        return window_attention(leaf, 2, bias, None, codes=Codes(bits=bits))
 
-    assert torch.equal(gradient(torch.compile(stored, backend="aot_eager")), gradient(stored))
+    exact = gradient(lambda leaf: stored(leaf, None))
+    found = gradient(torch.compile(stored, backend="aot_eager"))
+    # Sums of 9 and of 32 products in another order.
+    assert float((found - exact).norm()) <= 2 * (9 + 32) * torch.finfo(torch.float32).eps * float(exact.norm())
 
 
 def test_window_attention_saves_16_bits() -> None:

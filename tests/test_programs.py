@@ -213,7 +213,7 @@ def test_the_script_of_a_failure_fails_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expression", ["F.silu(x0)", "F.gelu(x0.t())", "F.silu(x0[::2])"])
 def test_the_yardstick_rounds_what_int8_packs(expression: str) -> None:
-    program = written(f"t1 = {expression}", "t2 = F.silu(t1)", LOSS.format("t2")).namespace()
+    program = written(f"t1 = {expression} + 1", "t2 = F.silu(t1)", LOSS.format("t2")).namespace()
     options: dict[str, Any] = {"mode": "int8", "min_bytes": 1}
     plain, int8 = run(program), run(program, **options)
     with rounding_to_bfloat16():

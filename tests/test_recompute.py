@@ -385,8 +385,10 @@ def test_a_layer_norm_whose_weights_autocast_has_cast_is_kept() -> None:
 def test_an_operand_may_be_written_to_where_torch_reads_the_output_alone(mode: str) -> None:
     x, v = leaf(16, 32), leaf(16, 32, seed=1)
 
+    square = torch.eye(32).requires_grad_()
+
     def forward() -> tuple[Tensor, Tensor]:
-        source = x * 1.0
+        source = x @ square
         out = F.gelu(source)
         loss = (out * v).sum()
         with torch.no_grad():

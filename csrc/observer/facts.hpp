@@ -87,7 +87,8 @@ inline bool may_be_of_compiled_graph() {
   static PyObject* const name = PyUnicode_InternFromString("torch._functorch.aot_autograd");
   if (!PyDict_GetItemWithError(PyImport_GetModuleDict(), name)) return false;
   engine::Ref frame = engine::Ref::borrowed(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  constexpr int kCallers = 2;
+  // Two of Python's own pack a tensor where operators may be transformed; one is torch's apply.
+  constexpr int kCallers = 4;
   for (int step = 0; frame && step < kCallers; ++step) {
     auto* const running = reinterpret_cast<PyFrameObject*>(frame.get());
     const engine::Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(running)));

@@ -424,6 +424,7 @@ PyMethodDef methods[] = {
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
     {"origin", origin, METH_O, "Return the name of the operator behind a tensor, views aside."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
+    {"empty_like", empty_like, METH_O, "Return uninitialised memory with the layout and dtype of a dense tensor."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
      "Return uninitialised bytes on the device of a tensor."},
     {"progress", progress, METH_NOARGS,

@@ -100,4 +100,16 @@ inline PyObject* buffer(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   }
 }
 
+/// empty_like(tensor): return uninitialised memory with the layout and dtype of a dense tensor.
+inline PyObject* empty_like(PyObject*, PyObject* object) {
+  const at::Tensor* const tensor = tensor_of(object);
+  if (!tensor) return nullptr;
+  try {
+    return THPVariable_Wrap(empty(tensor->sizes(), tensor->strides(), tensor->scalar_type(), *tensor));
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
 }  // namespace pac::observer

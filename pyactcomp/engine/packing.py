@@ -124,7 +124,7 @@ class Packing:
             self.warned_of_compile = True
             return
         frame = sys._getframe()
-        for _ in range(4):
+        for _ in range(6):
             caller = frame.f_back
             if caller is None:
                 return

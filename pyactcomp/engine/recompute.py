@@ -380,9 +380,8 @@ def _input_of_norm(node: Node) -> Stored | None:
 
 def _batch_norm(out: Tensor, node: Any) -> Recipe | None:
     x, affine = _input_of_norm(node), _affine(node)
-    mean, inverse = _operand(node, "result1"), _operand(node, "result2")
-    kept = isinstance(mean, saved.Kept) and isinstance(inverse, saved.Kept)
-    if x is None or affine is None or not kept or not node._saved_training:
+    mean, inverse = _constant(node, "result1"), _constant(node, "result2")
+    if x is None or affine is None or mean is None or inverse is None or not node._saved_training:
         return None
 
     def compute(dtype: torch.dtype, x: Stored, mean: Stored, inverse: Stored) -> Tensor:

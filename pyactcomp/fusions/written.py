@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from ..engine.policy import PLAIN
 from ..functional.norms.own import Own
@@ -131,6 +132,8 @@ def _formula(module: Module, settings: dict[str, Any]) -> NormFormula | None:
 
 def _has_gains(module: Module) -> bool:
     """Return whether a module has nothing but a parameter or two, with one number for each element of a row."""
+    if any(p is not None and is_lazy(p) for p in module._parameters.values()):
+        return False
     shapes = [p.shape for p in module._parameters.values() if p is not None]
     alone = not module._modules and not module._buffers and 1 <= len(shapes) <= 2
     return alone and len(set(shapes)) == 1 and len(shapes[0]) == 1 and shapes[0][0] > 1

@@ -54,6 +54,9 @@ class Observer(Protocol):
     def buffer(self, tensor: Tensor, nbytes: int, /) -> Tensor:
         """Return uninitialised bytes on the device of ``tensor``."""
 
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return uninitialised memory with the layout and dtype of a dense tensor, which no callback observes."""
+
     def progress(self) -> tuple[int, int, int]:
         """Return this thread's counts of calls, of deciding calls, and of deciding calls before the running call."""
 

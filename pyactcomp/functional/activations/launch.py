@@ -49,7 +49,7 @@ class Gelu:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result for a dense x, and the packed x."""
         how = self.how
-        out, packed = observer().empty_as(x, x), buffer(x, how)
+        out, packed = observer().empty_like(x), buffer(x, how)
         self.on.launch(
             gelu_kernels,
             "gelu_forward_kernel",
@@ -139,7 +139,7 @@ def silu_mul(
         increment_version(up)
         out = up.data
     else:
-        out = observer().empty_as(gate, gate)
+        out = observer().empty_like(gate)
     exact = how.bits is None
     keeps_up = up_again is None
     # The kernels with codes take whole groups; the exact kernels take tiles without groups.

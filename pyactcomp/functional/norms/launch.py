@@ -100,7 +100,7 @@ class Norm:
         how, numel = self.how, x.numel()
         # As torch's operator copies the rows of a permuted image, or of a sequence that convolutions made.
         source, x = x, x.contiguous()
-        out = observer().empty_as(x, x) if x.dtype is dtype else torch.empty_like(x, dtype=dtype)
+        out = observer().empty_like(x) if x.dtype is dtype else torch.empty_like(x, dtype=dtype)
         if total is not None:
             packed = bytes_of(total)
             bits = 0 if residual is None else self._form.bits
