@@ -344,8 +344,8 @@ def test_codes_that_are_thrown_away_are_not_written(
     poison = 0xAB
     buffers: list[Tensor] = []
 
-    def poisoned(like: Tensor, how: Saving) -> Tensor:
-        buffers.append(shared_launch.buffer(like, how).fill_(poison))
+    def poisoned(like: Tensor, how: Saving, *numel: int) -> Tensor:
+        buffers.append(shared_launch.buffer(like, how, *numel).fill_(poison))
         return buffers[-1]
 
     for module in (activation_launch, norm_launch):
@@ -369,8 +369,8 @@ def test_what_is_run_for_its_output_alone_is_not_computed_again_from_its_codes()
 
     (grad,) = torch.autograd.grad(pyactcomp.compress(Scaled(), min_bytes=0)(x).sum(), weight)
     exact = F.gelu(x.detach().double()).cpu()
-    # As of check_gelu, and what packing the product's operand adds.
-    assert_within(grad, exact, 12 * EPS * x.detach().double().abs().cpu() + error_of(F.gelu(x.detach()), 8, 64))
+    # As of check_gelu, and the rounding to bfloat16 of the product's operand, which no layer made.
+    assert_within(grad, exact, 12 * EPS * x.detach().double().abs().cpu() + exact.abs() * 2**-9)
 
 
 # Without codes.

@@ -383,9 +383,9 @@ def test_a_layer_norm_whose_weights_autocast_has_cast_is_kept() -> None:
 
 @pytest.mark.parametrize("mode", ["int8", "lossless"])
 def test_an_operand_may_be_written_to_where_torch_reads_the_output_alone(mode: str) -> None:
-    x, v = leaf(16, 32), leaf(16, 32, seed=1)
+    x, v = leaf(16, 64), leaf(16, 64, seed=1)
 
-    square = torch.eye(32).requires_grad_()
+    square = torch.eye(64).requires_grad_()
 
     def forward() -> tuple[Tensor, Tensor]:
         source = x @ square
