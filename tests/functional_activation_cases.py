@@ -370,7 +370,7 @@ def test_what_is_run_for_its_output_alone_is_not_computed_again_from_its_codes()
     (grad,) = torch.autograd.grad(pyactcomp.compress(Scaled(), min_bytes=0)(x).sum(), weight)
     exact = F.gelu(x.detach().double()).cpu()
     # As of check_gelu, and the rounding to bfloat16 of the product's operand, which no layer made.
-    assert_within(grad, exact, 12 * EPS * x.detach().double().abs().cpu() + exact.abs() * 2**-9)
+    assert_within(grad, exact, 12 * EPS * x.detach().double().abs().cpu() + exact.abs() * 2**-8)
 
 
 # Without codes.

@@ -305,7 +305,7 @@ def test_one_launch_packs_and_one_restores_on_the_current_stream_and_under_captu
             kernel.decode(packed, out)
         graph.replay()
         expected, wanted = torch.empty_like(packed), torch.empty_like(x)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             kernel.encode(x, expected, 0)
             kernel.decode(expected, wanted)
             torch.cuda.synchronize()
