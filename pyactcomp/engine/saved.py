@@ -55,7 +55,8 @@ _CLASSES = frozenset(
 
 def __getattr__(name: str) -> Any:
     if name in _CLASSES:
-        return getattr(library(), name)
+        # The next look-up finds it without a call.
+        return globals().setdefault(name, getattr(library(), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
