@@ -1,7 +1,7 @@
 """Values behind a divisor: the derivative is largest where they are smallest, so codes are too coarse.
 
-The rule is that of ``engine/factors.py``, over a graph: what a divisor is computed from stays exact, up to an operator
-whose every result sums a whole group of elements or more.
+What a divisor is computed from stays exact, up to an operator whose every result sums a whole group of elements or
+more. Eager mode has the rule of ``readers/rule.py`` in place of this search.
 """
 
 from __future__ import annotations

@@ -392,7 +392,7 @@ def _is_divided(product: fx.Node, producers: Mapping[str, fx.Node]) -> bool:
 
 
 def _spans_magnitudes(node: fx.Node) -> bool:
-    """Return whether a value may span orders of magnitude, as ``range_of`` in ``readers/nodes.py``."""
+    """Return whether a value may span orders of magnitude."""
     waiting = deque([node])
     for _ in range(_RANGE_WALK):
         if not waiting:
