@@ -106,11 +106,9 @@ struct StoringBody {
       });
       return buffer;
     }
-    static PyObject* const name = PyUnicode_InternFromString("encode");
     const Ref bare(THPVariable_Wrap(observer::bare_tensor(given))), out(THPVariable_Wrap(buffer.tensor()));
     const Ref number = checked(PyLong_FromUnsignedLongLong(seed));
-    PyObject* const arguments[] = {kernel.get(), bare.get(), out.get(), number.get()};
-    checked(PyObject_VectorcallMethod(name, arguments, 4, nullptr));
+    rare("encode", {kernel.get(), bare.get(), out.get(), number.get()});
     return buffer;
   }
 
@@ -123,10 +121,8 @@ struct StoringBody {
                                      out.numel(), place);
       });
     } else {
-      static PyObject* const name = PyUnicode_InternFromString("decode");
       const Ref packed(THPVariable_Wrap(buffer.tensor())), target(THPVariable_Wrap(out));
-      PyObject* const arguments[] = {kernel.get(), packed.get(), target.get()};
-      checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr));
+      rare("decode", {kernel.get(), packed.get(), target.get()});
     }
     return carrier == dtype ? out : out.to(dtype);
   }

@@ -134,6 +134,7 @@ class Frame:
             self.recorder.add(tensor, f"tensor subclass {type(tensor).__name__}")
         return saved.Kept(tensor)
 
+    @never_traced
     def _report_kept(self, tensor: Tensor, name: str, reading: Reading | None) -> None:
         """Record a tensor kept for the reason of a name; codes saved by a fused function as the packed tensor."""
         assert self.recorder is not None
@@ -155,6 +156,7 @@ class Frame:
             return f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
         return str(saved.NAMES[name])
 
+    @never_traced
     def _recomputed(self, tensor: Tensor, form: Form) -> Saved | None:
         """Return the stored form of a tensor that a recipe recomputes as exactly as ``form``, or None."""
         source = source_of(tensor, observer().origin(tensor), self.packing.lossless)
@@ -176,6 +178,7 @@ class Frame:
         stored: Saved = shared if whole else saved.View(shared, layout, int(tensor.storage_offset()))
         return stored if dtype is recipe.dtype else saved.Same(stored, tensor)
 
+    @never_traced
     def _pack_cast(self, copy: Tensor, reading: Reading, form: Form) -> Saved:
         """Pack the output of a cast, once for all equal casts of one tensor: autocast makes three for q, k and v."""
         node = producer(copy)[1]
@@ -202,6 +205,7 @@ class Frame:
             copies[part] = ref(new)
         return new
 
+    @never_traced
     def _sharded(self, tensor: Tensor, whole: Tensor, reading: Reading, form: Form) -> Saved | None:
         """Store this process's shard of a tensor gathered from those of several processes; None if it is none.
 
@@ -212,6 +216,7 @@ class Frame:
         found = gathering(tensor, whole)
         return None if found is None else store_shard(tensor, form, found, self.packing, self.hooks)
 
+    @never_traced
     def _pack_for_checkpoint(self, tensor: Tensor, whole: Tensor, reading: Reading, form: Form) -> Saved:
         """Pack the input of a checkpointed block, exact if the block takes decisions from values."""
         calls, decisions, before = observer().progress()
@@ -239,6 +244,7 @@ class Frame:
             return BFLOAT16 if tensor.itemsize > HALF_BYTES else ITSELF
         return form
 
+    @never_traced
     def _decide_pending(self) -> None:
         """Store the inputs of the last checkpointed block: by now the block's decisions are known."""
         if not self._pending:

@@ -30,6 +30,7 @@ from ..readers.forms import (
     Reading,
 )
 from ..readers.rule import Maker, Partner
+from ..torch_private import never_traced
 from . import saved
 from .halves import form_kernel
 from .marks import compiled_mark
@@ -56,10 +57,12 @@ class Packing:
         """What the library remembers of :meth:`form_for`, :meth:`storing` and :meth:`narrow_storing`."""
         return saved.Decisions()
 
+    @never_traced
     def next_seed(self) -> int:
         """Return the seed of the next tensor to round stochastically."""
         return self.seeds.next()
 
+    @never_traced
     def storing(self, tensor: Tensor, form: Form) -> saved.Storing | None:
         """Return how to store a tensor in a form; booleans always take one bit an element.
 
@@ -90,6 +93,7 @@ class Packing:
         carrier, positive = CARRIER[dtype], form is POSITIVE
         return bind(config.impl, carrier, config.bits, config.group_size, self.stochastic, positive, device)
 
+    @never_traced
     def form_for(self, tensor: Tensor, reading: Reading, maker: Maker, partner: Partner) -> Form:
         """Return the form in which to store an operand: the rule's, as the configuration and the dtype allow."""
         config = self.config

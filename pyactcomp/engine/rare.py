@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..codec import layouts
+from ..codec.kernels import Kernel
 from ..codec.layouts import Layout
 from ..errors import PyactcompError
 from ..readers.forms import ARTANH, AS_CODES, ITSELF, POSITIVE, PROBABILITY, Form
@@ -98,6 +99,18 @@ def refuse_reader(node: str, form: Form, shape: tuple[int, ...]) -> None:
             f"{form.name}. Please report this; until then pass skip=[...] with the module that runs the operator, or "
             "mode='lossless'."
         )
+
+
+@for_library
+def encode(kernel: Kernel, source: Tensor, out: Tensor, seed: int) -> None:
+    """Pack by a kernel in Python."""
+    kernel.encode(source, out, seed)
+
+
+@for_library
+def decode(kernel: Kernel, packed: Tensor, out: Tensor) -> None:
+    """Restore by a kernel in Python."""
+    kernel.decode(packed, out)
 
 
 @for_library

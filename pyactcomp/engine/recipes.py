@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codec.layouts import arranged, layout_of
+from ..torch_private import never_traced
 from . import saved
 from .rare import ModifiedError, check_version
 from .saved import LeafMemory
@@ -116,6 +117,7 @@ class Recipe:
         """Return whether ``tensor`` still equals the recomputed output: same storage, and no write since."""
         return self.storage() is tensor.untyped_storage() and tensor._version == self.version
 
+    @never_traced
     def compute(self, dtype: torch.dtype) -> Tensor:
         """Recompute the output in the original layout, or raise autograd's error if an operand was written to.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from ..torch_private import SavedTensorHooks, top_saved_tensor_hooks
+from ..torch_private import SavedTensorHooks, never_traced, top_saved_tensor_hooks
 from ..torch_private.distributed import local_tensor
 from . import policy
 from .marks import Packs, compiles_itself
@@ -208,6 +208,7 @@ class Recorder:
         self._storages.clear()
         self._run = None
 
+    @never_traced
     def add(self, tensor: Tensor, kept: str | None, packed: int = 0, unknown: str | None = None) -> None:
         """Record a saved tensor: kept for a reason, or packed in ``packed`` bytes of its own.
 

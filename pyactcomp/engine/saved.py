@@ -17,7 +17,7 @@ from ..codec.kernels import Kernel
 from ..codec.layouts import Layout
 from ..readers.forms import Form
 from ..readers.observer import Observer, observer
-from ..torch_private import StoredForm
+from ..torch_private import StoredForm, never_traced
 
 Named = TypeVar("Named", bound=Callable[..., object])
 
@@ -35,8 +35,11 @@ SAVING_THEIR_RESULT = frozenset(f"{name}Backward0" for name in ("Softmax", "LogS
 
 
 def for_library(function: Named) -> Named:
-    """Let the library call a function, by its name, where something rare happens."""
-    NAMES[function.__name__] = function
+    """Let the library call a function, by its name, where something rare happens.
+
+    What the library calls is never traced: a saved tensor is packed also where torch.compile looks at each new frame.
+    """
+    NAMES[function.__name__] = never_traced(function)
     return function
 
 
@@ -231,6 +234,7 @@ class Pending(StoredForm):
     def __init__(self, stored: Saved) -> None:
         self.stored = stored
 
+    @never_traced
     def restore(self) -> Tensor:
         """Return the tensor."""
         return self.stored.restore()
@@ -249,6 +253,7 @@ class LeafMemory(StoredForm):
         """The memory as a tensor."""
         return self._kept.tensor
 
+    @never_traced
     def restore(self) -> Tensor:
         """Return the tensor, or raise autograd's error if it was written to."""
         return self._kept.restore()
@@ -267,6 +272,7 @@ class Distributed(StoredForm):
         self._local = local
         self._spec = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
+    @never_traced
     def restore(self) -> Tensor:
         """Return the DTensor around the restored local tensor, or raise autograd's error if it was written to."""
         from torch.distributed.tensor import DTensor
