@@ -64,9 +64,7 @@ def activation() -> None:
             assert [each.numel() for each in saved] == [packed_nbytes(numel, bits, group_size)]
             assert_codes_saved(saved, x, bits, group_size, None)
             (found,) = torch.autograd.grad(out, leaf, grad)
-            # Kernels compute in float32, and round what they restore no further.
-            computed = torch.float32 if impl == "triton" else dtype
-            restored = dequantize(Packed(saved[0], (numel,), (1,), computed, bits, group_size), impl="reference")
+            restored = dequantize(Packed(saved[0], (numel,), (1,), dtype, bits, group_size), impl="reference")
             # The second derivative is at most 0.851.
             for values, stored in ((x, 0.851 * error_of(x, bits, group_size)), (restored, 0.0)):
                 wide = values.double().requires_grad_()
@@ -74,7 +72,7 @@ def activation() -> None:
                 (expected,) = torch.autograd.grad(exact, wide, grad.double())
                 # A dozen operations on magnitudes of at most |x|, or of at most 1.2 in the derivative, whose 1 - s
                 # cancels.
-                eps, a, g = torch.finfo(computed).eps, wide.detach().abs(), grad.double().abs()
+                eps, a, g = torch.finfo(dtype).eps, wide.detach().abs(), grad.double().abs()
                 if values is x:
                     assert_within(out, exact.detach(), 12 * eps * a)
                 assert_within(found, expected, (stored + (1.2 * 12 + 2 * 1.702 * a) * eps) * g)
