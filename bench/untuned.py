@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -190,6 +191,8 @@ def _llama_lora(tiny: bool) -> nn.Module:
 
 
 def _detr(tiny: bool) -> nn.Module:
+    # The loss matches boxes by it, and says so only once it runs.
+    importlib.import_module("scipy.optimize")
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
     backbone: dict[str, Any] = {
