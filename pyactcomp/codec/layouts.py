@@ -141,14 +141,6 @@ def rows_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Rows | None:
     return Rows(length, pitch - length) if pitch else None
 
 
-def without_expanded(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return the tensor with each expanded dimension (stride 0) narrowed to one element."""
-    for dim, step in enumerate(layout.stride):
-        if step == 0 and layout.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def overlaps(layout: Layout) -> bool:
     """Return whether elements may overlap in memory: a stride is below the extent of smaller-stride dimensions."""
     extent = 1

@@ -37,8 +37,6 @@ from .packing import Packing
 _LONGEST_WALK = 8
 # Autocast casts what was gathered.
 _PASSED = VIEWS | {CAST}
-GATHERED = frozenset((REDISTRIBUTED, TO_LOCAL, FROM_LOCAL, ""))
-"""Names of the producer of a tensor that may hold the result of an all-gather; a local tensor's base has none."""
 
 
 class Shards:

@@ -458,20 +458,3 @@ def offer_exact_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
     # stored once instead.
     recipe = Recipe(out, compute, affine, depth=_depth(x) + 1, casts=False, exact=is_exact(x), forms=(x,))
     RECIPE.set(node, recipe)
-
-
-def is_fresh_cast(copy: Tensor, parameter: Tensor, cast: Node) -> bool:
-    """Return whether casting ``parameter`` again gives ``copy`` or its base: same layout, never written to."""
-    whole = copy if copy._base is None else copy._base
-    return (
-        whole.grad_fn is cast
-        and whole._version == 0
-        and whole.dtype is copy.dtype
-        and whole.storage_offset() == 0
-        and whole.size() == parameter.size()
-        # A cast keeps the strides of a dense tensor unless a memory format was requested.
-        and whole.stride() == parameter.stride()
-        and parameter.device == copy.device
-        and type(parameter) in PLAIN
-        and layout_of(parameter).dense
-    )

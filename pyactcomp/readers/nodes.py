@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Parameter
 
 
 def _backward(names: str) -> frozenset[str]:
@@ -47,11 +46,3 @@ def source(node: Any) -> tuple[Any, int]:
         if node is None or node.name() not in _RESHAPES:
             return node, number
     return None, 0
-
-
-def cast_parameter(node: Node) -> Tensor | None:
-    """Return the parameter read by a cast, or None if the cast reads another tensor."""
-    leaf: Any = node.next_functions[0][0]
-    # The type's name first: getattr on a node without `variable` costs as much as the rest of this function.
-    variable = leaf.variable if type(leaf).__name__ == "AccumulateGrad" else None
-    return variable if isinstance(variable, Parameter) else None
