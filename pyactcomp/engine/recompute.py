@@ -41,8 +41,6 @@ Stored = Any
 """A Kept, LeafMemory, Region, View or FromRecipe."""
 
 _LAYER_NORM = "NativeLayerNormBackward0"
-# Nodes that offered a recipe, by name. The nodes of all others are spared the look-up, for which torch makes a dict.
-_OFFERING = set(OFFERING)
 
 
 def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
@@ -60,14 +58,14 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     """
     if being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
-    _OFFERING.add(type(ctx).__name__)
+    OFFERING.add(type(ctx).__name__)
     observer().note_offering(type(ctx))
     RECIPE.set(ctx, Recipe(out, None) if saves_are_dropped() else Recipe(out, compute, operands))
 
 
 def withdraw(ctx: Any) -> None:
     """Release the operands of an offered recipe, as backward releases saved tensors; saved forms keep their own."""
-    if type(ctx).__name__ in _OFFERING and not graph_is_retained():
+    if type(ctx).__name__ in OFFERING and not graph_is_retained():
         RECIPE.drop(ctx)
 
 
@@ -118,7 +116,7 @@ def source_of(tensor: Tensor, origin: str, bitwise: bool = False) -> tuple[Recip
     build = _OPERATORS.get(origin)
     if bitwise and origin in _NORMS:
         build = None
-    if build is None and origin not in _OFFERING:
+    if build is None and origin not in OFFERING:
         return None
     recipe = RECIPE.get(out)
     if recipe is None:
@@ -405,6 +403,7 @@ def _group_norm(out: Tensor, node: Any) -> Recipe | None:
     return Recipe(out, compute, affine, depth=_depth(x) + 1, forms=(x,))
 
 
+# Their recipes round otherwise than the forward, and serve no lossless mode.
 _NORMS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
     "NativeBatchNormBackward0": _batch_norm,
     "CudnnBatchNormBackward0": _batch_norm,
@@ -412,8 +411,6 @@ _NORMS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
     _LAYER_NORM: _norm,
     "FusedRmsNormBackward0": _norm,
 }
-# Their recipes round otherwise than the forward, and serve no lossless mode.
-
 _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
     **_NORMS,
     "GeluBackward0": _gelu,
@@ -421,6 +418,7 @@ _OPERATORS: dict[str, Callable[[Tensor, Node], Recipe | None]] = {
     "MulBackward0": _mul,
     "NativeDropoutBackward0": _dropout_of_result,
 }
+OFFERING.update(_OPERATORS)
 
 
 def offer_norm(out: Tensor) -> None:

@@ -24,12 +24,8 @@ Named = TypeVar("Named", bound=Callable[..., object])
 NAMES: dict[str, object] = {}
 """What the library asks of Python by name: constants, and functions for what happens rarely."""
 
-OFFERING = frozenset(
-    f"{name}Backward0"
-    for name in "NativeBatchNorm CudnnBatchNorm NativeGroupNorm NativeLayerNorm FusedRmsNorm Gelu Silu Mul "
-    "NativeDropout".split()
-)
-"""Nodes whose results may be recomputed; for functions written in Python ``note_offering`` tells."""
+OFFERING: set[str] = set()
+"""Nodes whose results may be recomputed, by name; the nodes of all others are spared the look-up of a recipe."""
 
 SAVING_THEIR_RESULT = frozenset(f"{name}Backward0" for name in ("Softmax", "LogSoftmax", "Tanh", "Sigmoid"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Set
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class Observer(Protocol):
     def note_offering(self, function: type) -> None:
         """Note that results of an autograd function may be recomputed, given the class of its nodes."""
 
-    def configure_engine(self, names: dict[str, object], offering: frozenset[str], storing: frozenset[str]) -> None:
+    def configure_engine(self, names: dict[str, object], offering: Set[str], storing: Set[str]) -> None:
         """Set what the library asks by name, and the names of nodes whose results are recomputed, or stored."""
 
     def __getattr__(self, name: str) -> Any:
