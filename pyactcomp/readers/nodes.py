@@ -7,16 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .rule import KINDS, Kind
+
 
 def _backward(names: str) -> frozenset[str]:
     """Return the names of the nodes of operators."""
     return frozenset(f"{name}Backward0" for name in names.split())
 
 
-VIEWS = _backward(
-    "T Transpose View UnsafeView ReshapeAlias Permute Unsqueeze Squeeze Expand Alias Slice Select Split Unbind "
-    "AsStrided"
-)
+VIEWS = _backward(" ".join(name.title().replace("_", "") for name, kind in KINDS.items() if kind is Kind.VIEW))
 _LONGEST_WALK = 8
 # Views with the elements in the same order.
 _RESHAPES = _backward("View UnsafeView ReshapeAlias Alias Unsqueeze Squeeze")
