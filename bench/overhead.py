@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -138,25 +138,31 @@ class Chains:
         return (ours[0] - plain[0]) * 1e3
 
 
+def _beyond(plain: Sequence[Times], ours: Sequence[Times]) -> Row:
+    """Return what forward and backward of the same rounds take beyond the plain ones, for a tensor."""
+    pack, unpack = ([b[i] - a[i] for a, b in zip(plain, ours, strict=True)] for i in (0, 1))
+    return {
+        "pack_us": quantile(pack, 0.5),
+        "unpack_us": quantile(unpack, 0.5),
+        "sum_us": quantile([a + b for a, b in zip(pack, unpack, strict=True)], 0.5),
+        "samples_pack_us": pack,
+        "samples_unpack_us": unpack,
+    }
+
+
 def measure(options: Options) -> Row:
     """Return the figures of one row."""
     device = options.device
     length, rounds = (TINY_LENGTH, 3) if options.tiny else (LENGTH, ROUNDS)
     chains = Chains(device, length)
     plain, ours = zip(*(chains.saving() for _ in range(rounds)), strict=True)
-    pack = [b[0] - a[0] for a, b in zip(plain, ours, strict=True)]
-    unpack = [b[1] - a[1] for a, b in zip(plain, ours, strict=True)]
     with torch.no_grad():
         breakdown = launches(chains.x.detach(), length, device)
     return {
         "tensors": length,
         "nbytes": NBYTES,
-        "pack_us": quantile(pack, 0.5),
-        "unpack_us": quantile(unpack, 0.5),
-        "sum_us": quantile([a + b for a, b in zip(pack, unpack, strict=True)], 0.5),
+        **_beyond(plain, ours),
         "drain_us": quantile([b[2] for b in ours], 0.5),
-        "samples_pack_us": pack,
-        "samples_unpack_us": unpack,
         "plain_forward_us": quantile([a[0] for a in plain], 0.5),
         "plain_backward_us": quantile([a[1] for a in plain], 0.5),
         **breakdown,
@@ -169,14 +175,7 @@ def measure_hook(options: Options) -> Row:
     chains = Chains(options.device, length)
     context = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
     plain, hooked = zip(*(chains.saving(context) for _ in range(rounds)), strict=True)
-    pack, unpack = ([b[i] - a[i] for a, b in zip(plain, hooked, strict=True)] for i in (0, 1))
-    return {
-        "tensors": length,
-        "nbytes": NBYTES,
-        "pack_us": quantile(pack, 0.5),
-        "unpack_us": quantile(unpack, 0.5),
-        "sum_us": quantile([a + b for a, b in zip(pack, unpack, strict=True)], 0.5),
-    }
+    return {"tensors": length, "nbytes": NBYTES, **_beyond(plain, hooked)}
 
 
 def measure_transformer(options: Options) -> Row:
