@@ -76,6 +76,7 @@ class Packing:
         carrier = CARRIER[dtype] if form.need == CODES else dtype
         return saved.Storing(dtype, carrier, form, kernel, kernel.packed_nbytes(numel))
 
+    @never_traced
     def narrow_storing(self, tensor: Tensor, dtype: torch.dtype) -> saved.Storing | None:
         """Return how to store the result of a cast from a narrower dtype without loss, or None as :meth:`storing`."""
         try:

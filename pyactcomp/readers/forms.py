@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_private import never_traced
+
 # Needs, ordered by strictness. The bits of a comparison serve only the same comparison, see `Form.serves`.
 SHAPE, BITS, CODES, RELATIVE, EXACT = range(5)
 
@@ -75,6 +77,7 @@ class Form(NamedTuple):
     need: int
     comparison: Comparison | None = None
 
+    @never_traced
     def serves(self, wanted: Form) -> bool:
         """Return whether a tensor stored in this form also serves a reader of the form ``wanted``."""
         if wanted.need in (SHAPE, BITS) or self.need == BITS:
@@ -159,6 +162,7 @@ class Reading:
             return f"{self.operator}: not in the table of readers, kept exact"
         return f"{self.operator}({self.operand}): {self.why}"
 
+    @never_traced
     def given(self, scalars: Mapping[int, object]) -> Reading:
         """Return the reading for a call with the given scalar arguments, by position."""
         if self.by_scalars is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 import torch
@@ -128,8 +128,15 @@ def observer() -> Observer:
         raise ImplementationUnavailableError(
             f"pyactcomp cannot compress here: {missing}. Compiling takes about {duration}"
         )
-    tables = lookup.of_operator, lookup.of_function, lookup.weakest_need, lookup.kind_of
-    library.configure(*tables, DECIDING, CHOOSING, DIVIDING, tuple(Maker), tuple(Partner))
+    look_ups: tuple[Callable[..., Any], ...] = (
+        lookup.of_operator,
+        lookup.of_function,
+        lookup.weakest_need,
+        lookup.kind_of,
+    )
+    # Tensors are saved also where torch.compile looks at each new frame.
+    untraced = [torch_private.never_traced(each) for each in look_ups]
+    library.configure(*untraced, DECIDING, CHOOSING, DIVIDING, tuple(Maker), tuple(Partner))
     lookup.on_change.append(library.forget)
     return library
 
