@@ -84,6 +84,10 @@ class Memory {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_{c10::intrusive_ptr<c10::StorageImpl>()};
 };
 
+inline std::uint32_t version_of(const at::Tensor& tensor) {
+  return torch::autograd::impl::version_counter(tensor).current_version();
+}
+
 /// The version of a saved tensor, and its counter: tells of later writes without holding the tensor.
 struct Version {
   c10::VariableVersion counter;
@@ -200,14 +204,12 @@ struct Kept : Stored {
   }
 
   void hold(const at::Tensor& tensor) {
-    version = torch::autograd::impl::version_counter(tensor).current_version();
+    version = version_of(tensor);
     leaf = tensor.is_leaf() && tensor.has_storage();
     buffer = Buffer(tensor.is_leaf() ? tensor : observer::bare_tensor(tensor));
     if (leaf) memory = Memory(tensor);
   }
-  bool unchanged() const {
-    return torch::autograd::impl::version_counter(buffer.tensor()).current_version() == version;
-  }
+  bool unchanged() const { return version_of(buffer.tensor()) == version; }
   at::Tensor restore() override {
     if (buffer && !unchanged()) {
       const Ref tensor(THPVariable_Wrap(buffer.tensor())), expected(PyLong_FromUnsignedLong(version));
@@ -266,7 +268,7 @@ struct Recast : Versioned {
 
   at::Tensor restore() override {
     seen.check(layout.sizes);
-    if (torch::autograd::impl::version_counter(parameter).current_version() != of_parameter) {
+    if (version_of(parameter) != of_parameter) {
       const Ref leaf(THPVariable_Wrap(parameter)), expected(PyLong_FromUnsignedLong(of_parameter));
       const Ref kind(dtype_object(seen.dtype));
       rare("refuse_changed_parameter", {leaf.get(), expected.get(), kind.get(), names.get()});

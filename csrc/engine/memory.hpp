@@ -23,10 +23,6 @@ inline bool is_exact_cast(at::ScalarType from, at::ScalarType to) {
   return (half && (to == at::kFloat || to == at::kDouble)) || (from == at::kFloat && to == at::kDouble);
 }
 
-inline std::uint32_t version_of(const at::Tensor& tensor) {
-  return torch::autograd::impl::version_counter(tensor).current_version();
-}
-
 inline bool is_dense(const at::TensorBase& tensor) {
   return tensor.numel() == 0 || tensor.is_non_overlapping_and_dense();
 }

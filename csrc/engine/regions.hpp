@@ -108,8 +108,7 @@ struct Region : Shared {
 
   /// Return whether the codes provably match a tensor at the same address with as many elements.
   bool still_holds(const at::Tensor& source, std::int64_t current) const {
-    return memory.is_of(source) && !seen.moved() &&
-           torch::autograd::impl::version_counter(source).current_version() == seen.saved &&
+    return memory.is_of(source) && !seen.moved() && version_of(source) == seen.saved &&
            seen.dtype == source.scalar_type() && stream == current;
   }
 
