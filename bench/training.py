@@ -195,8 +195,9 @@ def memory_of_step(trainer: Trainer) -> Row:
 
 def kernels_of(events: Iterable[Any]) -> Row:
     """Return how many kernels and copies ran on the GPU, and the milliseconds of all, from a profile's events."""
-    # A range that a program names is an event of the GPU too, and spans the kernels in it.
-    ran = [e for e in events if e.device_type is DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
+    # A range that a program names is an event of the GPU too, and spans the kernels in it. Each event makes its own
+    # object for the type of its device: compare by value.
+    ran = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     return {"kernels": len(ran), "kernels_ms": sum(event.time_range.elapsed_us() for event in ran) / 1e3}
 
 

@@ -233,7 +233,8 @@ def test_kernels_are_summed_without_the_ranges_around_them() -> None:
 
     def event(device: DeviceType, microseconds: float, **more: bool) -> SimpleNamespace:
         time_range = SimpleNamespace(elapsed_us=lambda: microseconds)
-        return SimpleNamespace(device_type=device, time_range=time_range, **more)
+        # A profile's events hold an object of their own, equal to the name in DeviceType.
+        return SimpleNamespace(device_type=DeviceType(device.value), time_range=time_range, **more)
 
     events = [
         event(DeviceType.CUDA, 1500.0, is_user_annotation=False),
