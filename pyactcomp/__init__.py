@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import functional
 from ._version import __version__
+from .checkpoint import checkpoint, use_checkpoint
 from .codec import Packed, dequantize, ops, quantize
 from .compress import compress, compressed, decompress
 from .config import Config
@@ -25,6 +26,7 @@ __all__ = [
     "Verification",
     "__version__",
     "allocator",
+    "checkpoint",
     "compress",
     "compressed",
     "decompress",
@@ -34,6 +36,7 @@ __all__ = [
     "quantize",
     "register_reader",
     "report",
+    "use_checkpoint",
     "verify",
 ]
 

@@ -20,6 +20,7 @@ from torch.nn import LayerNorm, Module, RMSNorm
 from torch.utils.hooks import RemovableHandle
 
 from . import codec, fusions
+from .checkpoint import StoredCheckpoint, drop_checkpoints, stored_checkpoints
 from .codec import Impl, Rounding
 from .compiled import marks
 from .compiled.blocks import called, reason_unavailable, repeating_blocks
@@ -178,7 +179,8 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
 def paused(model: Module) -> Iterator[None]:
     """Switch off the compression of a model and of all its modules inside a ``with`` block."""
     classes = [(module, type(module)) for module in model.modules()]
-    states: list[Session | FusionState] = [session for _, session in _sessions(model)]
+    states: list[Session | FusionState | StoredCheckpoint] = [session for _, session in _sessions(model)]
+    states += stored_checkpoints(model)
     fusion_states = (FUSING.get(module) for module in model.modules())
     states += {id(state): state for state in fusion_states if state is not None}.values()
     before = [state.paused for state in states]
@@ -423,7 +425,7 @@ def _remove_hooks(model: Module) -> None:
 
 
 def decompress(model: Module) -> Module:
-    """Undo :func:`compress`.
+    """Undo :func:`compress`, and :func:`use_checkpoint` on the same model.
 
     Parameters
     ----------
@@ -454,6 +456,7 @@ def decompress(model: Module) -> Module:
     marks.unmark(model)
     unfuse(model)
     _remove_hooks(model)
+    drop_checkpoints(model)
     _roots.discard(model)
     return model
 

@@ -15,13 +15,14 @@ PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 # Room, or file that stands by itself -> the rooms that it may import; top first.
 ALLOWED = {
     "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
-    | {"verify"},
+    | {"checkpoint", "verify"},
     "__main__": {"cli"},
     "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "snapshots"} | {"torch_private"},
     "integrations": {"compress", "report"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
     "report": {"compiled", "compress", "engine", "fusions"},
-    "compress": {"codec", "compiled", "config", "engine", "errors", "fusions", "readers"},
+    "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "readers"},
+    "checkpoint": {"config", "engine", "errors", "readers", "torch_private"},
     "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},

@@ -150,6 +150,7 @@ class Recorder:
         self.is_dry = False
         self.hooks_inside: str | None = None
         self._run: object = None
+        self._opened = 0
         self._modules = [""]
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
         self._handles = []
@@ -192,12 +193,16 @@ class Recorder:
         self.gradient_bytes[name] = sum(p.numel() * p.itemsize for p in own)
 
     def open(self) -> None:
-        """Make :func:`is_recording` true in this thread."""
+        """Make :func:`is_recording` true in this thread; calls nest."""
+        self._opened += 1
         _recording.forwards = getattr(_recording, "forwards", 0) + 1
 
     def close(self) -> None:
-        """Remove the hooks and the references to modules and storages; the records stay."""
+        """Undo one :meth:`open`; the last removes the hooks and the references to modules and storages."""
         _recording.forwards -= 1
+        self._opened -= 1
+        if self._opened:
+            return
         # Count now: a lazy module has no parameters before the first forward.
         for name, module in self._tracked:
             self._count_gradients(name, module)

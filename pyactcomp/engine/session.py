@@ -45,7 +45,7 @@ def close_interrupted(module: Module) -> None:
             session.drop(frame)
 
 
-def _close(frame: Frame) -> None:
+def close_frame(frame: Frame) -> None:
     """Close a frame; hooks that the forward left open on top stay active, as without the frame."""
     top = top_saved_tensor_hooks()
     if top is not None and frame_of(top[0]) is frame:
@@ -126,7 +126,7 @@ class Session(Packing):
         stack = self._stack()
         frame = stack.pop() if stack else None
         if frame is not None:
-            _close(frame)
+            close_frame(frame)
             if completed and frame.recorder is not None:
                 self._keep_record(frame.recorder)
 
@@ -164,14 +164,14 @@ class Session(Packing):
         stack = self._stack()
         if frame in stack:
             del stack[stack.index(frame) :]
-        _close(frame)
+        close_frame(frame)
 
     def drop_all(self) -> None:
         """Close all frames of this thread, innermost first."""
         while stack := self._stack():
             frame = stack.pop()
             if frame is not None:
-                _close(frame)
+                close_frame(frame)
 
     def _new_frame(self, module: Module | None) -> Frame:
         records = self.recorder is None and torch.is_grad_enabled()
