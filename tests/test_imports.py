@@ -18,7 +18,7 @@ ALLOWED = {
     | {"checkpoint", "verify"},
     "__main__": {"cli"},
     "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "snapshots"} | {"torch_private"},
-    "integrations": {"compress", "report"},
+    "integrations": {"checkpoint", "compress", "errors", "report"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
     "report": {"compiled", "compress", "engine", "fusions"},
     "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "readers"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import io
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import distributed_worker as worker
 import pytest
 import torch
 from exactness_checks import BAR, distance
+from test_integrations import arguments
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from works_with import Block, regression
 
 import pyactcomp
+from pyactcomp.integrations.transformers import CompressionCallback
 
 transformers = pytest.importorskip("transformers")
 
@@ -280,6 +283,88 @@ def test_verify_compares_with_plain_checkpointing() -> None:
     verification = pyactcomp.verify(model, inputs, lambda output: nn.functional.mse_loss(output, targets))
     # The norm of the difference is summed in another order, over fewer than 2**20 elements.
     assert verification.error == pytest.approx(error, rel=2.0**-12)
+
+
+# Trainers.
+
+
+made: list[nn.Module] = []
+
+
+def stored(model: nn.Module) -> list[Any]:
+    """Return what use_checkpoint has put into a model."""
+    cls = importlib.import_module("pyactcomp.checkpoint").StoredCheckpoint
+    return [each for each in functions(model) if isinstance(each, cls)]
+
+
+def trained(tmp_path: Path, callback: CompressionCallback | None, **more: Any) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    model = llama()
+    made.append(model)
+    rows = [{"input_ids": row, "labels": row} for row in TEXT]
+    trainer = transformers.Trainer(
+        model,
+        arguments(transformers.TrainingArguments, tmp_path, **more),
+        train_dataset=rows,
+        callbacks=[callback] if callback else [],
+    )
+    trainer.train()
+    assert not stored(model)
+    return tuple(p.detach() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:nothing was compressed:UserWarning")
+def test_the_callbacks_keyword(tmp_path: Path) -> None:
+    plain = trained(tmp_path, None, gradient_checkpointing=True)
+    results = {
+        store: trained(tmp_path, CompressionCallback(mode="lossless", checkpoint=store), gradient_checkpointing=True)
+        for store in ("exact", "int8")
+    }
+    assert distance(results["exact"], plain) == 0
+    assert distance(results["int8"], plain) > 0
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+        trained(tmp_path, CompressionCallback(checkpoint="int8"))
+    with pytest.raises(pyactcomp.PyactcompError, match="not compressed"):
+        pyactcomp.report(made.pop())
+    with pytest.raises(ValueError, match="checkpoint must be one of"):
+        CompressionCallback(checkpoint="int4")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("implementation", [None, CheckpointImpl.NO_REENTRANT], ids=["plain", "checkpointed"])
+def test_lightnings_keyword(implementation: CheckpointImpl | None) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+    compression = importlib.import_module("pyactcomp.integrations.lightning").Compression
+    during: list[int] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Wrapped(implementation)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            during.append(len(stored(self)))
+            return of_regression(self.model)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[compression(checkpoint="int8")], **quiet)
+    fit = functools.partial(trainer.fit, module, torch.utils.data.DataLoader(torch.ones(2), batch_size=2))
+    if implementation is None:
+        with pytest.raises(ValueError, match="checkpoint_wrapper"):
+            fit()
+    else:
+        fit()
+    assert during == ([] if implementation is None else [BLOCKS])
+    assert stored(module) == []
+    with pytest.raises(pyactcomp.PyactcompError, match="not compressed"):
+        pyactcomp.report(module)
+    with pytest.raises(ValueError, match="checkpoint must be one of"):
+        compression(checkpoint="int4")
 
 
 # Two processes.

@@ -7,7 +7,9 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
+from ..checkpoint import STORES, Store, use_checkpoint
 from ..compress import MODULE_OPTIONS, compress, compressed, decompress
+from ..errors import check_choice
 from ..report import Report, report
 
 
@@ -25,6 +27,9 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
 
     Parameters
     ----------
+    checkpoint : {"int8", "exact"}, optional
+        How to store the inputs of checkpointed blocks, as in :func:`pyactcomp.use_checkpoint`; enable checkpointing
+        before fitting, as in ``configure_model``. Without, they are stored as ``mode`` says.
     **options
         Options of :func:`pyactcomp.compress`. ``fuse_head=True`` needs a transformers language model with the loss
         computed from ``labels`` inside the model; a loss computed from logits in ``training_step`` is compressed
@@ -46,8 +51,11 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
     True
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, checkpoint: Store | None = None, **options: Any) -> None:
         super().__init__()
+        if checkpoint is not None:
+            check_choice("checkpoint", checkpoint, STORES)
+        self.checkpoint = checkpoint
         self.options = options
         self.report: Report | None = None
 
@@ -55,6 +63,12 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
         """Compress the module, and run ``training_step`` (called instead of the module) inside ``compressed``."""
         around = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
         compress(pl_module, **self.options)
+        if self.checkpoint is not None:
+            try:
+                use_checkpoint(pl_module, store=self.checkpoint)
+            except ValueError:
+                decompress(pl_module)
+                raise
         self._step = compressed(pl_module, **around)
         pl_module.training_step = self._step(pl_module.training_step)
 

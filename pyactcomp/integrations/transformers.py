@@ -10,7 +10,9 @@ from weakref import WeakKeyDictionary
 from torch.nn import Module
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..checkpoint import STORES, Store, use_checkpoint
 from ..compress import MODULE_OPTIONS, compress, compressed, decompress
+from ..errors import check_choice
 from ..report import Report, report
 
 # The callback that compressed a model: a training that was interrupted leaves the model compressed.
@@ -22,6 +24,10 @@ class CompressionCallback(TrainerCallback):
 
     Parameters
     ----------
+    checkpoint : {"int8", "exact"}, optional
+        How to store the inputs of checkpointed blocks, as in :func:`pyactcomp.use_checkpoint`; needs
+        ``gradient_checkpointing=True`` in the trainer's arguments or another way to checkpoint. Without, they are
+        stored as ``mode`` says.
     **options
         Options of :func:`pyactcomp.compress`. ``fuse_head=True`` takes the loss of the *model* in chunks. With
         ``label_smoothing_factor`` or ``compute_loss_func`` the trainer computes the loss from the model's logits, and
@@ -37,7 +43,8 @@ class CompressionCallback(TrainerCallback):
     ValueError
         When the trainer is created or training begins, if the trainer offloads activations or, with ``fuse_head=True``,
         has its own fused head, reads the logits (``SFTTrainer`` of TRL below 1), or has replaced the forward of the
-        model (mixed precision; pass the callback to ``Trainer(callbacks=[...])``).
+        model (mixed precision; pass the callback to ``Trainer(callbacks=[...])``). With ``checkpoint``, if no module
+        checkpoints; the model is then plain again.
 
     Examples
     --------
@@ -50,7 +57,10 @@ class CompressionCallback(TrainerCallback):
     0
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, checkpoint: Store | None = None, **options: Any) -> None:
+        if checkpoint is not None:
+            check_choice("checkpoint", checkpoint, STORES)
+        self.checkpoint = checkpoint
         self.options = options
         self.report: Report | None = None
 
@@ -70,7 +80,14 @@ class CompressionCallback(TrainerCallback):
         """Compress a model created after the trainer, or trained a second time."""
         if self.options.get("fuse_head") and any(map(_has_fused_head, kwargs["model"].modules())):
             raise ValueError("fuse_head=True and TRL's fused_lm_head both replace the head: leave fuse_head=True out")
-        self._compress(args, kwargs["model"])
+        model = kwargs["model"]
+        self._compress(args, model)
+        if self.checkpoint is not None:  # the trainer has enabled checkpointing by now
+            try:
+                use_checkpoint(model, store=self.checkpoint)
+            except ValueError:
+                self._decompress(model)
+                raise
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -79,8 +96,12 @@ class CompressionCallback(TrainerCallback):
         model = next((model for model, callback in _compressed_by.items() if callback is self), None)
         if model is not None:
             self.report = report(model)
-            decompress(model)
-            del _compressed_by[model]
+            self._decompress(model)
+
+    def _decompress(self, model: Module) -> None:
+        """Undo ``use_checkpoint`` too."""
+        decompress(model)
+        del _compressed_by[model]
 
     def _compress(self, args: TrainingArguments, model: Module | None) -> None:
         _refuse_offload(args)
