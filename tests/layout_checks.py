@@ -84,9 +84,7 @@ PAIRS: dict[str, Pair] = {
     ),
     "gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.gelu(x, codes=codes), F.gelu),
     "new_gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.new_gelu(x, codes=codes), chain_of_gelu),
-    "dropout": Pair(
-        (2, 4, 8, 64), lambda x, codes: functional.dropout(x, 0.3, impl=codes.impl), lambda x: F.dropout(x, 0.3)
-    ),
+    "dropout": Pair((2, 4, 8, 64), lambda x, codes: functional.dropout(x, 0.3), lambda x: F.dropout(x, 0.3)),
     "silu_mul": Pair(
         (2, 4, 8, 64), lambda x, codes: functional.silu_mul(x, 2 * x, codes=codes), lambda x: F.silu(x) * (2 * x)
     ),

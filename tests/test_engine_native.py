@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import pyactcomp
 from pyactcomp.engine import saved
+from pyactcomp.readers.observer import observer
 from pyactcomp.torch_private import saved_form
 
 
@@ -48,6 +49,7 @@ CHAINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         :, 64:
     ],
     "columns with gaps": lambda x, w: (x @ w)[:, 1:33] @ w[:32],
+    "dropout on the CPU": lambda x, w: observer().dropout(x @ w, 0.5) + 1,
     "a shape alone": lambda x, w: (x @ w).sum(0, keepdim=True) + x @ w,
 }
 
@@ -69,6 +71,21 @@ def test_in_a_steady_step_no_python_runs_for_a_saved_tensor(name: str) -> None:
     step(context, 4)  # decides
     few, many = (calls_of("pyactcomp", lambda n=n: step(context, n)) for n in (2, 12))
     assert sorted(many) == sorted(few)
+
+
+def test_a_fused_dropout_runs_python_to_choose_its_way_alone() -> None:
+    """Nothing of the engine but the look-up of a module's mark runs for it, and nothing at all in backward."""
+    x = torch.randn(64, 64, requires_grad=True)
+    models = [pyactcomp.compress(nn.Sequential(*(nn.Dropout(0.5) for _ in range(n))), min_bytes=0) for n in (2, 12)]
+    seen: list[list[str]] = []
+    for model in models:
+        for _ in range(2):  # the first step records for the report
+            model(x).sum().backward()
+        seen.append(calls_of("pyactcomp.engine", lambda model=model: model(x)))
+        loss = model(x).sum()
+        assert calls_of("pyactcomp", loss.backward) == []
+    few, many = (sorted(name for name in calls if name != "pyactcomp.engine.marks.get") for calls in seen)
+    assert many == few
 
 
 def test_autocast_copies_of_parameters_are_cast_again_without_python() -> None:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import pyactcomp
 from pyactcomp import codec, dequantize, functional, quantize
 from pyactcomp.engine import recompute
 from pyactcomp.engine.marks import RECIPE
@@ -224,14 +225,17 @@ def test_silu_mul_of_two_dtypes_is_torchs() -> None:
         assert torch.equal(a, b)
 
 
-def test_one_bit_an_element_is_saved() -> None:
+def test_dropout_saves_a_mask_of_which_the_engine_stores_bits() -> None:
     x = leaf(70, 16)
-    assert [(s.dtype, s.numel()) for s in saved_by(lambda: dropout(x))] == [(torch.uint8, 70 * 16 // 8)]
+    assert [(s.dtype, s.numel()) for s in saved_by(lambda: dropout(x))] == [(torch.bool, 70 * 16)]
+    with pyactcomp.compressed(min_bytes=0) as c:
+        dropout(x)
+    assert pyactcomp.report(c).stored_bytes == 70 * 16 // 8
 
 
-def test_bits_that_checkpointing_throws_away_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    function, theirs = FUNCTIONS["dropout"]
-    x = leaf(70, 16)
+def test_codes_that_checkpointing_throws_away_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, x = functional.gelu, leaf(70, 16)
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
     packed: list[int] = []
     bind = codec.bind
 
@@ -249,7 +253,7 @@ def test_bits_that_checkpointing_throws_away_are_not_packed(monkeypatch: pytest.
     assert packed == []
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert packed == [x.numel()]
-    assert torch.equal(grad, torch.autograd.grad(theirs(x).sum(), x)[0])
+    assert torch.equal(grad, expected)
 
 
 def test_hooks_may_be_methods_of_tensors() -> None:

@@ -29,6 +29,8 @@
 #include <vector>
 
 #include "engine/module.hpp"
+#include "functions/calls.hpp"
+#include "functions/dropout.hpp"
 #include "observer/calls.hpp"
 #include "observer/facts.hpp"
 #include "observer/nodes.hpp"
@@ -444,6 +446,13 @@ PyMethodDef methods[] = {
     {"counts", counts_of, METH_NOARGS,
      "Return the stored forms that are alive, the regions decoded and the recipes run so far in this process."},
     {"unpack", engine::unpack, METH_O, "Restore a saved tensor: the unpack hook."},
+    {"is_ordinary", functions::is_ordinary, METH_NOARGS,
+     "Return whether gradients are recorded, operators only run, nothing is disabled, and no function is "
+     "checkpointed."},
+    {"takes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions::takes)), METH_FASTCALL,
+     "Return whether a fused call may take a tensor: plain, floating, of so many bytes, with a gradient or constant."},
+    {"dropout", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions::dropout)), METH_FASTCALL,
+     "Drop elements of a tensor on the CPU, by a function of autograd that saves a mask."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -14,9 +14,9 @@ from torch.nn import Module
 
 from ..engine.classes import Given, InFront, class_in_front, given_of, unmarked
 from ..engine.marks import FORM, FUSING, GIVEN
-from ..engine.policy import PLAIN
 from ..functional.codes import Codes
 from ..functional.saving import Saving
+from ..readers.observer import observer
 from .state import FusionState, codes_in
 
 
@@ -111,10 +111,9 @@ def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Saving
     # Before the sizes: a size that is read while torch.compile traces ends the graph, or is fixed there.
     if state is None or torch.compiler.is_compiling():
         return None
+    config = state.config
     for x in inputs:
-        if type(x) not in PLAIN or not (x.requires_grad or constant) or x.is_meta or x.is_nested:
-            return None
-        if not x.is_floating_point() or x.nbytes < state.config.min_bytes:
+        if not observer().takes(x, config.min_bytes, constant):
             return None
     return codes_in(state, module)
 

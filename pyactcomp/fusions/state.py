@@ -16,7 +16,7 @@ from ..engine.marks import FUSING
 from ..engine.reruns import as_in_first_run
 from ..functional.codes import Codes
 from ..functional.saving import Saving, saving
-from ..readers.observer import transformed
+from ..readers.observer import observer, transformed
 from .replaced import calls_are_replaced
 
 
@@ -84,6 +84,8 @@ def active_codes(module: Module) -> Saving | None:
 
 def codes_in(state: FusionState, module: Module) -> Saving | None:
     """Return the same as :func:`active_codes`, given the state of the module, where torch.compile does not trace."""
+    if observer().is_ordinary():
+        return state.codes() if _is_in_use(state, module) else None
     if not torch.is_grad_enabled() or transformed():
         return None
     return state.codes() if as_in_first_run(_is_active, module) else None
@@ -91,13 +93,11 @@ def codes_in(state: FusionState, module: Module) -> Saving | None:
 
 def _is_active(module: Module) -> bool:
     state: FusionState | None = FUSING.get(module)
-    return (
-        state is not None
-        and not state.paused
-        and module.training
-        and os.environ.get("PYACTCOMP_DISABLE") != "1"
-        and not calls_are_replaced(module)
-    )
+    return state is not None and os.environ.get("PYACTCOMP_DISABLE") != "1" and _is_in_use(state, module)
+
+
+def _is_in_use(state: FusionState, module: Module) -> bool:
+    return not state.paused and module.training and not calls_are_replaced(module)
 
 
 def next_codes(module: Module) -> Saving:

@@ -62,6 +62,8 @@ def _find(name: str, overload: str) -> tuple[Mapping[str, Reading] | None, bool]
 
 def _unknown(name: str) -> Reading:
     namespace, _, base = name.partition("::")
+    if namespace == "pyactcomp":
+        return _OURS
     if namespace in NAMESPACES:
         return Reading(
             name, "any operand", ITSELF, f"{NAMESPACES[namespace]} have not been tried, so operands are kept exact"

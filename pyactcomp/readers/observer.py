@@ -73,6 +73,18 @@ class Observer(Protocol):
     def unpack(self, saved: Any) -> Tensor:
         """Restore a saved tensor: the unpack hook."""
 
+    def is_ordinary(self) -> bool:
+        """Return whether gradients are recorded, and nothing transforms, disables or may rerun the running function.
+
+        If not, Python asks more closely.
+        """
+
+    def takes(self, x: object, min_bytes: int, constant: bool, /) -> bool:
+        """Return whether a fused call may take a tensor, which needs a gradient unless ``constant`` ones serve too."""
+
+    def dropout(self, x: Tensor, p: float, /) -> Tensor | None:
+        """Return the dropout of a tensor of the CPU, None where 1 / (1 - p) is infinite; saves a mask of booleans."""
+
     def counts(self) -> tuple[int, int, int]:
         """Return the stored forms alive, the regions decoded and the recipes run so far in this process."""
 

@@ -106,8 +106,7 @@ FUNCTION_KINDS = {
         "windows.window_attention._WindowAttention activations.silu_mul._SiluMul linear._Linear",
         Kind.SOFTMAX: "attention.softmax._Softmax",
         Kind.MOVES: "attention.rope._Rope windows.take_rows._TakeRows convolutional.max_pool._MaxPool",
-        Kind.ACTIVATES: "activations.gelu._Gelu activations.gelu._FusedGelu activations.new_gelu._NewGelu "
-        "masks.dropout._Dropout",
+        Kind.ACTIVATES: "activations.gelu._Gelu activations.gelu._FusedGelu activations.new_gelu._NewGelu",
         Kind.SUM: "windows.residual_add._ResidualAdd",
     }.items()
     for name in names.split()
@@ -120,13 +119,15 @@ FUNCTION_KINDS = {
 
 _NODE = re.compile(r"(\w+?)Backward\d*")
 _BY_NODE = {name.replace("_", ""): kind for name, kind in KINDS.items()}
+_OWN_NODES = {"torch::autograd::CppNode<pac::functions::Dropout>": Kind.ACTIVATES}
+"""What this package's autograd functions in C++ do (csrc/functions)."""
 
 
 @functools.lru_cache(maxsize=4096)
 def kind_of_node(name: str) -> Kind:
     """Return what the operator of an autograd node does, by the node's name."""
     match = _NODE.fullmatch(name)
-    return Kind.OTHER if match is None else _BY_NODE.get(match[1].lower(), Kind.OTHER)
+    return _OWN_NODES.get(name, Kind.OTHER) if match is None else _BY_NODE.get(match[1].lower(), Kind.OTHER)
 
 
 # Batches of vectors, or of sequences of vectors, have at most three dimensions; images have more.

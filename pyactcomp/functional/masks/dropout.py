@@ -1,38 +1,14 @@
-"""``dropout``: saves one bit per element on the CPU, where torch saves floats."""
+"""``dropout``: saves a boolean per element on the CPU too, where torch saves floats."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import torch
 from torch import Tensor
 from torch.nn.functional import dropout as dropout_of_torch
 
-from ...codec import Impl
+from ...engine.policy import PLAIN
+from ...readers.observer import observer, transformed
 from ..codes import one_option
-from ..saving import Saving, begin, check_float_tensor, kernels_of, recorded
-
-
-class _Dropout(torch.autograd.Function):
-    """On the CPU, where torch multiplies by scaled noise and saves the noise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, how: Saving) -> Tensor:
-        begin(ctx)
-        ctx.p, ctx.dtype = p, x.dtype
-        # Dropout of ones is the same noise, drawn in the same way.
-        noise = dropout_of_torch(torch.ones_like(x), p)
-        kept, ctx.restore = how.keep_mask(noise != 0)
-        ctx.save_for_backward(kept)
-        return x * noise
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, None, None
-        (bits,) = ctx.saved_tensors
-        noise = torch.ones((), dtype=ctx.dtype, device=grad.device).div_(1.0 - ctx.p)
-        return grad * torch.where(ctx.restore(bits), noise, 0), None, None
+from ..saving import check_float_tensor, recorded
 
 
 def check_probability(p: float) -> None:
@@ -42,24 +18,17 @@ def check_probability(p: float) -> None:
 
 
 @one_option
-def dropout(
-    x: Tensor,
-    p: float = 0.5,
-    *,
-    impl: Impl = "auto",
-) -> Tensor:
-    """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and save one bit per element.
+def dropout(x: Tensor, p: float = 0.5) -> Tensor:
+    """Zero elements of ``x`` with probability ``p``, scale the others by 1 / (1 - p), and save a mask.
 
-    On a GPU this is torch's own function, which saves a boolean for each element: one bit under
-    :func:`pyactcomp.compress`.
+    The mask is a boolean for each element, one bit under :func:`pyactcomp.compress`. On a GPU this is torch's own
+    function.
 
     Parameters
     ----------
     x : Tensor, any shape, floating point
     p : float
         Probability of zeroing an element, from 0 to 1.
-    impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        Implementation; all give the same results. A named one never falls back to another.
 
     Returns
     -------
@@ -71,8 +40,6 @@ def dropout(
     ------
     ValueError
         If ``p`` is not from 0 to 1.
-    ImplementationUnavailableError
-        If ``impl`` cannot serve the device of ``x``.
 
     Examples
     --------
@@ -84,9 +51,17 @@ def dropout(
     >>> torch.equal(x.grad, out)
     True
     """
-    how = kernels_of(impl)
     check_float_tensor("x", x)
     check_probability(p)
-    if not recorded(x) or p in (0, 1) or x.numel() == 0 or x.is_cuda:
-        return dropout_of_torch(x, p)
-    return cast(Tensor, _Dropout.apply(x, p, how))  # type: ignore[no-untyped-call]
+    return applied(x, p)
+
+
+def applied(x: Tensor, p: float) -> Tensor:
+    """Return :func:`dropout` of arguments that are known to be right."""
+    plain = x.is_cpu and type(x) in PLAIN and 0 < p < 1 and x.numel() > 0
+    if plain and recorded(x) and not transformed():
+        out = observer().dropout(x, p)
+        # Where 1 / (1 - p) is no number of the dtype, a product with it would not drop.
+        if out is not None:
+            return out
+    return dropout_of_torch(x, p)

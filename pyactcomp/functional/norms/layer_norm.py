@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ...engine.recompute import offer, stable_copies
 from ..codes import INT8, Codes, one_option
-from ..masks.dropout import check_probability, dropout
+from ..masks.dropout import applied as dropout
+from ..masks.dropout import check_probability
 from ..masks.noise import QUIET, Noise, draw
 from ..saving import Saving, begin, check_dtype, check_float_tensor, differentiable_once, recorded, same, saving, wide
 from .launch import Norm, draws_noise, norm_of, serves
@@ -244,7 +245,7 @@ def normalised(
         if p < 1 and fused and draws_noise(x, residual, shape, how):
             noise = draw(x, p)
         if not noise.quads:
-            x = dropout(x, p, impl=how.impl)
+            x = dropout(x, p)
             fused = fused and serves(x, residual, shape, wanted, how)
     itself = not noise.quads and _keeps_itself(x, residual, rows, own)
     if fused and (x.is_contiguous() or not itself):

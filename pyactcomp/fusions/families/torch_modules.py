@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ...functional import dropout
 from ...functional.activations.gelu import applied as gelu
+from ...functional.masks.dropout import applied as dropout
 from ...functional.norms.layer_norm import normalised as layer_norm
 from ...functional.norms.rms_norm import normalised as rms_norm
 from ..formulas import children_fed, forward_of
@@ -109,7 +109,7 @@ class Dropout(Fused, nn.Dropout):
         codes = None if input.is_cuda else codes_for(self, input)
         if codes is None or self.inplace:
             return super().forward(input)
-        return dropout(input, self.p, impl=codes.impl)
+        return dropout(input, self.p)
 
 
 class PreNormBlock(Fused):
