@@ -100,12 +100,13 @@ def original_of(cls: type[Module]) -> type[Module]:
 _originals: WeakKeyDictionary[type[Module], ref[type[Module]]] = WeakKeyDictionary()
 
 
-def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Saving | None:
+def codes_for(module: Module, *inputs: Tensor, constant: bool = False, kernels: bool = False) -> Saving | None:
     """Return the codes for a fused call on ``inputs``, or None where the forward of its own class must run.
 
     The own forward runs where :func:`.state.active_codes` returns None, and where an input is a tensor subclass, needs
     no gradient (unless ``constant`` inputs are taken too) or is smaller than ``min_bytes``: the engine keeps such
-    tensors exact. A complex input also goes to the module's own class, to be refused there.
+    tensors exact. A complex input also goes to the module's own class, to be refused there. So does an input where no
+    fused kernel runs, if only ``kernels`` are faster than the module's own operators.
     """
     state: FusionState | None = FUSING.get(module)
     # Before the sizes: a size that is read while torch.compile traces ends the graph, or is fixed there.
@@ -113,7 +114,9 @@ def codes_for(module: Module, *inputs: Tensor, constant: bool = False) -> Saving
         return None
     config = state.config
     for x in inputs:
-        if not observer().takes(x, config.min_bytes, constant):
+        if (kernels and not (x.is_cuda or config.impl == "triton")) or not observer().takes(
+            x, config.min_bytes, constant
+        ):
             return None
     return codes_in(state, module)
 

@@ -88,13 +88,13 @@ def _result_of_rms_norm(device: torch.device, dtype: torch.dtype, autocast: torc
 
 
 class GELU(Fused, nn.GELU):
-    """``nn.GELU``."""
+    """``nn.GELU`` where kernels run: hooks alone store the same bytes, and are faster than two passes of the CPU's."""
 
     stands_for = ("gelu",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
-        codes = codes_for(self, input)
+        codes = codes_for(self, input, kernels=True)
         return super().forward(input) if codes is None else gelu(input, cast(Any, self.approximate), codes)
 
 

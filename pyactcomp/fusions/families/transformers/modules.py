@@ -84,7 +84,7 @@ class NewGELU(Fused):
 
 
 class GELU(Fused):
-    """``GELUActivation`` and ``GELUTanh``, if configured to call torch's function."""
+    """``GELUActivation`` and ``GELUTanh`` where kernels run, if configured to call torch's function."""
 
     stands_for = ("gelu",)
 
@@ -92,7 +92,7 @@ class GELU(Fused):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
-        codes = codes_for(self, input)
+        codes = codes_for(self, input, kernels=True)
         if codes is not None and self.act is nn.functional.gelu:
             return gelu(input, codes=codes)
         if codes is not None and getattr(self.act, "func", None) is nn.functional.gelu and not self.act.args:
