@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,22 +48,59 @@ def test_views_of_one_memory_share_it_whatever_their_shape() -> None:
         assert float((gradient - exact).detach().abs().max()) <= bound
 
 
-def test_slices_of_one_projection_share_their_base() -> None:
+SLICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda y: y[:, 64:128],
+    "rows of heads": lambda y: y.view(16, 3, 4, 16)[:, 1].transpose(0, 1),
+    "transposed": lambda y: y[:, 128:].t(),
+    "every other column": lambda y: y[:, ::2],
+    "the middle of images": lambda y: y.view(4, 4, 16, 12)[..., 2:10],
+    "repeated": lambda y: y.view(16, 3, 64)[:, 1, None].expand(16, 2, 64),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("cut", SLICES)
+def test_a_slice_takes_the_bytes_of_its_own_elements(cut: str, device: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(16, 3 * 64, requires_grad=True)
+    x = torch.randn(16, 3 * 64, device=device, requires_grad=True)
 
-    def loss() -> Tensor:
-        q, k, v = (x * 1.0).chunk(3, dim=-1)
-        return (F.silu(q) * F.gelu(k) * v).sum()
+    def step() -> tuple[list[tuple[int, ...]], Tensor]:
+        part = SLICES[cut](x * 1.0)
+        out = F.silu(part)
+        # A second reader of the slice, whatever the order of its dimensions.
+        other = F.gelu(part.transpose(0, 1))
+        strides = [each.grad_fn._saved_self.stride() for each in (out, other)]
+        return strides, torch.autograd.grad(out.sum() + other.square().sum(), x)[0]
 
-    exact = torch.autograd.grad(loss(), x)[0]
     with pyactcomp.compressed(min_bytes=0) as c:
-        compressed = loss()
-    got = torch.autograd.grad(compressed, x)[0]
-    sizes = stored(pyactcomp.report(c))
-    assert sizes.count(fmt.packed_nbytes(16 * 192, 8, 64)) == 1
-    # Each gradient is a product of three factors, each within half a step of 2 * 4 sigma / 255 of its group.
+        strides, got = step()
+    expected, exact = step()
+    elements = SLICES[cut](torch.arange(x.numel(), device=device).view_as(x)).unique().numel()
+    assert stored(pyactcomp.report(c))[:2] == [fmt.packed_nbytes(elements, 8, 64), 0]
+    assert strides == expected
+    # GELU's and SiLU's slopes bend by less than one, and half a step is 2 * 4 sigma / 255 / 2 of the group.
     assert (got - exact).norm() <= 0.02 * exact.norm()
+
+
+def test_slices_share_what_is_stored_of_the_whole() -> None:
+    with pyactcomp.compressed(min_bytes=0) as c:
+        y = torch.randn(16, 192, requires_grad=True) * 2
+        graphs = [F.silu(y), *(F.gelu(part) for part in y.chunk(3, dim=-1))]
+    assert stored(pyactcomp.report(c)) == [fmt.packed_nbytes(16 * 192, 8, 64), 0, 0, 0]
+    assert len(graphs) == 4
+
+
+def test_a_slice_that_a_stricter_reader_reads_too_is_kept_for_both() -> None:
+    x = torch.randn(16, 192, requires_grad=True)
+
+    def graph() -> Tensor:
+        part = (x * 1.0)[:, 64:128]
+        return F.silu(part) + torch.sin(part)  # codes for SiLU, and then the tensor itself
+
+    with pyactcomp.compressed(min_bytes=0):
+        compressed = graph()
+    got, exact = (torch.autograd.grad(each.sum(), x)[0] for each in (compressed, graph()))
+    assert torch.equal(got, exact)
 
 
 def test_a_freed_tensor_at_the_same_address_is_not_mistaken_for_it() -> None:

@@ -6,12 +6,14 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <unordered_map>
+#include <utility>
 
 #include "engine/storing.hpp"
 
@@ -23,6 +25,33 @@ struct Layout {
 
   static Layout of(const at::TensorBase& tensor) {
     return {{tensor.sizes().begin(), tensor.sizes().end()}, {tensor.strides().begin(), tensor.strides().end()}};
+  }
+  static Layout contiguous(at::IntArrayRef sizes) {
+    Layout made{{sizes.begin(), sizes.end()}, {}};
+    made.strides.resize(sizes.size());
+    std::int64_t numel = 1;
+    for (size_t dim = sizes.size(); dim-- > 0; numel *= sizes[dim]) made.strides[dim] = numel;
+    return made;
+  }
+  /// Return where the elements of a tensor lie, in the order of their memory and in as few dimensions as possible: all
+  /// views of the same elements have one such layout. Repeated elements, of a stride of 0, count once.
+  static Layout in_memory_order(const at::TensorBase& tensor) {
+    c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 5> steps;
+    for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      if (tensor.size(dim) != 1 && tensor.stride(dim) != 0) steps.emplace_back(tensor.stride(dim), tensor.size(dim));
+    }
+    std::sort(steps.rbegin(), steps.rend());
+    Layout made;
+    for (const auto& [step, length] : steps) {
+      if (!made.sizes.empty() && made.strides.back() == step * length) {
+        made.sizes.back() *= length;
+        made.strides.back() = step;
+      } else {
+        made.sizes.push_back(length);
+        made.strides.push_back(step);
+      }
+    }
+    return made;
   }
   bool operator==(const Layout& other) const { return sizes == other.sizes && strides == other.strides; }
   bool fits(const at::TensorBase& tensor) const {

@@ -88,7 +88,8 @@ class Hooks {
     return compress(given, form);
   }
 
-  /// Return a new or a shared region of a dense tensor, and add by how many bytes the stored memory grew.
+  /// Return a new or a shared region of a tensor, dense or in the order of its memory, and add by how many bytes the
+  /// stored memory grew.
   Ref region(const at::Tensor& source, const Ref& how, std::int64_t& added) {
     StoringBody& storing = body<StoringBody>(how.get());
     const std::int64_t stream = stream_of(source);
@@ -264,37 +265,38 @@ class Hooks {
   /// Store a tensor in a form of fewer bits.
   Ref compress(const Given& given, const Form& form) {
     const at::Tensor& tensor = given.tensor;
-    if (is_dense(tensor)) return compress_dense(given, tensor, form, 0);
-    const Layout layout = Layout::of(tensor);
-    const at::Tensor distinct = without_expanded(tensor, layout);
-    if (is_dense(distinct)) return compress_dense(given, distinct, form, 0);
+    if (is_dense(tensor)) return compress_elements(given, tensor, form, 0);
+    const at::Tensor distinct = without_expanded(tensor, Layout::of(tensor));
+    if (is_dense(distinct)) return compress_elements(given, distinct, form, 0);
+    const bool overlapping = overlaps(Layout::of(distinct));
     if (tensor.is_view()) {
       const at::Tensor base(tensor._base());
-      if (shared_by_siblings(base, distinct) && !is_of_one_result(form)) {
-        return compress_dense(given, base, form, tensor.storage_offset() - base.storage_offset());
+      const bool whole = overlapping ? holds_view(base, distinct) : is_stored(base, form);
+      if (whole && !is_of_one_result(form)) {
+        return compress_elements(given, base, form, tensor.storage_offset() - base.storage_offset());
       }
     }
-    if (overlaps(layout)) return keep(given, "OVERLAPPING");
-    const Ref copy = compress_dense(given, observer::bare_tensor(tensor).contiguous(), form, 0, true);
-    if (Py_TYPE(copy.get()) == types().kept) return copy;
-    Gathered& stored = *made<Gathered>(types().gathered);
-    Ref object(stored.self);
-    stored.seen = Version(tensor);
-    stored.region = copy;
-    stored.layout = layout;
-    return object;
+    if (overlapping) return keep(given, "OVERLAPPING");
+    const Layout order = Layout::in_memory_order(distinct);
+    return compress_elements(given, observer::bare_tensor(distinct).as_strided(order.sizes, order.strides), form, 0);
   }
 
-  /// Store a dense tensor that holds the elements of a saved one from an offset on; return a view of it, or, of a
-  /// `copy`, the whole.
-  Ref compress_dense(const Given& given, const at::Tensor& source, const Form& form, std::int64_t offset,
-                     bool copy = false) {
+  /// Store a tensor that holds the elements of a saved one, from an offset on; return a view of it.
+  Ref compress_elements(const Given& given, const at::Tensor& source, const Form& form, std::int64_t offset) {
     const Ref storing = body<Decisions>(decisions.get()).storing(packing.get(), "storing", source, form.object.get());
     if (!storing) return keep(given, "DEVICE");
     std::int64_t added = 0;
     Ref stored = region(source, storing, added);
     report(given, nullptr, added);
-    return copy ? stored : viewed(stored, given.tensor, offset);
+    return viewed(stored, given.tensor, offset);
+  }
+
+  /// Return whether the whole of a view is stored already, in a form that serves the view's reader.
+  bool is_stored(const at::Tensor& base, const Form& form) const {
+    const auto& regions = body<Sharing>(sharing.get()).regions;
+    const auto known = regions.find({base.data_ptr(), base.numel()});
+    return known != regions.end() && is_dense(base) && known->second->still_holds(base, stream_of(base)) &&
+           serves(*known->second, form.object.get());
   }
 
   /// Return a region for a tensor of its layout, or else a view of it.

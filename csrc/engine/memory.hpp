@@ -23,10 +23,6 @@ inline bool is_exact_cast(at::ScalarType from, at::ScalarType to) {
   return (half && (to == at::kFloat || to == at::kDouble)) || (from == at::kFloat && to == at::kDouble);
 }
 
-inline bool is_dense(const at::TensorBase& tensor) {
-  return tensor.numel() == 0 || tensor.is_non_overlapping_and_dense();
-}
-
 /// Return whether elements may overlap in memory: a stride is below the extent of the dimensions of smaller strides.
 inline bool overlaps(const Layout& layout) {
   c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 5> steps;
@@ -87,10 +83,9 @@ inline at::Tensor without_expanded(const at::Tensor& tensor, Layout layout) {
   return observer::bare_tensor(tensor).as_strided(layout.sizes, layout.strides, tensor.storage_offset());
 }
 
-/// Return whether to pack the base of a view with gaps, as q, k and v of one projection share a base.
-inline bool shared_by_siblings(const at::Tensor& base, const at::Tensor& view) {
-  // Unless the base is larger than so many views: then gathering the view's elements is cheaper.
-  constexpr std::int64_t kLargestBase = 4;
+/// Return whether the base of a view takes fewer bytes than the view's elements, which overlap.
+inline bool holds_view(const at::Tensor& base, const at::Tensor& view) {
+  constexpr std::int64_t kLargestBase = 4;  // in sizes of the view; codes are a quarter of what would be kept
   return observer::is_exact(base) && base.scalar_type() == view.scalar_type() && base.is_alias_of(view) &&
          base.numel() <= kLargestBase * view.numel() && is_dense(base);
 }

@@ -170,7 +170,7 @@ inline void add_classes(PyObject* module) {
   all.hooks = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&hooks_spec)).release());
   for (PyTypeObject* const type :
        {all.storing, all.sharing, all.decisions, all.hooks, all.kept, all.versioned, all.same, all.shapeless,
-        all.recast, all.shared, all.region, all.view, all.from_recipe, all.gathered}) {
+        all.recast, all.shared, all.region, all.view, all.from_recipe}) {
     if (PyModule_AddType(module, type) != 0) throw PythonError();
   }
 }

@@ -57,9 +57,11 @@ struct Shared : Stored {
 /// A packed buffer: the elements of one dense tensor in storage order.
 ///
 /// Several saved tensors may be views of one region. If a later reader needs more, the region is stored anew for all.
+/// Of a tensor with gaps between its elements, as a slice of each row, the region holds the elements alone.
 struct Region : Shared {
   Version seen;
   Memory memory;
+  Layout apart;  ///< of a tensor with gaps: where its elements lay
   const void* address = nullptr;
   std::int64_t numel = 0;
   Ref storing;  ///< none if the buffer holds the tensor itself
@@ -74,9 +76,10 @@ struct Region : Shared {
     if (entry != regions.end() && entry->second == this) regions.erase(entry);
   }
 
-  /// Describe the tensor that is stored; `store` or `hold` follows.
+  /// Describe the tensor that is stored, dense or as `in_memory_order` gives it; `store` or `hold` follows.
   void describe(const at::Tensor& source, std::int64_t current, const Ref& shared) {
     layout = Layout::of(source);
+    if (!is_dense(source)) apart = std::exchange(layout, Layout::contiguous(source.sizes()));
     index = source.is_cuda() ? source.get_device() : -1;
     stream = current;
     sharing = shared;
@@ -97,11 +100,14 @@ struct Region : Shared {
 
   /// Hold the original instead of codes; `source` is the same memory in any shape.
   void hold(const at::Tensor& source, const Ref& itself) {
-    buffer = Buffer(observer::bare_tensor(source).as_strided(layout.sizes, layout.strides));
+    const Layout& own = has_gaps() ? apart : layout;
+    buffer = Buffer(observer::bare_tensor(source).as_strided(own.sizes, own.strides));
     storing = Ref();
     form = itself;
     need = kExact;
   }
+
+  bool has_gaps() const { return !apart.sizes.empty(); }
 
   /// Return whether the buffer holds the exact elements in a narrower dtype.
   bool narrowed() const { return need == kExact && storing; }
@@ -109,7 +115,8 @@ struct Region : Shared {
   /// Return whether the codes provably match a tensor at the same address with as many elements.
   bool still_holds(const at::Tensor& source, std::int64_t current) const {
     return memory.is_of(source) && !seen.moved() && version_of(source) == seen.saved &&
-           seen.dtype == source.scalar_type() && stream == current;
+           seen.dtype == source.scalar_type() && stream == current &&
+           apart == (is_dense(source) ? Layout() : Layout::in_memory_order(source));
   }
 
   at::Tensor restore() override {
@@ -153,19 +160,14 @@ struct View : Stored {
   Ref region;
   Layout layout;
   std::int64_t offset = 0;
-  at::Tensor restore() override { return view_of(engine::restore(region.get()), layout, offset); }
-};
-
-/// A saved tensor with gaps between elements, packed from a dense copy.
-struct Gathered : Versioned {
-  Ref region;
-  Layout layout;
-  /// Return the restored elements in the original strides.
   at::Tensor restore() override {
-    seen.check(layout.sizes);
-    const at::Tensor dense = engine::restore(region.get());
-    at::Tensor out = observer::empty(layout.sizes, layout.strides, dense.scalar_type(), dense);
-    return out.copy_(dense);
+    const at::Tensor whole = engine::restore(region.get());
+    const auto* const own = dynamic_cast<const Region*>(stored_in(region.get()));
+    if (!own || !own->has_gaps()) return view_of(whole, layout, offset);
+    if (!own->storing) return view_of(whole, layout, whole.storage_offset());
+    at::Tensor out = observer::empty(layout.sizes, layout.strides, whole.scalar_type(), whole);
+    view_of(out, own->apart, 0).copy_(whole);
+    return out;
   }
 };
 

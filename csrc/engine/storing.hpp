@@ -30,6 +30,20 @@ class Buffer {
   at::Tensor held_;
 };
 
+inline bool is_dense(const at::TensorBase& tensor) {
+  return tensor.numel() == 0 || tensor.is_non_overlapping_and_dense();
+}
+
+/// Return the rows of a tensor with gaps if a kernel reads them where they are; of length 0 if it needs a copy.
+inline Rows rows_for(const Bound& bound, const at::TensorBase& tensor) {
+  constexpr std::int64_t kVector = 8, kMost = std::int64_t{1} << 35;
+  const Format& format = bound.format;
+  const bool served = format.encoding == Encoding::kCodes && format.bits == 8 && !format.stochastic;
+  if (!served || !bound.kernel->encode_rows || tensor.dim() != 2 || tensor.stride(1) != 1) return {};
+  const Rows rows{tensor.size(1), tensor.stride(0) - tensor.size(1)};
+  return rows.length % kVector == 0 && rows.gap % kVector == 0 && tensor.numel() < kMost ? rows : Rows{};
+}
+
 /// Return the current stream of a CUDA device as an integer, by torch's own function: no function of this module is
 /// compiled for CUDA, so that one build fits torch's builds with and without it.
 inline std::int64_t current_stream(int device) {
@@ -94,10 +108,20 @@ struct StoringBody {
   std::int64_t nbytes = 0;
   std::vector<std::pair<Ref, bool>> serves;  ///< answers of form.serves
 
-  /// Write the packed form of a dense tensor to new memory.
+  /// Write the packed form of a tensor, dense or in the order of its memory, to new memory.
   Buffer encode(const at::Tensor& source, std::uint64_t seed) const {
     Buffer buffer(observer::empty({nbytes}, {1}, at::kByte, source));
-    const at::Tensor given = carrier == dtype ? source : observer::bare_tensor(source).to(carrier);
+    at::Tensor given = carrier == dtype ? source : observer::bare_tensor(source).to(carrier);
+    if (!is_dense(given)) {
+      if (const Rows rows = bound ? rows_for(*bound, given) : Rows{}; rows.length != 0) {
+        run(*bound, source, [&](const pac::Place& place) {
+          return bound->kernel->encode_rows(bound->format, given.const_data_ptr(), rows,
+                                            buffer.tensor().mutable_data_ptr(), given.numel(), place);
+        });
+        return buffer;
+      }
+      given = observer::bare_tensor(given).contiguous();
+    }
     if (bound) {
       const Keys keys = bound->format.stochastic ? kernels().random_keys(seed) : Keys{};
       run(*bound, source, [&](const pac::Place& place) {

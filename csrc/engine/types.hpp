@@ -11,7 +11,7 @@ namespace pac::engine {
 /// The classes, made once when the module is imported.
 struct Types {
   PyTypeObject *storing, *sharing, *stored, *kept, *versioned, *same, *shapeless, *recast, *shared, *region, *view,
-      *gathered, *decisions, *hooks, *from_recipe;
+      *decisions, *hooks, *from_recipe;
 };
 
 inline Types& types() {
@@ -24,7 +24,7 @@ inline Stored* stored_in(PyObject* object) {
   const PyTypeObject* const type = Py_TYPE(object);
   const Types& all = types();
   for (const PyTypeObject* const each :
-       {all.region, all.kept, all.view, all.same, all.recast, all.shapeless, all.gathered, all.from_recipe}) {
+       {all.region, all.kept, all.view, all.same, all.recast, all.shapeless, all.from_recipe}) {
     if (type == each) return &body<Stored>(object);
   }
   return nullptr;
@@ -268,18 +268,6 @@ inline PyGetSetDef view_attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-// Gathered and Shapeless, made in C++ alone.
-
-inline PyObject* gathered_region(Gathered& form) { return Py_NewRef(form.region.get()); }
-inline PyObject* gathered_layout(Gathered& form) { return layout_object(form.layout); }
-inline PyObject* gathered_form(Gathered& form) { return PyObject_GetAttrString(form.region.get(), "form"); }
-inline PyGetSetDef gathered_attributes[] = {
-    {"region", attribute<Gathered, gathered_region>, nullptr, "The packed copy.", nullptr},
-    {"layout", attribute<Gathered, gathered_layout>, nullptr, "Layout of the saved tensor, with the gaps.", nullptr},
-    {"form", attribute<Gathered, gathered_form>, nullptr, "Form of the packed copy.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
-
 /// Make one class, with a base or none.
 template <class Body>
 PyTypeObject* class_of(const char* name, const char* doc, PyTypeObject* base, initproc init, PyMethodDef* methods,
@@ -325,9 +313,6 @@ inline void make_types(PyTypeObject* stored) {
   all.recast = class_of<Recast>("pyactcomp._observer.Recast",
                                 "Autocast's copy of a parameter, cast again from the live parameter.", all.versioned,
                                 nullptr, nullptr, nullptr);
-  all.gathered = class_of<Gathered>("pyactcomp._observer.Gathered",
-                                    "A saved tensor with gaps between elements, packed from a dense copy.",
-                                    all.versioned, nullptr, nullptr, gathered_attributes);
   all.shared =
       class_of<Shared>("pyactcomp._observer.Shared", "A stored form that several operators may share.", stored, nullptr,
                        shared_methods, shared_attributes, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION);

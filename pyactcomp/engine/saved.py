@@ -48,7 +48,7 @@ def library() -> Observer:
 
 
 _CLASSES = frozenset(
-    "FromRecipe Gathered Kept Recast Region Same Shapeless Sharing Storing Versioned View Decisions Hooks".split()
+    "FromRecipe Kept Recast Region Same Shapeless Sharing Storing Versioned View Decisions Hooks".split()
 )
 
 
@@ -166,11 +166,6 @@ if TYPE_CHECKING:
         stored: Saved
 
         def __init__(self, stored: Saved, tensor: Tensor) -> None: ...
-
-    class Gathered(Versioned):
-        """A saved tensor with gaps between elements, packed from a dense copy."""
-
-        region: Region
 
     class Shapeless(Versioned):
         """A saved tensor whose values backward never reads, only the shape."""
