@@ -126,6 +126,56 @@ def _step(statement: ast.stmt) -> tuple[str, str] | None:
 
 
 @functools.cache
+def children_after(method: ast.FunctionDef | None, first: ast.FunctionDef | None) -> tuple[str, ...]:
+    """Return the children that a method calls in turn on what another method returns; none if it does anything else.
+
+    ``method`` has the statements of ``first``, with other names and checks of its argument, gives the result to one
+    child, that one's to the next, and returns the last.
+    """
+    *expected, last = _statements(first)
+    body = _statements(method)
+    own, rest, returned = body[: len(expected) + 1], body[len(expected) + 1 : -1], body[-1:]
+    steps = [step[1] for step in map(_step, rest) if step is not None]
+    match last, own[-1:], returned:
+        case ast.Return(value), [ast.Assign([ast.Name("input")], result)], [ast.Return(ast.Name("input"))]:
+            pairs = zip([*expected, value], [*own[:-1], result], strict=True)
+            same = value is not None and all(ast.dump(a) == ast.dump(b) for a, b in pairs)
+            return tuple(steps) if same and len(steps) == len(rest) else ()
+    return ()
+
+
+def _statements(method: ast.FunctionDef | None) -> list[ast.stmt]:
+    """Return the statements of a method, its argument under the name ``input``, without texts and leading checks."""
+    if method is None:
+        return [ast.Pass()]
+    method = copy.deepcopy(method)
+    for node in ast.walk(method):
+        if isinstance(node, ast.Name) and node.id == method.args.args[-1].arg:
+            node.id = "input"
+        inside = getattr(node, "body", None)
+        if isinstance(inside, list):
+            inside[:] = [each for each in inside if not _is_text(each)]
+    return list(itertools.dropwhile(_is_check, method.body))
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _is_check(statement: ast.stmt) -> bool:
+    """Return whether a statement calls torch's check of the dimensions, or reads attributes of the argument alone."""
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name("self"), "_check_input_dim"))):
+            return True
+        case ast.Expr(ast.Call(func=called, args=args, keywords=[])):
+            inside = [node for each in args for node in ast.walk(each)]
+            read = [node.value for node in inside if isinstance(node, ast.Attribute)]
+            names = (node for node in (*ast.walk(called), *inside) if isinstance(node, ast.Name))
+            return all(name in read for name in names if name.id in ("input", "self"))
+    return False
+
+
+@functools.cache
 def children_fed(method: ast.FunctionDef | None) -> frozenset[str]:
     """Return the children called with the first argument of a method; none if the argument is used elsewhere too.
 

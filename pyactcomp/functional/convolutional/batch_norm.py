@@ -169,6 +169,11 @@ def _kernels(
     return launch.batch_norm_of(x.shape, x.dtype, x.device, relu, how)
 
 
+def has_kernels(x: Tensor, mean: Tensor | None, variance: Tensor | None, how: Saving) -> bool:
+    """Return whether a norm with these running statistics takes one pass, not the several of torch's operators."""
+    return how.fuses(x) and _kernels(x, None, (mean, variance), False, how) is not None
+
+
 @one_option
 def batch_norm(
     x: Tensor,

@@ -1,4 +1,4 @@
-"""``nn.BatchNorm2d`` and ``nn.MaxPool2d``, and the ResNets of timm and torchvision: norm, addition and ReLU in one."""
+"""``nn.BatchNorm2d``, alone or before activations, ``nn.MaxPool2d``, and ResNets: norm, addition and ReLU in one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn import Module
 
 from ...engine.reruns import trains
 from ...functional import Codes
-from ...functional.convolutional.batch_norm import batch_norm
+from ...functional.convolutional.batch_norm import batch_norm, has_kernels
 from ...functional.convolutional.max_pool import max_pool2d
-from ..formulas import attributes_read, calls_in_turn, definition
-from ..fusion import Fused, Fusion, codes_for, fused_class, is_fused_class, of_one_dtype
+from ..formulas import attributes_read, calls_in_turn, children_after, definition, forward_of
+from ..fusion import Fused, Fusion, codes_for, fused_class, is_fused_class, of_one_dtype, original_of
 from ..stand_ins import with_children
 from ..state import active_codes, next_codes
 from ..tampering import bypassable, bypassable_as
@@ -64,6 +64,47 @@ class BatchNorm2d(Fused, nn.BatchNorm2d):
         if codes is None or input.dim() != 4:
             return super().forward(input)
         return _normalise(self, input, codes)
+
+
+class NormAndMore(Fused, nn.BatchNorm2d):
+    """A class derived from ``nn.BatchNorm2d`` that runs children of its own, such as activations, on its result.
+
+    Nobody else sees the norm's result, so an activation in place need not write over it: the result is computed again
+    in backward, and torch makes no copy of it.
+    """
+
+    stands_for = ("batch_norm",)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the channels of ``input``, and run the children in turn."""
+        codes = codes_for(self, input)
+        if codes is None or input.dim() != 4:
+            return super().forward(input)
+        names = _children_of(original_of(type(self)))
+        children = [child for child in map(self._modules.get, names) if not bypassable_as(child, nn.Identity)]
+        relu = bool(children) and bypassable_as(children[0], nn.ReLU)
+        if input.is_cuda and not has_kernels(input, self.running_mean, self.running_var, codes):
+            # Its result follows from the input, which is kept as it is.
+            x, relu = nn.BatchNorm2d.forward(self, input), False
+        else:
+            x = _normalise(self, input, codes, relu=relu)
+        for child in children[relu:]:
+            x = _out_of_place(child)(x)
+        return x
+
+
+def _children_of(cls: type[Module]) -> tuple[str, ...]:
+    """Return the children that a class runs after all that ``nn.BatchNorm2d`` does; none if it does anything else."""
+    return children_after(forward_of(cls), forward_of(nn.BatchNorm2d))
+
+
+def _out_of_place(child: Any) -> Callable[[Tensor], Tensor]:
+    """Return an activation that leaves its input as it is; a child with hooks, which see the child, stays itself."""
+    if not getattr(child, "inplace", False) or not bypassable(child):
+        return cast(Callable[[Tensor], Tensor], child)
+    copy = with_children(child, {})
+    copy.inplace = False
+    return copy
 
 
 class MaxPool2d(Fused, nn.MaxPool2d):
@@ -204,6 +245,9 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
         nn.BatchNorm2d: Fusion(fused_class(BatchNorm2d, nn.BatchNorm2d)),
         nn.MaxPool2d: Fusion(fused_class(MaxPool2d, nn.MaxPool2d), exact=True),
     }
+    for cls in classes:
+        if issubclass(cls, nn.BatchNorm2d) and cls is not nn.BatchNorm2d and _children_of(cls):
+            fusions[cls] = Fusion(fused_class(NormAndMore, cls))
     for name in _RESNETS:
         resnet = sys.modules.get(name)
         for block in (getattr(resnet, attribute, None) for attribute in ("BasicBlock", "Bottleneck")):
