@@ -197,29 +197,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Budget]] = {
     "EfficientNet": (Inverted, IMAGES, Budget(codes=14, more=8)),
     # Inputs of three norms and activations, the last of which have a quarter, and of the last convolution.
     "U-Net": (Denoiser, IMAGES, Budget(codes=6.5)),
-    # Inputs of two norms, attention's result, and of the experts, which see each token twice, inputs, SiLU's operands
-    # and results; queries, keys and values in 16 bits; the choices. Graphs hold transposed copies for the products.
+    # Inputs of two norms, values and attention's result, and of the experts, which see each token twice, inputs, SiLU's
+    # operands and results; queries and keys in 16 bits; the choices. Graphs hold transposed copies for the products.
     "mixture of experts": (
         block(fused_attention, Experts, norm=nn.LayerNorm),
         SEQUENCES,
-        Budget(11, half=3, whole=0.1, more=4),
+        Budget(12, half=2, whole=0.1, more=4),
     ),
     # Inputs of two Linear, their results and one row for each of eight edges; of the edges' numbers two are 64-bit
     # indices, and three as computed.
     "graph attention": (GraphAttention, NODES, Budget(codes=11, half=1, whole=7 * 8 / WIDTH)),
-    # Inputs of two norms, attention's and the layer's results, and GELU's operands; two masks of dropout.
+    # Inputs of two norms, values, attention's and the layer's results, and GELU's operands; two masks of dropout.
     "GPT with LayerScale": (
         block(fused_attention, perceptron, norm=nn.LayerNorm, scaled=True),
         SEQUENCES,
-        Budget(codes=9, half=3, bits=2),
+        Budget(codes=10, half=2, bits=2),
     ),
     # Written out where it drops: inputs of the Linear and of two norms; queries, keys, values and probabilities, before
     # and after dropout, in 16 bits, and its mask of floats.
     "nn.TransformerEncoder": (encoder, SEQUENCES, Budget(codes=12, half=5, bits=6, whole=1)),
-    # Attention's result and both halves of the gate; in 16 bits norms' inputs, which their own squares read, queries,
-    # keys and values.
-    "Llama": (block(fused_attention, Gated, norm=nn.RMSNorm), SEQUENCES, Budget(codes=5, half=5)),
-    "Llama, norm written out": (block(fused_attention, Gated), SEQUENCES, Budget(codes=5, half=5)),
+    # Attention's values and result and both halves of the gate; in 16 bits norms' inputs, which their own squares read,
+    # queries and keys. Graphs store the values with those.
+    "Llama": (block(fused_attention, Gated, norm=nn.RMSNorm), SEQUENCES, Budget(codes=6, half=4, more=1)),
+    "Llama, norm written out": (block(fused_attention, Gated), SEQUENCES, Budget(codes=6, half=4, more=1)),
     # Queries, keys and values are results of a layer in a product of matrices; probabilities take 16 bits.
     "Llama, attention too": (block(written_attention, Gated), SEQUENCES, Budget(codes=8, half=3, more=1)),
     "linear attention": (block(linear_attention, Gated), SEQUENCES, Budget(codes=8, half=3, more=1)),
