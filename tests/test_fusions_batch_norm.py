@@ -65,6 +65,11 @@ class Doubled(NormAct):
         return x
 
 
+class Passed(nn.BatchNorm2d):
+    def forward(*given: Any) -> Tensor:
+        return nn.BatchNorm2d.forward(*given)
+
+
 CHANNELS = 48
 NUMEL = 4 * 16 * 16 * CHANNELS
 CODES = fmt.packed_nbytes(NUMEL, 8, 64)
@@ -108,8 +113,9 @@ def test_the_result_of_a_norm_is_computed_again_for_its_activation(act: str) -> 
     assert sum(t.stored_bytes for t in wide) <= CODES + more
 
 
-def test_a_class_that_does_more_than_run_children_stays_as_it_is() -> None:
-    plain = network(nn.ReLU, Doubled)
+@pytest.mark.parametrize("cls", [Doubled, Passed])
+def test_a_class_that_does_more_or_less_than_run_children_stays_as_it_is(cls: Any) -> None:
+    plain = network(nn.ReLU, Doubled) if cls is Doubled else nn.Sequential(nn.Conv2d(8, 8, 1), cls(8))
     compressed = pyactcomp.compress(copy.deepcopy(plain), min_bytes=1)
     assert all(name != "1" for name, _ in fused_modules(compressed))
     exact = gradients(plain)

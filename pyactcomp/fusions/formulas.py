@@ -137,16 +137,18 @@ def children_after(method: ast.FunctionDef | None, first: ast.FunctionDef | None
     own, rest, returned = body[: len(expected) + 1], body[len(expected) + 1 : -1], body[-1:]
     steps = [step[1] for step in map(_step, rest) if step is not None]
     match last, own[-1:], returned:
-        case ast.Return(value), [ast.Assign([ast.Name("input")], result)], [ast.Return(ast.Name("input"))]:
+        case ast.Return(ast.expr() as value), [ast.Assign([ast.Name("input")], result)], [
+            ast.Return(ast.Name("input"))
+        ]:
             pairs = zip([*expected, value], [*own[:-1], result], strict=True)
-            same = value is not None and all(ast.dump(a) == ast.dump(b) for a, b in pairs)
+            same = all(ast.dump(a) == ast.dump(b) for a, b in pairs)
             return tuple(steps) if same and len(steps) == len(rest) else ()
     return ()
 
 
 def _statements(method: ast.FunctionDef | None) -> list[ast.stmt]:
     """Return the statements of a method, its argument under the name ``input``, without texts and leading checks."""
-    if method is None:
+    if method is None or not method.args.args:
         return [ast.Pass()]
     method = copy.deepcopy(method)
     for node in ast.walk(method):

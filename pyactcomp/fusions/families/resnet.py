@@ -104,7 +104,7 @@ def _out_of_place(child: Any) -> Callable[[Tensor], Tensor]:
         return cast(Callable[[Tensor], Tensor], child)
     copy = with_children(child, {})
     copy.inplace = False
-    return copy
+    return cast(Callable[[Tensor], Tensor], copy)
 
 
 class MaxPool2d(Fused, nn.MaxPool2d):
