@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pyactcomp.codec import reference
 from pyactcomp.engine.marks import RECIPE
-from pyactcomp.engine.recipes import Recipe
+from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, batch_norm
 
 ROWS = (0, 2, 3)

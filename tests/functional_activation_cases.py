@@ -25,7 +25,7 @@ from pyactcomp.codec import Packed, dequantize
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.codec.seeds import second_of
 from pyactcomp.engine.marks import RECIPE
-from pyactcomp.engine.recipes import Recipe
+from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, new_gelu, silu_mul
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
@@ -128,7 +128,7 @@ def test_a_recipe_holds_no_graph(bits: int | None) -> None:
         silu_mul(x, x, codes=Codes(bits=bits, impl="triton")),
         new_gelu(x, codes=Codes(bits=bits, impl="triton")),
     ):
-        assert all(operand.grad_fn is None for operand in recipe_of(out)._operands)
+        assert all(operand.grad_fn is None for operand in recipe_of(out).operands)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)

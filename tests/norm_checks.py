@@ -10,8 +10,7 @@ from functional_checks import EPS, SEED, assert_within, error_of, normal, padded
 from torch import Tensor
 
 from pyactcomp.codec import Impl, reference
-from pyactcomp.engine import recompute
-from pyactcomp.engine.recipes import Recipe
+from pyactcomp.engine.saved import Recipe, library
 from pyactcomp.functional import Codes, add_layer_norm, layer_norm, rms_norm
 
 EPSILON = 1e-5
@@ -142,11 +141,9 @@ def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: boo
 
 def recipe_of(tensor: Tensor) -> Recipe:
     """Return the recipe that an operator which saves ``tensor`` finds."""
-    whole = tensor if tensor._base is None else tensor._base
-    assert whole.grad_fn is not None
-    found = recompute.source_of(tensor, whole.grad_fn.name())
+    found: Recipe | None = library().recipe_of(tensor)
     assert found is not None
-    return found[0]
+    return found
 
 
 def gradient_of(compute: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:

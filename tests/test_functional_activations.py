@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import codec, dequantize, functional, quantize
-from pyactcomp.engine import recompute
 from pyactcomp.engine.marks import RECIPE
-from pyactcomp.engine.recipes import Recipe
+from pyactcomp.engine.saved import Recipe
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import INT8, Codes, dropout, rope, silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
@@ -185,7 +184,7 @@ def test_a_recipe_holds_no_graph() -> None:
     x = leaf(70, 16)
     kept = x * 1
     recipe = recipe_of(new_gelu(kept, codes=Codes(bits=None)))
-    assert all(operand.grad_fn is None for operand in recipe._operands)
+    assert all(operand.grad_fn is None for operand in recipe.operands)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -210,7 +209,7 @@ def test_silu_mul_makes_up_again_once_a_backward_and_keeps_no_codes_of_it() -> N
     restored = dequantize(quantize(gate.detach())).requires_grad_()
     exact = torch.autograd.grad((F.silu(restored) * up) @ weight, (restored, up), torch.ones(64, 64))
     for backwards in (1, 2):
-        recompute.source_of(outputs[0], outputs[0].grad_fn.name())[0].compute(torch.float32)
+        recipe_of(outputs[0]).compute(torch.float32)
         grads = torch.autograd.grad(outputs[0] @ weight, (gate, up), torch.ones(64, 64), retain_graph=True)
         assert len(made) == backwards
         for ours, theirs in zip(grads, exact, strict=True):

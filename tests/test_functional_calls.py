@@ -14,7 +14,7 @@ from torch import Tensor
 import pyactcomp
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.engine.marks import RECIPE
-from pyactcomp.engine.recipes import Recipe
+from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, gelu, layer_norm, rms_norm, rope, saving, silu_mul
 
 pytest.importorskip("triton")

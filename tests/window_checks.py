@@ -9,7 +9,7 @@ from torch import Tensor
 from pyactcomp import codec
 from pyactcomp.codec import Impl
 from pyactcomp.engine.marks import RECIPE
-from pyactcomp.engine.recipes import Recipe
+from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, window_attention
 
 

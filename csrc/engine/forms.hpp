@@ -142,7 +142,7 @@ struct Version {
 
 /// Counts of this process, with the GIL.
 struct Counts {
-  long alive = 0;       ///< stored forms
+  long alive = 0;       ///< stored forms and recipes
   long decoded = 0;     ///< regions decoded
   long recomputed = 0;  ///< recipes run
 };
@@ -261,6 +261,12 @@ struct Versioned : Stored {
 struct Same : Versioned {
   Ref stored;
   c10::SmallVector<std::int64_t, 5> shape;
+
+  void hold(const Ref& form, const at::Tensor& tensor) {
+    seen = Version(tensor);
+    shape = Layout::of(tensor).sizes;
+    stored = form;
+  }
   at::Tensor restore() override {
     seen.check(shape);
     return engine::restore(stored.get());

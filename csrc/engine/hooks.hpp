@@ -6,6 +6,7 @@
 
 #include "engine/decisions.hpp"
 #include "engine/memory.hpp"
+#include "engine/recompute.hpp"
 #include "observer/facts.hpp"
 
 namespace pac::engine {
@@ -13,7 +14,7 @@ namespace pac::engine {
 /// The hooks of one forward.
 ///
 /// Python's Frame opens and closes them, and packs what is rare: tensors of other classes, inputs of checkpointed
-/// blocks, recomputed outputs and results of gathering shards. With a report's recorder, every tensor is recorded on
+/// blocks and results of gathering shards. With a report's recorder, every tensor is recorded on
 /// the way.
 class Hooks {
  public:
@@ -71,14 +72,14 @@ class Hooks {
     const auto held = observer::node_of(saved.tensor);
     const auto* const maker = observer::producer(held.get());
     const bool is_whole = saved.object == given.object;
-    if (maker && observer::is_cast(*maker)) return pack_cast(given, saved, reading, form, *maker);
+    const auto* const cast = maker && observer::is_cast(*maker) ? maker : nullptr;
+    if (Ref stored = cast ? recast(given, *cast) : Ref()) return stored;
     // A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
-    if (is_whole && maker && observer::offers(*maker) && reading != constants().checkpoint) {
-      Ref recomputed = method("_recomputed", {given.object, form.object.get()});
-      if (recomputed.get() != Py_None) return recomputed;
+    if (is_whole && maker && (cast || reading != constants().checkpoint)) {
+      if (Ref stored = cast ? pack_cast(given, reading, form, *cast) : recompute(given, form)) return stored;
     }
-    if (Ref sharded = sharded_by(given, saved, reading, form)) return sharded;
-    return store(given, reading, form, nullptr);
+    if (Ref stored = cast && is_whole ? Ref() : sharded_by(given, saved, reading, form)) return stored;
+    return store(given, reading, form, cast);
   }
 
   /// Store a tensor, as nothing recomputes it; `cast` is the node behind the tensor if it is a cast.
@@ -185,35 +186,15 @@ class Hooks {
     return object;
   }
 
-  /// Pack the result of a cast; of a parameter's cast nothing is stored but the parameter.
-  Ref pack_cast(const Given& given, const Given& saved, PyObject* reading, const Form& form,
-                const observer::Node& cast) {
-    if (casts_left > 0) {
-      --casts_left;
-      if (const at::Tensor parameter = observer::cast_leaf(cast); parameter.defined() && is_parameter(parameter)) {
-        if (!is_fresh_cast(given.tensor, parameter, cast)) return keep(given, "OTHER_LAYOUT");
-        report(given, "RECAST");
-        return recast(given.tensor, parameter);
-      }
-    }
-    // Equal casts of an offered output are stored once, or recomputed.
-    if (saved.object == given.object && observer::casts_offered(cast)) {
-      return method("_pack_cast", {given.object, reading, form.object.get()});
-    }
-    if (saved.object != given.object) {
-      if (Ref sharded = sharded_by(given, saved, reading, form)) return sharded;
-    }
-    return store(given, reading, form, &cast);
-  }
-
-  /// Store codes of this process's shard of a tensor gathered from several; nothing if it is none.
-  Ref sharded_by(const Given& given, const Given& saved, PyObject* reading, const Form& form) {
-    if (!gathers || form.need != kCodes || is_held(given.tensor)) return {};
-    Ref stored = method("_sharded", {given.object, saved.object, reading, form.object.get()});
-    return stored.get() == Py_None ? Ref() : stored;
-  }
-
-  Ref recast(const at::Tensor& copy, const at::Tensor& parameter) {
+  /// Store nothing of a parameter's cast but the parameter; return nothing for another cast.
+  Ref recast(const Given& given, const observer::Node& cast) {
+    if (casts_left <= 0) return {};
+    --casts_left;
+    const at::Tensor parameter = observer::cast_leaf(cast);
+    if (!parameter.defined() || !is_parameter(parameter)) return {};
+    const at::Tensor& copy = given.tensor;
+    if (!is_fresh_cast(copy, parameter, cast)) return keep(given, "OTHER_LAYOUT");
+    report(given, "RECAST");
     Recast& stored = *made<Recast>(types().recast);
     Ref object(stored.self);
     stored.seen = Version(copy);
@@ -223,6 +204,78 @@ class Hooks {
     stored.of_parameter = version_of(parameter);
     stored.names = packing;
     return object;
+  }
+
+  /// Store how to recompute a tensor as exactly as a form would; return nothing if there is no way.
+  Ref recompute(const Given& given, const Form& form) {
+    const Ref recipe = recipe_of(given.tensor, lossless, gathers);
+    return recipe && is_as_exact(recipe, form) ? recomputed(given, recipe, given.tensor.scalar_type()) : Ref();
+  }
+
+  /// Store or recompute a cast once for all equal casts of one tensor: autocast makes three for q, k and v. Return
+  /// nothing if no recipe tells that casts are equal.
+  Ref pack_cast(const Given& given, PyObject* reading, const Form& form, const observer::Node& cast) {
+    const at::Tensor& copy = given.tensor;
+    const at::Tensor whole = copy.is_view() ? at::Tensor(copy._base()) : copy;
+    const Ref known = recipe_of_source(whole, cast);
+    const Ref recipe = known ? known : recipe_of_stored_source(whole, cast);
+    if (!recipe) return {};
+    Recipe& source = body<Recipe>(recipe.get());
+    if (source.casts && source.computes() && is_as_exact(recipe, form)) {
+      return recomputed(given, recipe, whole.scalar_type());
+    }
+    if (!known) return {};
+    const Ref equal = source.copy_like(copy);
+    Region* const region = equal && Py_TYPE(equal.get()) == types().region ? &body<Region>(equal.get()) : nullptr;
+    if (equal && (!region || serves(*region, form.object.get()))) {
+      if (region) ++region->uses;
+      report(given, "SAME_CAST");
+      return same(equal, copy);
+    }
+    Ref stored = store(given, reading, form, &cast);
+    if (Py_TYPE(stored.get()) == types().kept || Py_TYPE(stored.get()) == types().region) {
+      source.copies.push_back({copy.scalar_type(), copy.storage_offset(), Layout::of(copy), Weak(stored.get())});
+    }
+    return stored;
+  }
+
+  /// Return whether a recomputed output is as exact as a form.
+  bool is_as_exact(const Ref& recipe, const Form& form) const {
+    return lossless || form.need == kCodes || body<Recipe>(recipe.get()).exact;
+  }
+
+  /// Return the stored form of a tensor that a recipe recomputes: its output in a dtype, or a view of that.
+  Ref recomputed(const Given& given, const Ref& recipe, at::ScalarType dtype) {
+    const at::Tensor& tensor = given.tensor;
+    const Recipe& how = body<Recipe>(recipe.get());
+    const std::int64_t stream = stream_of(tensor);
+    report(given, "RECOMPUTED");
+    Ref whole;
+    if (how.latest && how.latest->dtype == dtype && how.latest->stream == stream) {
+      whole = Ref::borrowed(how.latest->self);
+      ++how.latest->uses;
+    } else {
+      FromRecipe& stored = *made<FromRecipe>(types().from_recipe);
+      whole = Ref(stored.self);
+      stored.describe(recipe, dtype, tensor.is_view() ? at::Tensor(tensor._base()) : tensor, stream, sharing);
+    }
+    const Ref stored = viewed(whole, tensor, tensor.storage_offset());
+    return dtype == how.dtype ? stored : same(stored, tensor);
+  }
+
+  /// Return a form with the values of another, for a tensor with a version counter of its own.
+  static Ref same(const Ref& stored, const at::Tensor& tensor) {
+    Same& form = *made<Same>(types().same);
+    Ref object(form.self);
+    form.hold(stored, tensor);
+    return object;
+  }
+
+  /// Store codes of this process's shard of a tensor gathered from several; nothing if it is none.
+  Ref sharded_by(const Given& given, const Given& saved, PyObject* reading, const Form& form) {
+    if (!gathers || form.need != kCodes || is_held(given.tensor)) return {};
+    Ref stored = method("_sharded", {given.object, saved.object, reading, form.object.get()});
+    return stored.get() == Py_None ? Ref() : stored;
   }
 
   /// Store a tensor without loss: cast back to its narrower source dtype, or kept.
@@ -299,9 +352,9 @@ class Hooks {
            serves(*known->second, form.object.get());
   }
 
-  /// Return a region for a tensor of its layout, or else a view of it.
+  /// Return a region or a recomputed output for a tensor of its layout, or else a view of it.
   static Ref viewed(const Ref& stored, const at::Tensor& tensor, std::int64_t offset) {
-    if (body<Region>(stored.get()).layout.fits(tensor)) return stored;
+    if (body<Shared>(stored.get()).layout.fits(tensor)) return stored;
     View& view = *made<View>(types().view);
     Ref object(view.self);
     view.region = stored;

@@ -157,6 +157,69 @@ inline PyType_Slot hooks_slots[] = {
 inline PyType_Spec hooks_spec = {"pyactcomp._observer.Hooks", sizeof(Boxed<Hooks>), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
 
+/// note_offering(class): note that results of an autograd function may be recomputed; return whether it was noted.
+inline PyObject* note_offering(PyObject*, PyObject* type) {
+  if (!PyType_Check(type)) return PyErr_Format(PyExc_TypeError, "a class was expected, got %R", type);
+  const bool added = offering().functions.insert(reinterpret_cast<PyTypeObject*>(type)).second;
+  if (added) Py_INCREF(type);
+  return truth(!added);
+}
+
+/// is_offering(class): return whether results of an autograd function may be recomputed.
+inline PyObject* is_offering(PyObject*, PyObject* type) {
+  return truth(offering().functions.count(reinterpret_cast<PyTypeObject*>(type)) != 0);
+}
+
+/// recipe_of(tensor): return the recipe that recomputes a tensor, or the source of the cast that made it, or None.
+inline PyObject* find_recipe(PyObject*, PyObject* object) {
+  return guarded([&] {
+    const at::Tensor& tensor = tensor_in(object);
+    const auto node = observer::node_of(tensor);
+    const auto* const maker = observer::producer(node.get());
+    if (!maker) return Py_NewRef(Py_None);
+    Ref recipe = observer::is_cast(*maker) ? recipe_of_source(tensor, *maker) : recipe_of(tensor, false, false);
+    return recipe ? recipe.release() : Py_NewRef(Py_None);
+  });
+}
+
+/// offer_norm(out, may_be_freed): offer a recipe for a norm's output, to which autocast's casts do not lead.
+inline PyObject* offer_norm(PyObject*, PyObject* arguments) {
+  return guarded([&] {
+    PyObject* out = nullptr;
+    int may_be_freed = 0;
+    if (!PyArg_ParseTuple(arguments, "Op", &out, &may_be_freed)) throw PythonError();
+    if (const auto node = tensor_in(out).grad_fn()) recipe_of_result(tensor_in(out), *node, false, may_be_freed != 0);
+    return Py_NewRef(Py_None);
+  });
+}
+
+/// offer_exact_layer_norm(out, eps, weight or None, bias or None, may_be_freed): offer a recipe to the bit.
+inline PyObject* offer_exact_layer_norm(PyObject*, PyObject* arguments) {
+  return guarded([&] {
+    PyObject *object = nullptr, *weight = nullptr, *bias = nullptr;
+    double eps = 0;
+    int may_be_freed = 0;
+    if (!PyArg_ParseTuple(arguments, "OdOOp", &object, &eps, &weight, &bias, &may_be_freed)) throw PythonError();
+    const auto given = [](PyObject* each) { return each == Py_None ? at::Tensor() : tensor_in(each); };
+    const at::Tensor& out = tensor_in(object);
+    const auto node = out.grad_fn();
+    const auto* const norm = node ? node_as<generated::NativeLayerNormBackward0>(*node) : nullptr;
+    if (!norm || version_of(out) != 0) return Py_NewRef(Py_None);
+    const Result<generated::NativeLayerNormBackward0> result{out, *norm, may_be_freed != 0};
+    if (const Ref recipe = recipe_of_exact_layer_norm(result, eps, given(weight), given(bias))) offer(*node, recipe);
+    return Py_NewRef(Py_None);
+  });
+}
+
+inline PyMethodDef recipe_functions[] = {
+    {"note_offering", note_offering, METH_O, "Note that results of an autograd function may be recomputed."},
+    {"is_offering", is_offering, METH_O, "Return whether results of an autograd function may be recomputed."},
+    {"recipe_of", find_recipe, METH_O, "Return the recipe for a tensor, or for the source of the cast that made it."},
+    {"offer_norm", offer_norm, METH_VARARGS, "Offer a recipe for a norm's output."},
+    {"offer_exact_layer_norm", offer_exact_layer_norm, METH_VARARGS, "Offer a recipe to the bit for a layer norm."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 /// Add the classes of the engine to the module.
 inline void add_classes(PyObject* module) {
   const Ref holder = checked(PyImport_ImportModule("pyactcomp.torch_private"));
@@ -170,9 +233,10 @@ inline void add_classes(PyObject* module) {
   all.hooks = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&hooks_spec)).release());
   for (PyTypeObject* const type :
        {all.storing, all.sharing, all.decisions, all.hooks, all.kept, all.versioned, all.same, all.shapeless,
-        all.recast, all.shared, all.region, all.view, all.from_recipe}) {
+        all.recast, all.shared, all.region, all.view, all.recipe, all.from_recipe}) {
     if (PyModule_AddType(module, type) != 0) throw PythonError();
   }
+  if (PyModule_AddFunctions(module, recipe_functions) != 0) throw PythonError();
 }
 
 }  // namespace pac::engine

@@ -46,6 +46,20 @@ inline Ref checked(PyObject* made) {
   return Ref(made);
 }
 
+/// Return the error that is set, and clear it.
+inline Ref taken_error() {
+#if PY_VERSION_HEX >= 0x030C0000
+  return Ref(PyErr_GetRaisedException());
+#else
+  PyObject *type = nullptr, *error = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return Ref(error);
+#endif
+}
+
 /// Run a function of C++ for Python: every exception becomes Python's.
 template <class Function>
 PyObject* guarded(const Function& function) {

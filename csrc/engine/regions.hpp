@@ -132,29 +132,6 @@ struct Region : Shared {
   }
 };
 
-/// A saved tensor recomputed in backward from a recipe of Python's: the recipe's output, or a cast of it.
-struct FromRecipe : Shared {
-  Ref recipe, forms;  ///< the stored forms that the recipe reads
-  Version seen;
-  at::ScalarType dtype = at::kFloat;
-  bool checks = false;  ///< casts have version counters of their own: `Same` around this form checks them
-  bool exact = false;
-
-  at::Tensor restore() override {
-    if (checks) seen.check(layout.sizes);
-    if (!exact) check_reader(constants().as_codes, kCodes, layout.sizes);
-    return Shared::restore();
-  }
-  at::Tensor make() override {
-    static PyObject* const name = PyUnicode_InternFromString("compute");
-    ++counts().recomputed;
-    const Ref kind(dtype_object(dtype));
-    PyObject* const arguments[] = {recipe.get(), kind.get()};
-    const Ref made = checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr));
-    return tensor_in(made.get());
-  }
-};
-
 /// A view of a packed region or of a recomputed output.
 struct View : Stored {
   Ref region;

@@ -4,14 +4,14 @@
 #include <array>
 #include <type_traits>
 
-#include "engine/regions.hpp"
+#include "engine/recipes.hpp"
 
 namespace pac::engine {
 
 /// The classes, made once when the module is imported.
 struct Types {
   PyTypeObject *storing, *sharing, *stored, *kept, *versioned, *same, *shapeless, *recast, *shared, *region, *view,
-      *decisions, *hooks, *from_recipe;
+      *decisions, *hooks, *recipe, *from_recipe;
 };
 
 inline Types& types() {
@@ -119,10 +119,7 @@ inline int same_init(PyObject* self, PyObject* arguments, PyObject*) {
   return guarded_status([&] {
     PyObject *stored = nullptr, *tensor = nullptr;
     if (!PyArg_ParseTuple(arguments, "OO", &stored, &tensor)) throw PythonError();
-    Same& form = body<Same>(self);
-    form.seen = Version(tensor_in(tensor));
-    form.shape = Layout::of(tensor_in(tensor)).sizes;
-    form.stored = Ref::borrowed(stored);
+    body<Same>(self).hold(Ref::borrowed(stored), tensor_in(tensor));
   });
 }
 
@@ -212,31 +209,71 @@ inline PyGetSetDef region_attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-// FromRecipe(recipe, forms, layout, dtype, device index, stream, sharing, the tensor whose version counts or None).
+// Recipe(output, compute or None, operands that `compute` reads unpacked).
 
-inline int from_recipe_init(PyObject* self, PyObject* arguments, PyObject*) {
+inline int recipe_init(PyObject* self, PyObject* arguments, PyObject*) {
   return guarded_status([&] {
-    PyObject *recipe = nullptr, *forms = nullptr, *layout = nullptr, *dtype = nullptr, *sharing = nullptr;
-    PyObject* saved = nullptr;
-    int index = -1;
-    long long stream = 0;
-    if (!PyArg_ParseTuple(arguments, "OOOOiLO!O", &recipe, &forms, &layout, &dtype, &index, &stream, types().sharing,
-                          &sharing, &saved)) {
-      throw PythonError();
+    PyObject *out = nullptr, *compute = nullptr, *operands = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OOO!", &out, &compute, &PyTuple_Type, &operands)) throw PythonError();
+    Recipe& recipe = body<Recipe>(self);
+    recipe.describe(tensor_in(out));
+    if (compute != Py_None) recipe.python = Ref::borrowed(compute);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(operands); ++i) {
+      recipe.read_unpacked(tensor_in(PyTuple_GET_ITEM(operands, i)));
     }
-    FromRecipe& form = body<FromRecipe>(self);
-    form.exact = PyObject_IsTrue(checked(PyObject_GetAttrString(recipe, "exact")).get()) == 1;
-    form.layout = layout_in(layout);
-    form.dtype = dtype_in(dtype);
-    form.index = index;
-    form.stream = stream;
-    form.checks = saved != Py_None;
-    if (form.checks) form.seen = Version(tensor_in(saved));
-    form.recipe = Ref::borrowed(recipe);
-    form.forms = Ref::borrowed(forms);
-    form.sharing = Ref::borrowed(sharing);
   });
 }
+
+inline PyObject* recipe_compute(PyObject* self, PyObject* dtype) {
+  return guarded([&] { return THPVariable_Wrap(body<Recipe>(self).compute(dtype_in(dtype))); });
+}
+
+inline PyObject* recipe_serves(PyObject* self, PyObject* tensor) {
+  return guarded([&] { return truth(body<Recipe>(self).serves(tensor_in(tensor))); });
+}
+
+/// forms(): return the stored forms to hold as long as `compute` may be called; None for each that is freed.
+inline PyObject* recipe_forms(PyObject* self, PyObject*) {
+  return guarded([&] {
+    std::vector<Ref> forms = body<Recipe>(self).forms();
+    Ref all = checked(PyTuple_New(static_cast<Py_ssize_t>(forms.size())));
+    for (size_t i = 0; i < forms.size(); ++i) {
+      PyTuple_SET_ITEM(all.get(), static_cast<Py_ssize_t>(i), forms[i] ? forms[i].release() : Py_NewRef(Py_None));
+    }
+    return all.release();
+  });
+}
+
+inline PyMethodDef recipe_methods[] = {
+    {"compute", recipe_compute, METH_O, "Recompute the output in a dtype, or raise autograd's error."},
+    {"serves", recipe_serves, METH_O, "Return whether a tensor still equals the recomputed output."},
+    {"forms", recipe_forms, METH_NOARGS, "Return the stored forms that compute reads; None for each freed one."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+inline PyObject* recipe_casts(Recipe& recipe) { return truth(recipe.casts); }
+inline PyObject* recipe_computes(Recipe& recipe) { return truth(recipe.computes()); }
+inline PyObject* recipe_dtype(Recipe& recipe) { return dtype_object(recipe.dtype); }
+inline PyObject* recipe_depth(Recipe& recipe) { return PyLong_FromLong(recipe.depth); }
+inline PyObject* recipe_exact(Recipe& recipe) { return truth(recipe.exact); }
+inline PyObject* recipe_operands(Recipe& recipe) {
+  Ref all = checked(PyTuple_New(static_cast<Py_ssize_t>(recipe.unpacked().size())));
+  Py_ssize_t place = 0;
+  for (const auto& [tensor, version] : recipe.unpacked())
+    PyTuple_SET_ITEM(all.get(), place++, THPVariable_Wrap(tensor));
+  return all.release();
+}
+inline PyGetSetDef recipe_attributes[] = {
+    {"casts", attribute<Recipe, recipe_casts>, nullptr, "Whether casts of the output are recomputed too.", nullptr},
+    {"computes", attribute<Recipe, recipe_computes>, nullptr, "Whether the output can be recomputed.", nullptr},
+    {"dtype", attribute<Recipe, recipe_dtype>, nullptr, "Dtype of the output.", nullptr},
+    {"depth", attribute<Recipe, recipe_depth>, nullptr, "Length of the longest chain of recipes.", nullptr},
+    {"exact", attribute<Recipe, recipe_exact>, nullptr, "Whether the output is recomputed to the bit.", nullptr},
+    {"operands", attribute<Recipe, recipe_operands>, nullptr, "Tensors read unpacked.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+// FromRecipe, made in C++ alone.
 
 inline PyObject* from_recipe_recipe(FromRecipe& form) { return Py_NewRef(form.recipe.get()); }
 inline PyObject* from_recipe_dtype(FromRecipe& form) { return dtype_object(form.dtype); }
@@ -321,7 +358,9 @@ inline void make_types(PyTypeObject* stored) {
                                 region_init, region_methods, region_attributes);
   all.from_recipe =
       class_of<FromRecipe>("pyactcomp._observer.FromRecipe", "A saved tensor recomputed in backward from a recipe.",
-                           all.shared, from_recipe_init, nullptr, from_recipe_attributes);
+                           all.shared, nullptr, nullptr, from_recipe_attributes, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  all.recipe = class_of<Recipe>("pyactcomp._observer.Recipe", "How backward recomputes an operator's output.", nullptr,
+                                recipe_init, recipe_methods, recipe_attributes);
   all.view = class_of<View>("pyactcomp._observer.View", "A view of a packed region or of a recomputed output.", stored,
                             view_init, restore_alone, view_attributes);
 }

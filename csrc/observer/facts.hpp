@@ -1,11 +1,10 @@
-// What the engine asks of a saved tensor: how the running operator reads it, what made it, and what recomputes it.
+// What the engine asks of a saved tensor: how the running operator reads it, and what made it.
 #pragma once
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <string>
 #include <type_traits>
-#include <unordered_set>
 #include <utility>
 
 #include "engine/python.hpp"
@@ -51,35 +50,6 @@ inline at::Tensor cast_leaf(const Node& cast) {
   const Node* const source = input_of(cast, 0);
   const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(source);
   return leaf ? leaf->variable : at::Tensor();
-}
-
-/// The nodes whose results Python may recompute, by name, and the classes of those written in Python; with the GIL.
-struct Offering {
-  std::unordered_set<std::string> names, storing_results;
-  std::unordered_set<PyTypeObject*> classes;  ///< holds a reference to each
-};
-
-inline Offering& offering() {
-  static Offering& instance = *std::make_unique<Offering>().release();
-  return instance;
-}
-
-inline bool is_named(const Node& node, const std::unordered_set<std::string>& names) {
-  const NodeKind kind = kind_of(node);
-  return kind.name && names.count(PyUnicode_AsUTF8(kind.name)) != 0;
-}
-
-/// Return whether a recipe may recompute a node's result.
-inline bool offers(const Node& node) {
-  if (is_leaf(node)) return false;
-  if (kind_of(node).name) return is_named(node, offering().names);
-  return offering().classes.count(class_of_function(node)) != 0;
-}
-
-/// Return whether equal casts of the source of a cast may be stored once, or recomputed.
-inline bool casts_offered(const Node& cast) {
-  const Node* const source = producer(input_of(cast, 0));
-  return source && !is_leaf(*source) && (offers(*source) || is_named(*source, offering().storing_results));
 }
 
 /// Return whether torch.compile's runtime may call the running hook: where its module is loaded, and a caller is of it.

@@ -7,10 +7,12 @@
 #include <torch/csrc/autograd/python_function.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <typeindex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "observer/operators.hpp"
@@ -109,8 +111,30 @@ inline NodeKind kind_of(const Node& node) {
   return {nullptr, function->second};
 }
 
+constexpr int kLongest = 8;
+
 inline const Node* input_of(const Node& node, size_t index) {
   return index < node.num_outputs() ? node.next_edge(index).function.get() : nullptr;
+}
+
+/// Return whether a node's result has the elements of its input in the same order.
+inline bool reshapes(const Node& node) {
+  using namespace torch::autograd::generated;
+  const auto& kind = typeid(node);
+  return kind == typeid(ViewBackward0) || kind == typeid(UnsafeViewBackward0) || kind == typeid(AliasBackward0) ||
+         kind == typeid(ReshapeAliasBackward0) || kind == typeid(UnsqueezeBackward0) ||
+         kind == typeid(SqueezeBackward0);
+}
+
+/// Return the producer of the first input of a node, reshapes aside, and the number of its output; or null.
+inline std::pair<Node*, std::uint32_t> source_of(const Node& node) {
+  const Node* reader = &node;
+  for (int step = 0; step < kLongest && reader->num_outputs() != 0; ++step) {
+    const auto& edge = reader->next_edge(0);
+    if (!edge.function || !reshapes(*edge.function)) return {edge.function.get(), edge.input_nr};
+    reader = edge.function.get();
+  }
+  return {nullptr, 0};
 }
 
 /// Return whether a node accumulates the gradient of a leaf.
@@ -135,8 +159,6 @@ inline bool has_number(const Node& node) {
   }
   return typeid(node) == typeid(DivBackward0);
 }
-
-constexpr int kLongest = 8;
 
 /// Return the first node, from `node` on, that does not merely arrange elements, or multiply by a number if `scaled`.
 inline const Node* unmoved(const Node* node, bool scaled = false) {
@@ -259,18 +281,6 @@ inline PyObject* name_of(const Node* node) {
     node = input_of(*node, 0);
   }
   return PyUnicode_FromString("");
-}
-
-/// origin(tensor): return the name of the operator behind a tensor, views aside, or an empty one.
-inline PyObject* origin(PyObject*, PyObject* object) {
-  const at::Tensor* const tensor = tensor_of(object);
-  if (!tensor) return nullptr;
-  try {
-    return name_of(node_of(*tensor).get());
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
 }
 
 }  // namespace pac::observer

@@ -358,11 +358,9 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/// configure_engine(names, offering, storing_results): see `methods`.
-PyObject* configure_engine(PyObject*, PyObject* arguments) {
-  PyObject *names = nullptr, *offered = nullptr, *storing = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!OO", &PyDict_Type, &names, &offered, &storing)) return nullptr;
-  if (!read_names(offered, offering().names) || !read_names(storing, offering().storing_results)) return nullptr;
+/// configure_engine(names): see `methods`.
+PyObject* configure_engine(PyObject*, PyObject* names) {
+  if (!PyDict_Check(names)) return PyErr_Format(PyExc_TypeError, "a dict was expected, got %R", names);
   engine::names() = engine::Ref::borrowed(names);
   Py_RETURN_NONE;
 }
@@ -391,16 +389,10 @@ PyObject* contradiction(PyObject*, PyObject* need) {
   });
 }
 
-/// counts(): return the stored forms that are alive, the regions decoded and the recipes run so far.
+/// counts(): return the stored forms and recipes that are alive, the regions decoded and the recipes run so far.
 PyObject* counts_of(PyObject*, PyObject*) {
   const engine::Counts& now = engine::counts();
   return Py_BuildValue("(lll)", now.alive, now.decoded, now.recomputed);
-}
-
-PyObject* note_offering(PyObject*, PyObject* type) {
-  if (!PyType_Check(type)) return PyErr_Format(PyExc_TypeError, "a class was expected, got %R", type);
-  if (offering().classes.insert(reinterpret_cast<PyTypeObject*>(type)).second) Py_INCREF(type);
-  Py_RETURN_NONE;
 }
 
 /// Forget all look-ups, after a change of the table.
@@ -424,7 +416,6 @@ PyMethodDef methods[] = {
     {"start", start, METH_NOARGS, "Observe the operators of this thread; calls nest."},
     {"stop", stop, METH_NOARGS, "Undo one start of this thread."},
     {"may_be_transformed", may_be_transformed, METH_NOARGS, "Return whether operators may be transformed or replaced."},
-    {"origin", origin, METH_O, "Return the name of the operator behind a tensor, views aside."},
     {"bare", bare, METH_O, "Return a tensor's memory and version counter without its graph."},
     {"empty_like", empty_like, METH_O, "Return uninitialised memory with the layout and dtype of a dense tensor."},
     {"buffer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(buffer)), METH_FASTCALL,
@@ -440,11 +431,9 @@ PyMethodDef methods[] = {
      "Return how the running operator reads a tensor it saves, None outside operators; the tensor's maker, partner and "
      "origin."},
     {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
-    {"configure_engine", configure_engine, METH_VARARGS,
-     "Set the functions for what is rare and the constants, by name, and the nodes whose results may be recomputed."},
-    {"note_offering", note_offering, METH_O, "Note that results of an autograd function may be recomputed."},
+    {"configure_engine", configure_engine, METH_O, "Set the functions for what is rare and the constants, by name."},
     {"counts", counts_of, METH_NOARGS,
-     "Return the stored forms that are alive, the regions decoded and the recipes run so far in this process."},
+     "Return the stored forms and recipes alive, the regions decoded and the recipes run so far in this process."},
     {"unpack", engine::unpack, METH_O, "Restore a saved tensor: the unpack hook."},
     {"is_ordinary", functions::is_ordinary, METH_NOARGS,
      "Return whether gradients are recorded, operators only run, nothing is disabled, and no function is "

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..codec.layouts import layout_of
-from ..readers.forms import AS_CODES, BFLOAT16, CODES, ITSELF, Form, Reading, Use
+from ..readers.forms import AS_CODES, BFLOAT16, ITSELF, Form, Reading, Use
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED
-from ..readers.nodes import producer
 from ..readers.observer import observer, transformed
-from ..torch_private import current_raw_stream, never_traced, profiled_range, profiler_enabled
+from ..torch_private import never_traced, profiled_range, profiler_enabled
 from ..torch_private.distributed import local_tensor, waited
 from . import saved
 from .gathered import gathering, store_shard
 from .marks import PACKS
 from .packing import HALF_BYTES, Packing
-from .policy import PLAIN, RECOMPUTED, SAME_CAST
-from .recipes import Recipe
-from .recompute import cast_recipe, is_exact, source_of, source_of_cast
+from .policy import PLAIN
 from .record import Recorder
 from .saved import Distributed, Pending, Saved
 from .unpacking import unpack_profiled
@@ -157,55 +152,6 @@ class Frame:
         return str(saved.NAMES[name])
 
     @never_traced
-    def _recomputed(self, tensor: Tensor, form: Form) -> Saved | None:
-        """Return the stored form of a tensor that a recipe recomputes as exactly as ``form``, or None."""
-        source = source_of(tensor, observer().origin(tensor), self.packing.lossless)
-        if source is None or not self._serves(source[0], form):
-            return None
-        return self._from_recipe(tensor, *source)
-
-    def _serves(self, recipe: Recipe, form: Form) -> bool:
-        """Return whether the recomputed output is as exact as ``form``."""
-        return recipe.exact or form.need == CODES or self.packing.lossless
-
-    def _from_recipe(self, tensor: Tensor, recipe: Recipe, out: Tensor, dtype: torch.dtype) -> Saved:
-        """Return the stored form of a recomputed tensor: an output in a dtype, or a view of one."""
-        shared = recipe.stored(out, dtype, _stream_of(tensor), self.hooks.sharing)
-        if self.recorder is not None:
-            self.recorder.add(tensor, RECOMPUTED)
-        layout = layout_of(tensor)
-        whole = shared.layout == layout
-        stored: Saved = shared if whole else saved.View(shared, layout, int(tensor.storage_offset()))
-        return stored if dtype is recipe.dtype else saved.Same(stored, tensor)
-
-    @never_traced
-    def _pack_cast(self, copy: Tensor, reading: Reading, form: Form) -> Saved:
-        """Pack the output of a cast, once for all equal casts of one tensor: autocast makes three for q, k and v."""
-        node = producer(copy)[1]
-        assert node is not None
-        whole = copy if copy._base is None else copy._base
-        known = cast_recipe(whole, node)
-        source = source_of_cast(whole, node, known)
-        if source is not None and self._serves(source[0], form):
-            return self._from_recipe(copy, *source)
-        if known is None:
-            return self.hooks.store(copy, reading, form)
-        copies = known[0].copies
-        part = copy.dtype, copy.storage_offset(), layout_of(copy)
-        reference = copies.get(part)
-        stored = None if reference is None else reference()
-        if stored is not None and (is_exact(stored) or (isinstance(stored, saved.Region) and stored.form.serves(form))):
-            if isinstance(stored, saved.Region):
-                stored.uses += 1
-            if self.recorder is not None:
-                self.recorder.add(copy, SAME_CAST)
-            return saved.Same(stored, copy)
-        new = self.hooks.store(copy, reading, form)
-        if isinstance(new, (saved.Kept, saved.Region)):
-            copies[part] = ref(new)
-        return new
-
-    @never_traced
     def _sharded(self, tensor: Tensor, whole: Tensor, reading: Reading, form: Form) -> Saved | None:
         """Store this process's shard of a tensor gathered from those of several processes; None if it is none.
 
@@ -261,12 +207,6 @@ class Frame:
                 holder.stored = self.hooks.pack_for(tensor, tensor, CHECKPOINT, form)
                 if self.recorder is not None:
                     self.recorder.leave()
-
-
-def _stream_of(tensor: Tensor) -> int:
-    """Return the current stream of a tensor's device as an integer; 0 on other devices than CUDA's."""
-    index = tensor.get_device()
-    return current_raw_stream(index) if index >= 0 else 0
 
 
 def frame_of(hook: object) -> Frame | None:

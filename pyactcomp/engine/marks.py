@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .recipes import Recipe
+from . import saved
 
 T = TypeVar("T")
 
@@ -84,8 +84,8 @@ class OutputMark(Generic[T]):
         node.metadata.pop(self.name, None)
 
 
-RECIPE = OutputMark[Recipe]("recipe")
-"""On the node of an operator: how backward recomputes the output."""
+RECIPE: OutputMark[saved.Recipe] = OutputMark("recipe")
+"""On the node of an operator, also by the library: how backward recomputes the output."""
 
 SHARDS = OutputMark[Any]("shards")
 """On the node of a DTensor: the :class:`~pyactcomp.engine.gathered.Shards` that its gathered results share."""

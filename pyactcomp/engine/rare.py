@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class ModifiedError(RuntimeError):
     """Autograd's own error for a tensor written to after the forward."""
 
 
+NAMES["MODIFIED_ERROR"] = ModifiedError
+
+
 def _modified(what: str, version: int, expected: int) -> str:
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -55,6 +59,21 @@ def refuse_modified(
     """Raise autograd's own error for a tensor, described by all but its memory, that was written to."""
     kind = torch.empty(0, dtype=dtype, device=device).type()
     raise ModifiedError(_modified(f"[{kind} {list(shape)}]", version, expected))
+
+
+@for_library
+def recompute(compute: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """Recompute the output of a function written in Python."""
+    return compute(dtype)
+
+
+@for_library
+def refuse_unheld_output(error: ModifiedError) -> None:
+    """Raise the error of an operand that was written to, where plain torch would have read the output."""
+    raise ModifiedError(
+        f"{error} pyactcomp recomputes an output from this tensor instead of storing the output: write out of place, "
+        "hold on to that output until backward, or name the module in skip."
+    )
 
 
 @for_library

@@ -24,11 +24,6 @@ Named = TypeVar("Named", bound=Callable[..., object])
 NAMES: dict[str, object] = {}
 """What the library asks of Python by name: constants, and functions for what happens rarely."""
 
-OFFERING: set[str] = set()
-"""Nodes whose results may be recomputed, by name; the nodes of all others are spared the look-up of a recipe."""
-
-SAVING_THEIR_RESULT = frozenset(f"{name}Backward0" for name in ("Softmax", "LogSoftmax", "Tanh", "Sigmoid"))
-
 
 def for_library(function: Named) -> Named:
     """Let the library call a function, by its name, where something rare happens.
@@ -43,12 +38,13 @@ def for_library(function: Named) -> Named:
 def library() -> Observer:
     """Return the library that packs and restores."""
     native = observer()
-    native.configure_engine(NAMES, OFFERING, SAVING_THEIR_RESULT)
+    native.configure_engine(NAMES)
     return native
 
 
 _CLASSES = frozenset(
-    "FromRecipe Kept Recast Region Same Shapeless Sharing Storing Versioned View Decisions Hooks".split()
+    "FromRecipe Kept Recast Recipe Region Same Shapeless Sharing Storing".split()
+    + "Versioned View Decisions Hooks".split()
 )
 
 
@@ -133,22 +129,48 @@ if TYPE_CHECKING:
         def is_of(self, tensor: Tensor) -> bool:
             """Return whether a tensor has the memory that was packed."""
 
+    class Recipe:
+        """How backward recomputes an output.
+
+        Attributes
+        ----------
+        dtype : torch.dtype
+            The output's.
+        operands : tuple of Tensor
+            Tensors read unpacked: a write before backward raises autograd's error.
+        depth : int
+            Length of the longest chain of recipes, this one included: 1 if no operand is recomputed.
+        computes : bool
+            Whether the recipe can recompute the output: not once backward has freed a stored operand.
+        casts : bool
+            Whether autocast's casts of the output are recomputed too.
+        exact : bool
+            Whether the recipe gives the output to the bit.
+        """
+
+        dtype: torch.dtype
+        operands: tuple[Tensor, ...]
+        depth: int
+        computes: bool
+        casts: bool
+        exact: bool
+
+        def __init__(
+            self, out: Tensor, compute: Callable[[torch.dtype], Tensor] | None, operands: tuple[Tensor, ...]
+        ) -> None: ...
+        def compute(self, dtype: torch.dtype) -> Tensor:
+            """Recompute the output in the original layout, or raise autograd's error if an operand was written to."""
+
+        def serves(self, tensor: Tensor) -> bool:
+            """Return whether ``tensor`` still equals the recomputed output: same storage, and no write since."""
+
+        def forms(self) -> tuple[object, ...]:
+            """Return the stored forms to hold as long as :meth:`compute` may be called; None for each freed one."""
+
     class FromRecipe(Shared):
         """A saved tensor recomputed in backward from a recipe: the recipe's output, or a cast of the output."""
 
-        recipe: Any
-
-        def __init__(
-            self,
-            recipe: Any,
-            forms: tuple[object, ...],
-            layout: Layout,
-            dtype: torch.dtype,
-            index: int,
-            stream: int,
-            sharing: Sharing,
-            saved: Tensor | None,
-        ) -> None: ...
+        recipe: Recipe
 
     class View(StoredForm):
         """A view of a packed region or of a recomputed output."""
@@ -231,23 +253,7 @@ class Pending(StoredForm):
         return self.stored.restore()
 
 
-class LeafMemory(StoredForm):
-    """The memory of a leaf, or a copy, for a recipe: read whatever the leaf's ``.data`` becomes; held by no node."""
-
-    __slots__ = ("__weakref__", "_kept")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._kept: Kept = library().Kept(tensor)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The memory as a tensor."""
-        return self._kept.tensor
-
-    @never_traced
-    def restore(self) -> Tensor:
-        """Return the tensor, or raise autograd's error if it was written to."""
-        return self._kept.restore()
+NAMES["PENDING"] = Pending
 
 
 class Distributed(StoredForm):

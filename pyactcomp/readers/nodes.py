@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -17,8 +15,6 @@ def _backward(names: str) -> frozenset[str]:
 
 VIEWS = _backward(" ".join(name.title().replace("_", "") for name, kind in KINDS.items() if kind is Kind.VIEW))
 _LONGEST_WALK = 8
-# Views with the elements in the same order.
-_RESHAPES = _backward("View UnsafeView ReshapeAlias Alias Unsqueeze Squeeze")
 CAST = "ToCopyBackward0"
 
 
@@ -36,12 +32,3 @@ def producer(tensor: Tensor) -> tuple[str, Node | None]:
             return name, node
         node = node.next_functions[0][0]
     return "", None
-
-
-def source(node: Any) -> tuple[Any, int]:
-    """Return the producer of the first input of ``node``, reshapes aside, and the output's number; or None."""
-    for _ in range(_LONGEST_WALK):
-        node, number = node.next_functions[0]
-        if node is None or node.name() not in _RESHAPES:
-            return node, number
-    return None, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -45,9 +45,6 @@ class Observer(Protocol):
 
         The reading is None outside of any operator.
         """
-
-    def origin(self, tensor: Tensor) -> str:
-        """Return the name of the node that made a tensor, views aside; empty if there is none."""
 
     def bare(self, tensor: Tensor) -> Tensor:
         """Return a tensor detached from the graph, with the same memory and version counter."""
@@ -86,13 +83,27 @@ class Observer(Protocol):
         """Return the dropout of a tensor of the CPU, None where 1 / (1 - p) is infinite; saves a mask of booleans."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the stored forms alive, the regions decoded and the recipes run so far in this process."""
+        """Return the stored forms and recipes alive, the regions decoded and the recipes run so far in this process."""
 
-    def note_offering(self, function: type) -> None:
+    def note_offering(self, function: type) -> bool:
         """Note that results of an autograd function may be recomputed, given the class of its nodes."""
 
-    def configure_engine(self, names: dict[str, object], offering: Set[str], storing: Set[str]) -> None:
-        """Set what the library asks by name, and the names of nodes whose results are recomputed, or stored."""
+    def is_offering(self, function: type) -> bool:
+        """Return whether results of an autograd function may be recomputed."""
+
+    def recipe_of(self, tensor: Tensor) -> Any:
+        """Return the recipe for a tensor, or for the source of the cast that made the tensor; None without one."""
+
+    def offer_norm(self, out: Tensor, may_be_freed: bool, /) -> None:
+        """Offer a recipe for the output of an operator that normalises; others may free its parameters."""
+
+    def offer_exact_layer_norm(
+        self, out: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None, may_be_freed: bool, /
+    ) -> None:
+        """Offer a recipe to the bit for the output of a layer norm."""
+
+    def configure_engine(self, names: dict[str, object]) -> None:
+        """Set what the library asks by name."""
 
     def __getattr__(self, name: str) -> Any:
         """Return one of the classes that ``engine.saved`` describes."""

@@ -245,12 +245,6 @@ def saved_form(node: Node, name: str) -> object:
     return data if isinstance(data, StoredForm) else None
 
 
-def passed_hooks(node: Node, name: str) -> bool:
-    """Return whether ``node`` saved a tensor under a name, through hooks: not if an optional argument was left out."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    return saved is not None and saved.unpack_hook is not None
-
-
 def saved_as_it_is(node: Node, name: str) -> Tensor | None:
     """Return the tensor saved by ``node`` under a name, or None if a hook packed the tensor; runs no unpack hook."""
     saved = getattr(node, f"_raw_saved_{name}", None)

@@ -40,7 +40,6 @@ from . import (
     module_hooks_are_global,
     never_traced,
     normalises_by_cudnn,
-    passed_hooks,
     pluggable_setters,
     profiled_range,
     profiler_enabled,
@@ -280,8 +279,6 @@ def _test_saved_form() -> None:
     assert saved_form(node, "result") is None
     with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
         norm: Any = torch.nn.functional.layer_norm(x, (2,), bias=x).grad_fn
-    named = "input", "result1", "result2", "weight", "bias"
-    assert [passed_hooks(norm, name) for name in named] == [True, True, True, False, True]
     assert norm._saved_result2.shape == (1,)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         of_other_hooks: Any = torch.nn.functional.gelu(x * 1).grad_fn
@@ -293,7 +290,6 @@ def _test_saved_form() -> None:
     scaled = (2.0 * x).grad_fn
     assert scaled is not None
     assert saved_form(scaled, "self") is None
-    assert not passed_hooks(scaled, "self")
     tanh: Any = x.tanh().grad_fn
     result = saved_as_it_is(tanh, "result")
     assert result is not None

@@ -12,8 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ...codec.kernels import triton as codec_kernels
 from ...codec.layouts import dense, elementwise_layout, layout_of
-from ...engine.recipes import Compute
-from ...engine.recompute import mark_as_packed
+from ...engine.recompute import Compute, mark_as_packed
 from ...readers.observer import observer
 from ...torch_private import dispatch_mode_active
 from ..elementwise import FLAT_TILE, Elementwise, elementwise

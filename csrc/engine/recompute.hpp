@@ -1,0 +1,414 @@
+// Which saved tensors backward can recompute from stored operands.
+//
+// A saved tensor's node names the operator and holds the operator's saved operands. If the tensor is cheap to recompute
+// from them, and was provably not written to since, a recipe over the stored forms of the operands is stored instead.
+//
+// Longer than 400 lines: one look-up, and a builder for each operator.
+#pragma once
+
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/native_dropout_backward.h>
+#include <ATen/ops/native_group_norm.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/silu.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <typeindex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/types.hpp"
+#include "observer/facts.hpp"
+
+namespace pac::engine {
+
+namespace generated = torch::autograd::generated;
+using Tensors = at::ArrayRef<at::Tensor>;
+using torch::autograd::SavedVariable;
+
+template <class Kind>
+const Kind* node_as(const observer::Node& node) {
+  return typeid(node) == typeid(Kind) ? static_cast<const Kind*>(&node) : nullptr;
+}
+
+/// An operand may itself be recomputed (SwiGLU's product reads SiLU's result), but a longer chain is stored.
+constexpr int kDeepest = 2;
+
+/// Return the stored form of a saved tensor; none if no hook of this package packed it.
+inline Ref form_of(const SavedVariable& saved) {
+  const auto packed = saved.retrieve_unpack_hook_data();
+  if (!packed) return {};
+  PyObject* const form = packed->second.ptr(getPyInterpreter());
+  return form && PyObject_TypeCheck(form, types().stored) ? Ref::borrowed(form) : Ref();
+}
+
+/// Return the form with the values of a form: behind one with its own version counter, or decided later.
+inline Ref form_behind(Ref form) {
+  if (!form) return form;
+  if (Py_TYPE(form.get()) == types().same) return body<Same>(form.get()).stored;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(form.get())) != constant("PENDING")) return form;
+  return checked(PyObject_GetAttrString(form.get(), "stored"));
+}
+
+/// Return the region or recomputed output that a form is a view of, or the form itself.
+inline PyObject* whole_of(PyObject* form) {
+  return Py_TYPE(form) == types().view ? body<View>(form).region.get() : form;
+}
+
+inline const Recipe* recipe_in(PyObject* form) {
+  PyObject* const whole = whole_of(form);
+  return Py_TYPE(whole) == types().from_recipe ? &body<Recipe>(body<FromRecipe>(whole).recipe.get()) : nullptr;
+}
+
+inline const Region* region_in(PyObject* form) {
+  PyObject* const whole = whole_of(form);
+  return Py_TYPE(whole) == types().region ? &body<Region>(whole) : nullptr;
+}
+
+inline int depth_of(PyObject* form) {
+  const Recipe* const recipe = recipe_in(form);
+  return recipe ? recipe->depth : 0;
+}
+
+/// Return whether a stored form restores the tensor to the bit.
+inline bool is_exact_form(PyObject* form) {
+  if (const Recipe* const recipe = recipe_in(form)) return recipe->exact;
+  const Region* const region = region_in(form);
+  return !region || region->form.get() == constants().itself;
+}
+
+inline Operand memory_of_leaf(const at::Tensor& tensor) {
+  Kept& kept = *made<Kept>(types().kept);
+  Operand operand{Ref(kept.self), true};
+  kept.hold(tensor);
+  return operand;
+}
+
+/// Return a saved operand as a recipe may read it, or none.
+inline Operand operand_of(const SavedVariable& saved) {
+  Ref form = form_behind(form_of(saved));
+  if (!form) return {};
+  const PyTypeObject* const type = Py_TYPE(form.get());
+  if (type == types().kept) {
+    Kept& kept = body<Kept>(form.get());
+    if (!kept.leaf) return {form};
+    const at::Tensor& leaf = kept.buffer.tensor();
+    return kept.unchanged() && kept.memory.is_of(leaf) ? memory_of_leaf(observer::bare_tensor(leaf)) : Operand();
+  }
+  const bool known = type == types().region || type == types().view || type == types().from_recipe;
+  return known && depth_of(form.get()) < kDeepest ? Operand{std::move(form)} : Operand();
+}
+
+/// Return the stored form of a statistic, or of an input without a gradient: a leaf, but no parameter.
+inline Operand constant_of(const SavedVariable& saved) {
+  Ref form = form_of(saved);
+  if (!form || Py_TYPE(form.get()) != types().kept) return {};
+  const at::Tensor& tensor = body<Kept>(form.get()).buffer.tensor();
+  return tensor.requires_grad() || is_parameter(tensor) ? Operand() : Operand{std::move(form)};
+}
+
+/// Return the stored result of an operator that saves its result, while the result has not been written to.
+inline Ref stored_result(const observer::Node& node) {
+  const SavedVariable* saved = nullptr;
+  if (const auto* const softmax = node_as<generated::SoftmaxBackward0>(node)) saved = &softmax->result_;
+  if (const auto* const logarithm = node_as<generated::LogSoftmaxBackward0>(node)) saved = &logarithm->result_;
+  if (const auto* const tanh = node_as<generated::TanhBackward0>(node)) saved = &tanh->result_;
+  if (const auto* const sigmoid = node_as<generated::SigmoidBackward0>(node)) saved = &sigmoid->result_;
+  Ref form = saved ? form_of(*saved) : Ref();
+  if (!form) return {};
+  if (Py_TYPE(form.get()) == types().kept) return body<Kept>(form.get()).unchanged() ? form : Ref();
+  return Py_TYPE(form.get()) == types().region && !body<Region>(form.get()).seen.moved() ? form : Ref();
+}
+
+inline Layout layout_of_result(PyObject* form) {
+  return Py_TYPE(form) == types().kept ? Layout::of(body<Kept>(form).buffer.tensor()) : body<Region>(form).layout;
+}
+
+inline Ref recipe_for(const at::Tensor& out, Compute compute, const std::vector<Operand>& operands, bool exact) {
+  Recipe& recipe = *made<Recipe>(types().recipe);
+  Ref object(recipe.self);
+  recipe.describe(out);
+  recipe.native = std::move(compute);
+  recipe.exact = exact;
+  for (const Operand& each : operands) {
+    recipe.depth = std::max(recipe.depth, depth_of(each.form.get()) + 1);
+    recipe.read_stored(each);
+  }
+  return object;
+}
+
+/// An operator's result and node, to find a recipe for. Where `may_be_freed`, FSDP or ZeRO may free a parameter once
+/// its module has run, and gather the parameter again only for the backward of its module.
+template <class Kind>
+struct Result {
+  const at::Tensor& out;
+  const Kind& node;
+  bool may_be_freed;
+
+  /// Return a factor that stays valid until backward ends: a leaf is copied, if the result is so many times larger that
+  /// the copy costs no more than 1.6 % of the saved bytes.
+  Operand lasting(Operand operand) const {
+    if (!operand.leaf || !may_be_freed) return operand;
+    constexpr std::int64_t kCopied = 64;
+    const at::Tensor& leaf = body<Kept>(operand.form.get()).buffer.tensor();
+    const bool copied = leaf.storage().nbytes() > 0 && leaf.numel() * kCopied <= out.numel();
+    return copied ? memory_of_leaf(leaf.clone()) : Operand();
+  }
+
+  /// Return a parameter's memory as it stays valid until backward ends.
+  at::Tensor stable(const at::Tensor& parameter) const {
+    const at::Tensor bare = parameter.defined() ? observer::bare_tensor(parameter) : parameter;
+    return bare.defined() && may_be_freed ? bare.clone() : bare;
+  }
+};
+
+inline Ref recipe_of_gelu(const Result<generated::GeluBackward0>& of) {
+  const Operand x = operand_of(of.node.self_);
+  if (!x) return {};
+  const auto compute = [how = of.node.approximate](at::ScalarType, Tensors given) { return at::gelu(given[0], how); };
+  return recipe_for(of.out, compute, {x}, is_exact_form(x.form.get()));
+}
+
+inline Ref recipe_of_silu(const Result<generated::SiluBackward0>& of) {
+  const Operand x = operand_of(of.node.self_);
+  if (!x) return {};
+  const auto compute = [](at::ScalarType, Tensors given) { return at::silu(given[0]); };
+  return recipe_for(of.out, compute, {x}, is_exact_form(x.form.get()));
+}
+
+inline Ref recipe_of_product(const Result<generated::MulBackward0>& of) {
+  const Operand a = of.lasting(operand_of(of.node.self_)), b = of.lasting(operand_of(of.node.other_));
+  if (!a || !b) return {};
+  const auto compute = [](at::ScalarType, Tensors given) { return given[0] * given[1]; };
+  return recipe_for(of.out, compute, {a, b}, is_exact_form(a.form.get()) && is_exact_form(b.form.get()));
+}
+
+/// Return the scale of kept elements in dropout's forward; backward rounds once, and differently.
+inline double scale_of_dropout(double probability, bool narrow) {
+  if (probability == 1) return 0;
+  if (!narrow) return 1 / (1 - probability);
+  return 1 / static_cast<float>(1 - probability);  // CUDA computes difference and reciprocal in float32
+}
+
+/// Recompute the dropout of a stored result, such as attention probabilities.
+inline Ref recipe_of_dropout(const Result<generated::NativeDropoutBackward0>& of) {
+  const Operand mask = operand_of(of.node.result1_);
+  const auto [behind, number] = observer::source_of(of.node);
+  const Ref stored = behind ? stored_result(*behind) : Ref();
+  // Only a drawn mask is packed as a region. The node does not tell `train`.
+  if (!mask || Py_TYPE(mask.form.get()) != types().region || !stored) return {};
+  if (!layout_of_result(stored.get()).fits(of.out)) return {};
+  // In 16-bit dtypes the CPU's forward rounds the scale too, but the backward does not.
+  if (!of.out.is_cuda() && of.out.element_size() < 4) return {};
+  const double scale = scale_of_dropout(of.node.p, of.out.is_cuda() && of.out.scalar_type() != at::kDouble);
+  // Given the forward's scale, dropout's backward does the same to a gradient as the forward to the input.
+  const auto compute = [scale](at::ScalarType, Tensors given) {
+    return at::native_dropout_backward(given[0], given[1], scale);
+  };
+  return recipe_for(of.out, compute, {Operand{stored}, mask}, is_exact_form(stored.get()));
+}
+
+/// Recompute a norm of rows from its input and the saved statistics.
+///
+/// A few gains may be a hundred times the others: codes of the output would round all channels of a group in steps of
+/// the largest. A norm's input is coded before the gains. A layer norm has saved means and reciprocal deviations, an
+/// RMS norm the latter alone, which are `deviations` here.
+template <class Kind>
+Ref recipe_of_rows(const Result<Kind>& of, const SavedVariable* means, const SavedVariable& deviations,
+                   const SavedVariable* bias) {
+  std::vector<Operand> operands;
+  const auto reads = [&](const SavedVariable* saved) {
+    if (!saved || !saved->has_hooks()) return false;
+    Operand operand = constant_of(*saved);
+    if (!operand) operand = operand_of(*saved);
+    operands.push_back(of.lasting(std::move(operand)));
+    return true;
+  };
+  if (!reads(&of.node.input_) || !reads(&deviations)) return {};
+  const bool centred = reads(means), scaled = reads(&of.node.weight_), moved = reads(bias);
+  for (const Operand& each : operands) {
+    if (!each) return {};
+  }
+  const auto compute = [centred, scaled, moved](at::ScalarType, Tensors given) {
+    const at::ScalarType wide = at::promote_types(given[0].scalar_type(), at::kFloat);
+    size_t next = 2;
+    at::Tensor row = given[0].to(wide);
+    if (centred) row = row - given[next++];
+    row = row * given[1];
+    if (scaled) row = row * given[next++];
+    return moved ? row + given[next] : row;
+  };
+  return recipe_for(of.out, compute, operands, false);
+}
+
+inline Ref recipe_of_layer_norm(const Result<generated::NativeLayerNormBackward0>& of) {
+  return recipe_of_rows(of, &of.node.result1_, of.node.result2_, &of.node.bias_);
+}
+
+inline Ref recipe_of_rms_norm(const Result<generated::FusedRmsNormBackward0>& of) {
+  return recipe_of_rows(of, nullptr, of.node.result1_, nullptr);
+}
+
+/// Return a norm's stored input, from which the output follows as exactly as from codes of its own.
+inline Operand input_of_norm(const SavedVariable& saved) {
+  Operand x = operand_of(saved);
+  if (!x || is_exact_form(x.form.get())) return x;
+  // Sixteen bits of values far from zero leave fewer of their deviation. Codes have a minimum in each group.
+  const Region* const region = region_in(x.form.get());
+  return region && region->form.get() == constants().as_codes ? x : Operand();
+}
+
+/// Return gain and bias of a norm, as its forward read them; nothing unless both are leaves that get gradients.
+///
+/// The node saves no bias. A bias without a gradient is unknown: it may be missing or frozen.
+template <class Kind>
+std::optional<std::pair<at::Tensor, at::Tensor>> affine_of(const Result<Kind>& of) {
+  at::Tensor leaves[2];
+  for (size_t input = 0; input < 2; ++input) {
+    const auto* const behind = observer::input_of(of.node, input + 1);
+    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(behind);
+    if (!leaf || !observer::is_exact(leaf->variable)) return std::nullopt;
+    leaves[input] = leaf->variable;
+    // ZeRO and FSDP may have freed or replaced the parameters once their module had run.
+    if (leaves[input].storage().nbytes() == 0) return std::nullopt;
+  }
+  if (!operand_of(of.node.weight_).leaf || leaves[0].sizes() != leaves[1].sizes()) return std::nullopt;
+  return std::make_pair(of.stable(leaves[0]), of.stable(leaves[1]));
+}
+
+/// Return a recipe that also reads the gain and bias.
+inline Ref with_affine(Ref recipe, const std::pair<at::Tensor, at::Tensor>& affine) {
+  for (const at::Tensor& each : {affine.first, affine.second}) {
+    if (each.defined()) body<Recipe>(recipe.get()).read_unpacked(each);
+  }
+  return recipe;
+}
+
+template <class Kind>
+Ref recipe_of_batch_norm(const Result<Kind>& of) {
+  const Operand x = input_of_norm(of.node.input_), mean = constant_of(of.node.result1_);
+  const Operand inverse = constant_of(of.node.result2_);
+  const auto affine = affine_of(of);
+  if (!x || !mean || !inverse || !affine || !of.node.training) return {};
+  const auto compute = [affine = *affine](at::ScalarType, Tensors given) {
+    // With the forward's statistics in place of running ones, evaluation computes what training did.
+    const auto& [gain, bias] = affine;
+    return std::get<0>(at::native_batch_norm(given[0], gain, bias, given[1], given[2].pow(-2), false, 0, 0));
+  };
+  return with_affine(recipe_for(of.out, compute, {x, mean, inverse}, false), *affine);
+}
+
+inline Ref recipe_of_group_norm(const Result<generated::NativeGroupNormBackward0>& of) {
+  const Operand x = input_of_norm(of.node.input_);
+  const auto affine = affine_of(of);
+  if (!x || !affine) return {};
+  const auto n = of.node.N.expect_int(), c = of.node.C.expect_int(), each = of.node.HxW.expect_int();
+  const auto compute = [=, affine = *affine, group = of.node.group, eps = of.node.eps](at::ScalarType, Tensors given) {
+    return std::get<0>(at::native_group_norm(given[0], affine.first, affine.second, n, c, each, group, eps));
+  };
+  return with_affine(recipe_for(of.out, compute, {x}, false), *affine);
+}
+
+/// Return a recipe for a layer norm's output to the bit: the node does not tell `eps`, and the module does.
+inline Ref recipe_of_exact_layer_norm(const Result<generated::NativeLayerNormBackward0>& of, double eps,
+                                      const at::Tensor& weight, const at::Tensor& bias) {
+  const Operand x = operand_of(of.node.input_);
+  // To restore an input stored in a narrower dtype and normalise moves 14 bytes an element to save 4.
+  if (!x || (region_in(x.form.get()) && region_in(x.form.get())->narrowed())) return {};
+  std::vector<std::int64_t> shape;
+  for (const c10::SymInt& size : of.node.normalized_shape) shape.push_back(size.expect_int());
+  const auto affine = std::make_pair(of.stable(weight), of.stable(bias));
+  const auto compute = [=](at::ScalarType, Tensors given) {
+    return std::get<0>(at::native_layer_norm(given[0], shape, affine.first, affine.second, eps));
+  };
+  Ref recipe = with_affine(recipe_for(of.out, compute, {x}, is_exact_form(x.form.get())), affine);
+  // To normalise in float32 and cast moves 14 bytes an element to save 2: equal casts are stored once instead.
+  body<Recipe>(recipe.get()).casts = false;
+  return recipe;
+}
+
+/// How the result of a class of nodes is recomputed. What rounds otherwise than the forward serves no lossless mode.
+struct Builder {
+  Ref (*build)(const at::Tensor& out, const observer::Node& node, bool may_be_freed);
+  bool bitwise;
+};
+
+template <class Kind, Ref (*function)(const Result<Kind>&)>
+std::pair<const std::type_index, Builder> builder(bool bitwise) {
+  return {typeid(Kind),
+          {[](const at::Tensor& out, const observer::Node& node, bool may_be_freed) {
+             return function({out, static_cast<const Kind&>(node), may_be_freed});
+           },
+           bitwise}};
+}
+
+inline const std::unordered_map<std::type_index, Builder>& builders() {
+  using namespace torch::autograd::generated;
+  static const std::unordered_map<std::type_index, Builder> all = {
+      builder<GeluBackward0, recipe_of_gelu>(true),
+      builder<SiluBackward0, recipe_of_silu>(true),
+      builder<MulBackward0, recipe_of_product>(true),
+      builder<NativeDropoutBackward0, recipe_of_dropout>(true),
+      builder<NativeLayerNormBackward0, recipe_of_layer_norm>(false),
+      builder<FusedRmsNormBackward0, recipe_of_rms_norm>(false),
+      builder<NativeBatchNormBackward0, recipe_of_batch_norm<NativeBatchNormBackward0>>(false),
+      builder<CudnnBatchNormBackward0, recipe_of_batch_norm<CudnnBatchNormBackward0>>(false),
+      builder<NativeGroupNormBackward0, recipe_of_group_norm>(false),
+  };
+  return all;
+}
+
+/// Return the recipe that a node offers for its result, or one made and offered now; none if there is no way.
+inline Ref recipe_of_result(const at::Tensor& out, observer::Node& node, bool bitwise, bool may_be_freed) {
+  const auto known = builders().find(typeid(node));
+  const bool builds = known != builders().end() && (known->second.bitwise || !bitwise);
+  if (!builds && !offers(node)) return {};
+  if (Ref offered = recipe_on(node)) return offered;
+  // Version 0 and the node's own output: it was never written to and owns its memory. A norm saves its other outputs,
+  // the statistics, too.
+  if (!builds || version_of(out) != 0 || out.is_nested() || out.output_nr() != 0) return {};
+  Ref made = known->second.build(out, node, may_be_freed);
+  if (made) offer(node, made);
+  return made;
+}
+
+/// Return the recipe for a tensor whose maker is no cast, dense or a view; none if nothing recomputes it.
+inline Ref recipe_of(const at::Tensor& tensor, bool bitwise, bool may_be_freed) {
+  const at::Tensor out = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+  const auto node = out.grad_fn();
+  if (!node || out.scalar_type() != tensor.scalar_type()) return {};
+  Ref recipe = recipe_of_result(out, *node, bitwise, may_be_freed);
+  const bool good = recipe && body<Recipe>(recipe.get()).serves(tensor) && body<Recipe>(recipe.get()).computes();
+  return good ? recipe : Ref();
+}
+
+/// Return the recipe offered by the source of a cast, while the source is alive and provably unchanged.
+inline Ref recipe_of_source(const at::Tensor& copy, const observer::Node& cast) {
+  if (copy.grad_fn().get() != &cast || version_of(copy) != 0 || !copy.is_contiguous()) return {};
+  const auto [behind, number] = observer::source_of(cast);
+  Ref recipe = behind && offers(*behind) ? recipe_on(*behind) : Ref();
+  // From a cast's node the graph leads to the producer's node only; the recipe leads on to the live output.
+  const at::Tensor out = recipe ? body<Recipe>(recipe.get()).output() : at::Tensor();
+  if (!out.defined() || out.output_nr() != number || out.numel() != copy.numel() || out.device() != copy.device()) {
+    return {};
+  }
+  return body<Recipe>(recipe.get()).serves(out) && out.is_contiguous() ? recipe : Ref();
+}
+
+/// Return a recipe for a cast of a result that its operator has saved, such as softmax's; none if there is no such.
+inline Ref recipe_of_stored_source(const at::Tensor& copy, const observer::Node& cast) {
+  if (copy.grad_fn().get() != &cast || version_of(copy) != 0) return {};
+  const auto [behind, number] = observer::source_of(cast);
+  const Ref stored = behind ? stored_result(*behind) : Ref();
+  if (!stored || number != 0 || !layout_of_result(stored.get()).fits(copy)) return {};
+  const auto compute = [](at::ScalarType, Tensors given) { return given[0]; };
+  return recipe_for(copy, compute, {Operand{stored}}, is_exact_form(stored.get()));
+}
+
+}  // namespace pac::engine
