@@ -73,12 +73,14 @@ class Hooks {
     const auto* const maker = observer::producer(held.get());
     const bool is_whole = saved.object == given.object;
     const auto* const cast = maker && observer::is_cast(*maker) ? maker : nullptr;
-    if (Ref stored = cast ? recast(given, *cast) : Ref()) return stored;
-    // A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
-    if (is_whole && maker && (cast || reading != constants().checkpoint)) {
-      if (Ref stored = cast ? pack_cast(given, reading, form, *cast) : recompute(given, form)) return stored;
+    if (cast) {
+      if (Ref stored = recast(given, *cast)) return stored;
+      if (is_whole) return pack_cast(given, reading, form, *cast);
+    } else if (is_whole && maker && reading != constants().checkpoint) {
+      // A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
+      if (Ref stored = recompute(given, form)) return stored;
     }
-    if (Ref stored = cast && is_whole ? Ref() : sharded_by(given, saved, reading, form)) return stored;
+    if (Ref stored = sharded_by(given, saved, reading, form)) return stored;
     return store(given, reading, form, cast);
   }
 
@@ -212,19 +214,18 @@ class Hooks {
     return recipe && is_as_exact(recipe, form) ? recomputed(given, recipe, given.tensor.scalar_type()) : Ref();
   }
 
-  /// Store or recompute a cast once for all equal casts of one tensor: autocast makes three for q, k and v. Return
-  /// nothing if no recipe tells that casts are equal.
+  /// Pack the result of a cast, once for all equal casts of one offered output: autocast makes three for q, k and v.
   Ref pack_cast(const Given& given, PyObject* reading, const Form& form, const observer::Node& cast) {
     const at::Tensor& copy = given.tensor;
     const at::Tensor whole = copy.is_view() ? at::Tensor(copy._base()) : copy;
     const Ref known = recipe_of_source(whole, cast);
     const Ref recipe = known ? known : recipe_of_stored_source(whole, cast);
-    if (!recipe) return {};
-    Recipe& source = body<Recipe>(recipe.get());
-    if (source.casts && source.computes() && is_as_exact(recipe, form)) {
+    if (recipe && body<Recipe>(recipe.get()).casts && body<Recipe>(recipe.get()).computes() &&
+        is_as_exact(recipe, form)) {
       return recomputed(given, recipe, whole.scalar_type());
     }
-    if (!known) return {};
+    if (!known) return store(given, reading, form, &cast);
+    Recipe& source = body<Recipe>(known.get());
     const Ref equal = source.copy_like(copy);
     Region* const region = equal && Py_TYPE(equal.get()) == types().region ? &body<Region>(equal.get()) : nullptr;
     if (equal && (!region || serves(*region, form.object.get()))) {
