@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/index.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_dropout_backward.h>
 #include <ATen/ops/native_group_norm.h>
@@ -118,6 +119,7 @@ inline Ref stored_result(const observer::Node& node) {
   const SavedVariable* saved = nullptr;
   if (const auto* const softmax = node_as<generated::SoftmaxBackward0>(node)) saved = &softmax->result_;
   if (const auto* const logarithm = node_as<generated::LogSoftmaxBackward0>(node)) saved = &logarithm->result_;
+  if (const auto* const relu = node_as<generated::ReluBackward0>(node)) saved = &relu->result_;
   if (const auto* const tanh = node_as<generated::TanhBackward0>(node)) saved = &tanh->result_;
   if (const auto* const sigmoid = node_as<generated::SigmoidBackward0>(node)) saved = &sigmoid->result_;
   Ref form = saved ? form_of(*saved) : Ref();
@@ -196,7 +198,7 @@ inline double scale_of_dropout(double probability, bool narrow) {
   return 1 / static_cast<float>(1 - probability);  // CUDA computes difference and reciprocal in float32
 }
 
-/// Recompute the dropout of a stored result, such as attention probabilities.
+/// Recompute the dropout of a stored result, such as attention probabilities or a ReLU's.
 inline Ref recipe_of_dropout(const Result<generated::NativeDropoutBackward0>& of) {
   const Operand mask = operand_of(of.node.result1_);
   const auto [behind, number] = observer::source_of(of.node);
@@ -212,6 +214,32 @@ inline Ref recipe_of_dropout(const Result<generated::NativeDropoutBackward0>& of
     return at::native_dropout_backward(given[0], given[1], scale);
   };
   return recipe_for(of.out, compute, {Operand{stored}, mask}, is_exact_form(stored.get()));
+}
+
+/// Return the recomputed output that an operator reads and another one saved, while it is provably unchanged.
+inline Operand recomputed_source(const observer::Node& node) {
+  const auto [behind, number] = observer::source_of(node);
+  const Ref offered = behind && offers(*behind) ? recipe_on(*behind) : Ref();
+  if (!offered) return {};
+  const Recipe& recipe = body<Recipe>(offered.get());
+  const at::Tensor out = recipe.output();
+  const bool good = out.defined() && out.output_nr() == number && recipe.serves(out) && out.is_contiguous();
+  if (!good || !recipe.latest || recipe.latest->dtype != recipe.dtype || recipe.depth >= kDeepest) return {};
+  return recipe.latest->stream == stream_of(out) ? Operand{Ref::borrowed(recipe.latest->self)} : Operand();
+}
+
+/// Gather rows again, as a router gives each expert some tokens: the rows are copies of what is stored anyway.
+inline Ref recipe_of_rows_taken(const Result<generated::IndexBackward0>& of) {
+  const auto& indices = of.node.indices_;
+  const Operand rows = indices.size() == 1 ? constant_of(indices[0]) : Operand();
+  const Operand source = rows ? recomputed_source(of.node) : Operand();
+  if (!source || body<Kept>(rows.form.get()).buffer.tensor().scalar_type() != at::kLong) return {};
+  std::vector<std::int64_t> sizes;
+  for (const c10::SymInt& size : of.node.self_sym_sizes) sizes.push_back(size.expect_int());
+  const auto compute = [sizes](at::ScalarType, Tensors given) {
+    return at::index(given[0].reshape(sizes), {given[1]});
+  };
+  return recipe_for(of.out, compute, {source, rows}, is_exact_form(source.form.get()));
 }
 
 /// Recompute a norm of rows from its input and the saved statistics.
@@ -355,6 +383,7 @@ inline const std::unordered_map<std::type_index, Builder>& builders() {
       builder<SiluBackward0, recipe_of_silu>(true),
       builder<MulBackward0, recipe_of_product>(true),
       builder<NativeDropoutBackward0, recipe_of_dropout>(true),
+      builder<IndexBackward0, recipe_of_rows_taken>(true),
       builder<NativeLayerNormBackward0, recipe_of_layer_norm>(false),
       builder<FusedRmsNormBackward0, recipe_of_rms_norm>(false),
       builder<NativeBatchNormBackward0, recipe_of_batch_norm<NativeBatchNormBackward0>>(false),
