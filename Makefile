@@ -28,7 +28,7 @@ LINTED := _pyactcomp_command.py _pyactcomp_startup.py bench docs/site examples p
 NATIVE := CMakeLists.txt setup.py pyproject.toml pyactcomp.pth $(shell find csrc -type f)
 FORMATTED := $(shell find csrc bench tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test slow lint bench docs examples wheel soak sweep clean
+.PHONY: demo test slow sanitize lint bench docs examples wheel soak sweep clean
 
 demo: $(VENV)/package
 	$(RUN) -m pyactcomp demo $(ARGS)
@@ -39,6 +39,10 @@ test: $(VENV)/package $(VENV)/tools
 # Compilers, sanitizers, several processes, trainers in compiled graphs: minutes.
 slow: $(VENV)/package $(VENV)/tools
 	$(PYTEST) -m slow $(ARGS)
+
+# The library that packs and restores, under the address and undefined-behaviour sanitizers: two minutes.
+sanitize: $(VENV)/package $(VENV)/tools
+	$(RUN) -m pytest tests/test_sanitized.py $(ARGS)
 
 lint: $(VENV)/package $(VENV)/tools
 	$(RUN) -m ruff check $(LINTED)
