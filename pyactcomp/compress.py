@@ -212,9 +212,17 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
     return list(dict.fromkeys(module for each in skipped for module in called(each)))
 
 
+def _applies_gains(module: Module) -> bool:
+    """Return whether a module is a norm of rows, or may be one that a program wrote: it owns vectors alone."""
+    if type(module).__module__.startswith("torch.nn."):
+        return isinstance(module, (LayerNorm, RMSNorm))
+    own = [each for each in module._parameters.values() if each is not None]
+    return bool(own) and not module._modules and all(each.dim() == 1 for each in own)
+
+
 def _offer_norms(session: Session, model: Module) -> list[RemovableHandle]:
-    """Register the hooks on the norms of rows that are not fused."""
-    norms = (m for m in model.modules() if isinstance(m, (LayerNorm, RMSNorm)) and not is_fused_class(type(m)))
+    """Register the hooks on the modules that end in a gain and are not fused."""
+    norms = (m for m in model.modules() if _applies_gains(m) and not is_fused_class(type(m)))
     return [module.register_forward_hook(_OfferNorm(session)) for module in norms]
 
 

@@ -17,7 +17,7 @@ import pyactcomp
 from pyactcomp import functional
 from pyactcomp.codec.layouts import Layout, layout_of
 from pyactcomp.readers import lookup, rule
-from pyactcomp.readers.forms import AS_CODES, BFLOAT16, ITSELF, SCALED, Form, Reading, Use
+from pyactcomp.readers.forms import AS_CODES, BFLOAT16, GAINED, ITSELF, SCALED, Form, Reading, Use
 from pyactcomp.readers.observer import observer
 from pyactcomp.readers.rule import Maker, Partner
 from pyactcomp.torch_private import extensions
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(extensions.load("_observer")[0] is None, reason=
 WIDTH = 64
 W = (torch.randn(WIDTH, WIDTH) / 8).requires_grad_()
 GAIN = torch.rand(WIDTH).requires_grad_()
+ONE = torch.rand(1, 1).requires_grad_()
 CONSTANT = torch.rand(WIDTH)
 
 
@@ -66,7 +67,13 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], Maker]] = {
     "multiple": (lambda x: -layer(x) * 0.5 / 3, Maker.LAYER),
     "a number more": (lambda x: 1 - layer(x), Maker.OTHER),
     "constant tensor as a factor": (lambda x: layer(x) * CONSTANT, Maker.OTHER),
-    "gain": (lambda x: layer(x) * GAIN, Maker.LAYER),
+    "gain": (lambda x: layer(x) * GAIN, Maker.GAINED),
+    "gain of an activation, and a bias": (lambda x: GAIN + (x * (1 + GAIN)).half(), Maker.GAINED),
+    "gain of a constant": (lambda x: CONSTANT * GAIN, Maker.GAINED),
+    "norm with a gain": (lambda x: F.layer_norm(x, (WIDTH,), GAIN, GAIN).view(-1, 8), Maker.GAINED),
+    "one number for all": (lambda x: layer(x) * ONE, Maker.LAYER),
+    "residual of a gain": (lambda x: layer(x) * GAIN + layer(x), Maker.RESIDUAL),
+    "gated, of a gain": (lambda x: layer(x).sigmoid() * (layer(x) * GAIN), Maker.LAYER),
     "rows behind a constant": (lambda x: torch.cat([CONSTANT[None], x]) * x[:1], Maker.OTHER),
     "quotient by a parameter": (lambda x: layer(x) / GAIN, Maker.OTHER),
     "sum of layers": (lambda x: layer(x) + layer(x).view(128, WIDTH), Maker.RESIDUAL),
@@ -173,7 +180,7 @@ def form(use: Use | Form, maker: Maker, partner: Partner, *shape: int, operator:
     return rule.form(Reading.of(operator, "self", use, "for a test"), maker, partner, layout, 64)
 
 
-LAYERS = {Maker.LAYER, Maker.RESIDUAL, Maker.GATE, Maker.RECTIFIED}
+LAYERS = {Maker.LAYER, Maker.RESIDUAL, Maker.GATE, Maker.RECTIFIED, Maker.GAINED}
 PARAMETERS = {Partner.NOTHING, Partner.GAIN, Partner.PARAMETER}
 
 
@@ -181,11 +188,12 @@ PARAMETERS = {Partner.NOTHING, Partner.GAIN, Partner.PARAMETER}
 def test_eight_bits_are_for_operands_of_layers(maker: Maker, partner: Partner) -> None:
     beside_a_gate = partner is Partner.GATE or (maker in (Maker.GATE, Maker.RECTIFIED) and partner is Partner.OTHER)
     matrix = partner in PARAMETERS or (maker in LAYERS - {Maker.RECTIFIED} and partner is not Partner.ITSELF)
-    assert form(Use.MATRIX, maker, partner) is (AS_CODES if matrix else BFLOAT16)
+    coarse = GAINED if maker is Maker.GAINED else AS_CODES
+    assert form(Use.MATRIX, maker, partner) is (coarse if matrix else BFLOAT16)
     factor = maker in LAYERS and (beside_a_gate or partner in {*PARAMETERS, Partner.STATISTIC, Partner.LAYER})
     beside_a_logarithm = partner is Partner.LOGARITHM and maker not in LAYERS
     exact = maker is Maker.LOGARITHM or beside_a_logarithm
-    assert form(Use.FACTOR, maker, partner) is (ITSELF if exact else AS_CODES if factor else BFLOAT16)
+    assert form(Use.FACTOR, maker, partner) is (ITSELF if exact else coarse if factor else BFLOAT16)
     square = maker in (Maker.RESIDUAL, Maker.RECTIFIED)
     assert form(Use.SQUARE, maker, partner) is (AS_CODES if square else BFLOAT16)
     # What decides the form by itself.

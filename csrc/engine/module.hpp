@@ -182,7 +182,7 @@ inline PyObject* find_recipe(PyObject*, PyObject* object) {
   });
 }
 
-/// offer_norm(out, may_be_freed): offer a recipe for a norm's output, to which autocast's casts do not lead.
+/// offer_norm(out, may_be_freed): offer a recipe for the output of a norm or a gain, to which autocast's casts do not lead.
 inline PyObject* offer_norm(PyObject*, PyObject* arguments) {
   return guarded([&] {
     PyObject* out = nullptr;

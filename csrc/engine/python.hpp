@@ -127,12 +127,13 @@ inline PyObject* constant(const char* name) {
 
 /// What every saved tensor may need of it, at hand.
 struct Constants {
-  PyObject *itself, *as_codes, *checkpoint, *checkpointed, *not_dropped, *current_raw_stream;
+  PyObject *itself, *as_codes, *gained, *bfloat16, *checkpoint, *checkpointed, *not_dropped, *current_raw_stream;
 };
 
 inline const Constants& constants() {
-  static const Constants instance{constant("ITSELF"),       constant("AS_CODES"),    constant("CHECKPOINT"),
-                                  constant("CHECKPOINTED"), constant("NOT_DROPPED"), constant("current_raw_stream")};
+  static const Constants instance{constant("ITSELF"),      constant("AS_CODES"),          constant("GAINED"),
+                                  constant("BFLOAT16"),    constant("CHECKPOINT"),        constant("CHECKPOINTED"),
+                                  constant("NOT_DROPPED"), constant("current_raw_stream")};
   return instance;
 }
 

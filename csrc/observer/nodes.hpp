@@ -23,7 +23,7 @@ namespace pac::observer {
 using torch::autograd::Node;
 
 // The enumerations of readers/rule.py.
-enum class Maker { kOther, kLayer, kResidual, kGate, kRectified, kLogarithm, kExponential, kMasked };
+enum class Maker { kOther, kLayer, kResidual, kGate, kRectified, kLogarithm, kExponential, kMasked, kGained };
 enum class Partner { kNothing, kItself, kGain, kParameter, kStatistic, kGate, kLayer, kLogarithm, kOther };
 enum class Does {
   kOther,
@@ -170,15 +170,17 @@ inline const Node* unmoved(const Node* node, bool scaled = false) {
   return node;
 }
 
-/// Return whether a node's result is a parameter: a leaf, or a view, a cast, or one more than one.
-inline bool is_parameter(const Node* node) {
+/// Return the leaf of which a node's result is a view, a cast, or one more than one; null if it is of none.
+inline const Node* parameter_of(const Node* node) {
   node = unmoved(node);
   if (node && !is_leaf(*node) && kind_of(*node).does == Does::kSum) {
     const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
     node = first && second ? nullptr : unmoved(first ? first : second);
   }
-  return node && is_leaf(*node);
+  return node && is_leaf(*node) ? node : nullptr;
 }
+
+inline bool is_parameter(const Node* node) { return parameter_of(node) != nullptr; }
 
 inline bool is_of_layer(Maker maker) { return Maker::kLayer <= maker && maker <= Maker::kRectified; }
 
@@ -255,6 +257,33 @@ inline Maker maker_of(const Node* node, int depth = 0) {
   }
   return Maker::kOther;
 }
+
+/// Return whether a node's result is a parameter of several numbers, which may differ by orders of magnitude.
+inline bool is_gain(const Node* node) {
+  const Node* const leaf = parameter_of(node);
+  if (!leaf || leaf->num_inputs() != 1) return false;
+  for (const c10::SymInt& size : leaf->input_metadata(0).shape_as_dim_vector()) {
+    if (size != 1) return true;
+  }
+  return false;
+}
+
+/// Return whether the last that made a node's result is a gain, as that of a norm of rows; a bias aside.
+inline bool is_gained(const Node* node) {
+  using namespace torch::autograd::generated;
+  node = unmoved(node, true);
+  if (node && typeid(*node) == typeid(AddBackward0)) {
+    const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
+    node = is_parameter(second) ? unmoved(first) : is_parameter(first) ? unmoved(second) : nullptr;
+  }
+  if (!node) return false;
+  if (typeid(*node) == typeid(MulBackward0)) return is_gain(input_of(*node, 0)) || is_gain(input_of(*node, 1));
+  return (typeid(*node) == typeid(NativeLayerNormBackward0) || typeid(*node) == typeid(FusedRmsNormBackward0)) &&
+         input_of(*node, 1);
+}
+
+/// Return what made a tensor, given its node: a gain hides what made the tensor that it multiplies.
+inline Maker maker_of_operand(const Node* node) { return is_gained(node) ? Maker::kGained : maker_of(node); }
 
 /// Return the node of a tensor without making one for a view; a view in another dtype has a node of its own.
 inline auto node_of(const at::TensorBase& tensor) {

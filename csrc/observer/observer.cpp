@@ -468,7 +468,7 @@ Facts facts_of(const at::Tensor& tensor) {
   facts.reading = reading_of(tensor);
   facts.repeats = facts.reading && !thread.calls.back().op->is_function;
   const auto node = node_of(tensor);
-  facts.maker = nodes().makers[static_cast<size_t>(maker_of(node.get()))];
+  facts.maker = nodes().makers[static_cast<size_t>(maker_of_operand(node.get()))];
   facts.partner = nodes().partners[static_cast<size_t>(partner_of(tensor))];
   return facts;
 }

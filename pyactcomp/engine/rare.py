@@ -16,7 +16,7 @@ from ..codec import layouts
 from ..codec.kernels import Kernel
 from ..codec.layouts import Layout
 from ..errors import PyactcompError
-from ..readers.forms import ARTANH, AS_CODES, ITSELF, POSITIVE, PROBABILITY, Form
+from ..readers.forms import ARTANH, AS_CODES, BFLOAT16, GAINED, ITSELF, POSITIVE, PROBABILITY, Form
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
 from ..readers.table import NOT_DROPPED
 from ..torch_private import current_raw_stream
@@ -24,7 +24,8 @@ from . import policy
 from .saved import NAMES, for_library
 
 NAMES.update({name: value for name, value in vars(policy).items() if name.isupper()})
-NAMES.update(ITSELF=ITSELF, AS_CODES=AS_CODES, CHECKPOINT=CHECKPOINT, CHECKPOINTED=CHECKPOINTED)
+NAMES.update(ITSELF=ITSELF, AS_CODES=AS_CODES, GAINED=GAINED, BFLOAT16=BFLOAT16)
+NAMES.update(CHECKPOINT=CHECKPOINT, CHECKPOINTED=CHECKPOINTED)
 NAMES.update(NOT_DROPPED=NOT_DROPPED, current_raw_stream=current_raw_stream, of_no_operator=of_no_operator)
 # Forms for the result of one operator: the rest of the base may be out of their range, or share a group that rounds a
 # small positive element to zero.

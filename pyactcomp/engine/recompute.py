@@ -99,7 +99,7 @@ def _recomputed(recipe: saved.Recipe, dtype: torch.dtype, shape: torch.Size, for
 
 
 def offer_norm(out: Tensor) -> None:
-    """Offer a recipe for the output of an operator that normalises: autocast's casts do not lead to the output."""
+    """Offer a recipe for the output of a norm of rows, or of a gain: autocast's casts do not lead to the output."""
     saved.library().offer_norm(out, _may_be_freed())
 
 

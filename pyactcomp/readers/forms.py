@@ -91,6 +91,7 @@ class Form(NamedTuple):
 
 AS_SHAPE = Form("shape", SHAPE)
 AS_CODES = Form("codes", CODES)
+GAINED = Form("bfloat16, or codes of what a gain multiplies", CODES)
 POSITIVE = Form("codes that keep positive elements positive", CODES)
 BFLOAT16 = Form("bfloat16", RELATIVE)
 SCALED = Form("float16 times a power of two", RELATIVE)

@@ -17,7 +17,7 @@ import math
 import re
 
 from ..codec.layouts import Layout, spans_rows
-from .forms import AS_CODES, BFLOAT16, ITSELF, SCALED, Form, Reading, Use
+from .forms import AS_CODES, BFLOAT16, GAINED, ITSELF, SCALED, Form, Reading, Use
 
 
 class Maker(enum.IntEnum):
@@ -31,9 +31,10 @@ class Maker(enum.IntEnum):
     LOGARITHM = 5  # also a sum or difference with one
     EXPONENTIAL = 6
     MASKED = 7  # elements were replaced by a number, or a constant tensor was added
+    GAINED = 8  # a norm with a weight, a product with a parameter of several numbers; a bias aside
 
 
-LAYERS = frozenset((Maker.LAYER, Maker.RESIDUAL, Maker.GATE, Maker.RECTIFIED))
+LAYERS = frozenset((Maker.LAYER, Maker.RESIDUAL, Maker.GATE, Maker.RECTIFIED, Maker.GAINED))
 GATES = frozenset((Maker.GATE, Maker.RECTIFIED))
 
 
@@ -193,4 +194,7 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
         if use is Use.ROWS and (few or last < SCATTERED):
             return ITSELF
         coarse = rows or (use is Use.INPUT and images)
-    return AS_CODES if coarse and not few else BFLOAT16
+    if not coarse or few:
+        return BFLOAT16
+    # A few gains may be a hundred times the others: codes of a group would round all columns in steps of the largest.
+    return GAINED if maker is Maker.GAINED and use in (Use.MATRIX, Use.FACTOR) else AS_CODES

@@ -166,11 +166,17 @@ def by_class(classes: Collection[type[Module]]) -> dict[type[Module], Fusion]:
     """Return the fusion of each class."""
     return {
         nn.LayerNorm: Fusion(fused_class(LayerNorm, nn.LayerNorm)),
-        nn.RMSNorm: Fusion(fused_class(RMSNorm, nn.RMSNorm)),
+        nn.RMSNorm: Fusion(fused_class(RMSNorm, nn.RMSNorm), suits=_scales_rows),
         nn.GELU: Fusion(fused_class(GELU, nn.GELU)),
         # A dropout with p = 0, common in models, costs one call less without fusing.
         nn.Dropout: Fusion(fused_class(Dropout, nn.Dropout), exact=True, suits=_drops),
     }
+
+
+def _scales_rows(norm: Module) -> bool:
+    # Without a weight or eps torch's formula differs.
+    own = cast(nn.RMSNorm, norm)
+    return own.weight is not None and own.eps is not None and len(own.normalized_shape) == 1
 
 
 def _drops(dropout: Module) -> bool:
