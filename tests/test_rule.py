@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import pkgutil
@@ -55,6 +56,8 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], Maker]] = {
     "product with a parameter": (layer, Maker.LAYER),
     "product with a cast parameter": (lambda x: x.bfloat16() @ W.bfloat16(), Maker.LAYER),
     "product with a bias": (lambda x: torch.addmm(GAIN, x, W), Maker.LAYER),
+    "bias of rows that lie apart": (lambda x: F.linear(x.expand(2, -1, -1).transpose(0, 1), W, GAIN), Maker.LAYER),
+    "bias of an activation": (lambda x: x + GAIN, Maker.OTHER),
     "product of activations and a bias": (lambda x: torch.addmm(GAIN, x, x[:WIDTH]), Maker.OTHER),
     "product of activations": (lambda x: x @ x.t(), Maker.OTHER),
     "probabilities times values": (lambda x: (x @ x.t()).softmax(-1) @ x, Maker.LAYER),
@@ -63,6 +66,7 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], Maker]] = {
     "fused norm": (lambda x: pyactcomp.functional.layer_norm(x, (WIDTH,), GAIN, GAIN), Maker.LAYER),
     "lookup": (lambda x: F.embedding(torch.arange(WIDTH), W), Maker.LAYER),
     "view and cast": (lambda x: layer(x).view(-1, 8, 8).transpose(0, 1).double()[1:], Maker.LAYER),
+    "twelve views": (lambda x: functools.reduce(lambda y, _: y.t(), range(12), layer(x)), Maker.LAYER),
     "rows, padded": (lambda x: F.pad(layer(x)[torch.arange(7)], (1, 1)), Maker.LAYER),
     "multiple": (lambda x: -layer(x) * 0.5 / 3, Maker.LAYER),
     "a number more": (lambda x: 1 - layer(x), Maker.OTHER),

@@ -111,7 +111,8 @@ inline NodeKind kind_of(const Node& node) {
   return {nullptr, function->second};
 }
 
-constexpr int kLongest = 8;
+// Attention in windows makes ten views of a projection.
+constexpr int kLongest = 16;
 
 inline const Node* input_of(const Node& node, size_t index) {
   return index < node.num_outputs() ? node.next_edge(index).function.get() : nullptr;
@@ -242,8 +243,12 @@ inline Maker maker_of(const Node* node, int depth = 0) {
         const Maker one = made_by(second), other = made_by(first);
         if (!activated && (one == Maker::kLogarithm || other == Maker::kLogarithm)) return Maker::kLogarithm;
         if (!first || !second) return activated || has_number(*node) ? Maker::kOther : Maker::kMasked;
-        if (does == Does::kDifference || !is_of_layer(one) || !is_of_layer(other)) return Maker::kOther;
-        return activated ? made : Maker::kResidual;
+        if (does == Does::kDifference) return Maker::kOther;
+        // A bias, as Linear adds to rows that lie apart in memory.
+        const bool biased = is_parameter(first) || is_parameter(second);
+        const int layers = int{is_of_layer(one)} + int{is_of_layer(other)};
+        if (layers < (biased ? 1 : 2)) return Maker::kOther;
+        return activated ? made : biased ? Maker::kLayer : Maker::kResidual;
       }
       case Does::kLogarithm:
         return activated ? Maker::kOther : Maker::kLogarithm;
