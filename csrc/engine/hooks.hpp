@@ -87,7 +87,8 @@ class Hooks {
   /// Store a tensor, as nothing recomputes it; `cast` is the node behind the tensor if it is a cast.
   Ref store(const Given& given, PyObject* reading, const Form& form, const observer::Node* cast) {
     if (form.object.get() == constants().gained) {  // no recipe begins in front of the gain
-      const bool narrow = given.tensor.element_size() <= at::elementSize(at::kHalf);
+      constexpr std::int64_t kHalfBytes = 2;
+      const bool narrow = given.tensor.element_size() <= kHalfBytes;
       return store(given, reading, form_in(narrow ? constants().itself : constants().bfloat16), cast);
     }
     if (form.need == kExact) return store_exact(given, reading, cast);
