@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import threading
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import child_script
 import pluggable_library
@@ -29,6 +32,16 @@ def pool_malloc_without_a_device(path: str) -> None:
         assert library.pyactcomp_pool_malloc(MIB, 0, None) is None
         assert library.pyactcomp_fault_count() == fault
         assert b"CUDA" in library.pyactcomp_last_error()
+
+
+def module_of(path: str) -> ModuleType:
+    """Return the library as the Python module that it is, too."""
+    spec = importlib.util.spec_from_file_location("pyactcomp._core", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def with_an_unusable_driver(path: str, said: str) -> None:
@@ -56,6 +69,24 @@ def with_a_fake_driver(path: str, pieces: str) -> None:
     library.pyactcomp_reset()
     assert library.pyactcomp_last_error() == b""
     assert driver.fake_left() == 0
+
+
+def a_refusal_is_told_once(path: str, *expected: str) -> None:
+    """Two threads allocate first, then the main one; ``expected`` is in the one warning, or there is none."""
+    module_of(path)
+    library = pluggable_library.load(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=library.pyactcomp_malloc, args=(MIB, 0, None)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert library.pyactcomp_malloc(MIB, 0, None) is not None
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == (1 if expected else 0), texts
+    assert all(part in texts[0] for part in expected), texts
+    assert all(warning.category is UserWarning for warning in told)
 
 
 def free_of_an_unknown_address(path: str) -> None:

@@ -108,6 +108,22 @@ def test_a_driver_that_refuses_access_serves_without_rdma_or_by_malloc(
 
 
 @pytest.mark.parametrize(
+    ("option", "growth", "said"),
+    [
+        ("-DFAKE_REFUSES_ACCESS=1", "vmm", ()),
+        ("-DFAKE_REFUSES_ACCESS=2", "vmm", ("cuMemSetAccess failed", "grows by cudaMalloc", "growth:malloc")),
+        ("-DFAKE_REFUSES_ACCESS=2", "malloc", ()),
+        ("-DcuMemSetAccess=absent", "vmm", ("no virtual memory management", "grows by cudaMalloc")),
+    ],
+)
+def test_growth_by_malloc_where_mapping_was_asked_for_is_told_once(
+    option: str, growth: str, said: tuple[str, ...], fake_driver: Callable[..., str]
+) -> None:
+    settings = {"LD_LIBRARY_PATH": fake_driver(option), "PYACTCOMP_ALLOC_CONF": f"growth:{growth}"}
+    _run("a_refusal_is_told_once", *said, **settings)
+
+
+@pytest.mark.parametrize(
     ("option", "said"),
     [
         ("-DcuMemAlloc_v2=absent", "the CUDA driver has no cuMemAlloc_v2; a newer driver is needed"),

@@ -3,8 +3,10 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "allocator/caching_allocator.hpp"
@@ -54,6 +56,11 @@ class CudaRuntime final : public Runtime {
   }
 
   int device_count() override { return CudaDevice::count(); }
+
+  void on_growth_by_malloc(std::function<void(const std::string&)> told) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    on_growth_by_malloc_ = std::move(told);
+  }
 
   Allocator& device(int index) override {
     if (forked_after_cuda()) throw DeviceError(kForkedAfterCuda);
@@ -160,7 +167,7 @@ class CudaRuntime final : public Runtime {
   }
 
   Allocator& create(int index) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     const Config& wanted = settings();
     Slot& slot = slot_with_device(index);
     if (!slot.allocator) {
@@ -175,13 +182,24 @@ class CudaRuntime final : public Runtime {
       published_[static_cast<std::size_t>(index)].store(slot.allocator.get(), std::memory_order_release);
       if (end_.load(std::memory_order_relaxed) <= index) end_.store(index + 1, std::memory_order_release);
     }
-    return *slot.allocator;
+    Allocator& created = *slot.allocator;
+    if (wanted.growth == Growth::kVmm && !slot.device->has_virtual_memory()) {
+      const std::string text = slot.device->name() + " maps no memory (" + slot.device->unmappable() +
+                               "), so pyactcomp's allocator grows by cudaMalloc there: it makes PyTorch's decisions "
+                               "and fragments as much. To silence this, set growth='malloc', or growth:malloc in " +
+                               kConfigVariable;
+      const auto told = std::exchange(on_growth_by_malloc_, nullptr);
+      lock.unlock();
+      if (told) told(text);
+    }
+    return created;
   }
 
   std::mutex mutex_;  // guards creation and configuration
   std::optional<Config> config_;
   std::array<Slot, kMaxDevices> slots_;
   std::array<std::atomic<Allocator*>, kMaxDevices> published_{};
+  std::function<void(const std::string&)> on_growth_by_malloc_;
   std::atomic<int> end_{0};  // one more than the highest index published
 };
 

@@ -2,6 +2,7 @@
 // all use this Runtime, so there is one state, however the allocator was attached.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,7 +13,7 @@ namespace pac::alloc {
 
 /// Name of the capsule with _core's Runtime*. Raise the number whenever a layout or a virtual function changes in a
 /// header that crosses libraries.
-constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v4";
+constexpr char kRuntimeCapsule[] = "pyactcomp._core.runtime.v5";
 /// Environment variable with the settings of a process without a call to configure(), in parse_config's syntax.
 constexpr char kConfigVariable[] = "PYACTCOMP_ALLOC_CONF";
 
@@ -29,6 +30,9 @@ class Runtime {
   /// Reads kConfigVariable at the first use. Throws std::invalid_argument, naming the variable, if malformed.
   virtual Config config() = 0;
   virtual int device_count() = 0;
+  /// Sets who is told, once, that a device maps no memory and so grows by malloc though its growth was to be vmm.
+  /// Called without the lock, from any thread; must not throw.
+  virtual void on_growth_by_malloc(std::function<void(const std::string&)> told) = 0;
   /// The device's allocator. The first call creates the allocator and the CUDA context. Without virtual memory on the
   /// device, growth is by cudaMalloc. Throws std::invalid_argument for an index out of range, DeviceError without CUDA.
   virtual Allocator& device(int index) = 0;

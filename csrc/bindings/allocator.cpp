@@ -363,6 +363,7 @@ std::shared_ptr<CachingAllocator> runtime_existing(int index) {
 }
 
 void bind_runtime(py::module_& module) {
+  alloc::runtime().on_growth_by_malloc(&warn_later);
   module.def("runtime_configure", [](const Config& config) { alloc::runtime().configure(config); }, py::arg("config"));
   module.def("runtime_config", [] { return alloc::runtime().config(); });
   module.def("runtime_device", &runtime_device, py::arg("index"));

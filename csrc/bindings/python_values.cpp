@@ -99,6 +99,12 @@ std::uint64_t to_unsigned(const char* name, const char* expected, py::handle val
   return number;
 }
 
+/// Called by Python's main thread, with the GIL.
+int warn_now(void* given) {
+  const std::unique_ptr<std::string> text(static_cast<std::string*>(given));
+  return PyErr_WarnEx(PyExc_UserWarning, text->c_str(), 1);
+}
+
 }  // namespace
 
 std::uint64_t to_number(const char* name, py::handle value) { return to_unsigned(name, "an integer", value); }
@@ -175,6 +181,12 @@ std::function<void(alloc::Bytes, alloc::Bytes, alloc::Bytes)> oom_observer(const
     const py::gil_scoped_acquire gil;
     callback(requested, total, free);
   };
+}
+
+void warn_later(const std::string& text) noexcept {
+  if (!Py_IsInitialized()) return;
+  auto kept = std::make_unique<std::string>(text);
+  if (Py_AddPendingCall(&warn_now, kept.get()) == 0) static_cast<void>(kept.release());
 }
 
 void collect_dropped() {

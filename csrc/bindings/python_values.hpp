@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "allocator/types.hpp"
 
@@ -33,6 +34,9 @@ pybind11::list frames(const alloc::Context& context);
 /// std::runtime_error that names the function.
 std::function<bool(alloc::Bytes)> pressure_callback(const pybind11::object& function);
 std::function<void(alloc::Bytes, alloc::Bytes, alloc::Bytes)> oom_observer(const pybind11::object& function);
+
+/// A UserWarning of the main thread, soon. From any thread, with or without the GIL, also under a lock.
+void warn_later(const std::string& text) noexcept;
 
 /// Drops the Python references released by the core since the last call. Needs the GIL.
 void collect_dropped();

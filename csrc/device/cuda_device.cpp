@@ -26,7 +26,7 @@ CUmemAccessDesc access_of(CUdevice device) {
   return access;
 }
 
-[[noreturn]] void fail(const CudaDriver& driver, CUresult status, const std::string& what) {
+std::string failure(const CudaDriver& driver, CUresult status, const std::string& what) {
   const char* name = nullptr;
   const char* text = nullptr;
   driver.cuGetErrorName(status, &name);
@@ -35,7 +35,11 @@ CUmemAccessDesc access_of(CUdevice device) {
   message << what << " failed: " << (name != nullptr ? name : "error ");
   if (name == nullptr) message << static_cast<int>(status);
   if (text != nullptr) message << ": " << text;
-  throw DeviceError(message.str());
+  return message.str();
+}
+
+[[noreturn]] void fail(const CudaDriver& driver, CUresult status, const std::string& what) {
+  throw DeviceError(failure(driver, status, what));
 }
 
 /// The driver was shut down, as at process exit: there is nothing left to give back.
@@ -129,7 +133,10 @@ void CudaDevice::look_for_virtual_memory() {
     int value = 0;
     return driver_.cuDeviceGetAttribute(&value, attribute, device_) == CUDA_SUCCESS && value != 0;
   };
-  if (!driver_.virtual_memory || !supported(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) return;
+  if (!driver_.virtual_memory || !supported(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) {
+    unmappable_ = "the device or its driver has no virtual memory management";
+    return;
+  }
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   properties_.location.id = device_;
@@ -140,38 +147,51 @@ void CudaDevice::look_for_virtual_memory() {
     properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   }
   std::size_t least = 0;
-  if (driver_.cuMemGetAllocationGranularity(&least, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS) {
-    granularity_ = std::max<Bytes>(2_MiB, least);
-    if (!find_mappable_properties()) granularity_ = 0;
+  const CUresult status = driver_.cuMemGetAllocationGranularity(&least, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+  if (status != CUDA_SUCCESS) {
+    unmappable_ = failure(driver_, status, "cuMemGetAllocationGranularity");
+    return;
   }
+  granularity_ = std::max<Bytes>(2_MiB, least);
+  unmappable_ = find_mappable_properties();
+  if (!unmappable_.empty()) granularity_ = 0;
 }
 
 /// A driver may announce a property, create memory with it, and refuse access to the mapping (RDMA under WSL2), or
-/// refuse to create it (memory for other processes in some containers). False: no memory can be mapped at all.
-bool CudaDevice::find_mappable_properties() {
+/// refuse to create it (memory for other processes in some containers). Returns why no memory can be mapped at all;
+/// empty if some can.
+std::string CudaDevice::find_mappable_properties() {
   const CUmemAllocationProp announced = properties_;
+  std::string refused;
   for (const bool rdma : {true, false}) {
     for (const bool shared : {true, false}) {
       properties_ = announced;
       if (!rdma) properties_.allocFlags.gpuDirectRDMACapable = 0;
       if (!shared) properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_NONE;
-      const CUresult status = inside([this] { return try_mapping(); });
+      const char* call = nullptr;
+      const CUresult status = inside([&] { return try_mapping(&call); });
       // Short of memory: the first growth will tell.
-      if (status == CUDA_SUCCESS || status == CUDA_ERROR_OUT_OF_MEMORY) return true;
+      if (status == CUDA_SUCCESS || status == CUDA_ERROR_OUT_OF_MEMORY) return {};
+      refused = failure(driver_, status, call != nullptr ? call : "cuCtxPushCurrent");
     }
   }
-  return false;
+  return refused;
 }
 
-CUresult CudaDevice::try_mapping() {
+/// `call` is the last call that was made.
+CUresult CudaDevice::try_mapping(const char** call) {
   CUdeviceptr address = 0;
   CUmemGenericAllocationHandle handle = 0;
+  *call = "cuMemAddressReserve";
   CUresult status = driver_.cuMemAddressReserve(&address, granularity_, granularity_, 0, 0);
   if (status != CUDA_SUCCESS) return status;
+  *call = "cuMemCreate";
   status = driver_.cuMemCreate(&handle, granularity_, &properties_, 0);
   if (status == CUDA_SUCCESS) {
+    *call = "cuMemMap";
     status = driver_.cuMemMap(address, granularity_, 0, handle, 0);
     if (status == CUDA_SUCCESS) {
+      *call = "cuMemSetAccess";
       status = driver_.cuMemSetAccess(address, granularity_, access_.data(), access_.size());
       driver_.cuMemUnmap(address, granularity_);
     }

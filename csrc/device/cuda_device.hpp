@@ -14,6 +14,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "device/cuda_driver.hpp"
@@ -37,6 +38,8 @@ class CudaDevice final : public Device {
   std::optional<Address> acquire(Bytes size) override;
   void release(Address address, Bytes size) override;
   bool has_virtual_memory() const override { return granularity_ != 0; }
+  /// Why there is no virtual memory; empty if there is.
+  const std::string& unmappable() const { return unmappable_; }
   Bytes granularity() const override { return granularity_; }
   Address reserve(Bytes size) override;
   void unreserve(Address address, Bytes size) override;
@@ -83,8 +86,8 @@ class CudaDevice final : public Device {
   void give_back(const What& what, Call&& call);
   void check(CUresult status, const What& what) const;
   void look_for_virtual_memory();
-  bool find_mappable_properties();
-  CUresult try_mapping();
+  std::string find_mappable_properties();
+  CUresult try_mapping(const char** call);
   /// Calls `one` with each copy and a stream, then waits for the stream.
   template <class One>
   void copy(const char* call, const std::vector<Copy>& copies, One&& one);
@@ -96,6 +99,7 @@ class CudaDevice final : public Device {
   CUcontext context_ = nullptr;
   CUmemAllocationProp properties_{};  ///< guarded by the core's lock
   Bytes granularity_ = 0;             ///< 0: no virtual memory
+  std::string unmappable_;
   std::atomic<std::int64_t> driver_ns_{0};
   // Guarded by the core's lock, as record() and recycle() are.
   std::vector<CUevent> spare_events_;

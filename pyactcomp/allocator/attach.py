@@ -76,7 +76,8 @@ def enable(
     Warns
     -----
     UserWarning
-        If the torch subclass cannot be used, with the reason.
+        If the torch subclass cannot be used, with the reason. Once, at the first allocation, if growth is by ``"vmm"``
+        and the device maps no memory: the allocator then grows as under ``"malloc"``.
 
     Notes
     -----
