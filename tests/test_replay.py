@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from allocator_cases import MIB
-from replay_cases import SIDE_STREAM, Program, Row, as_snapshot, events, load
+from replay_cases import SIDE_STREAM, Program, as_snapshot, events, load
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
 from pyactcomp.snapshots.model import Beginning, LiveBlock, Segment, Snapshot
@@ -253,30 +252,6 @@ def test_replay_can_be_interrupted_and_tells_how_far_it_is() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         replay(snapshot, progress=interrupt)
-
-
-def with_pending(blocks: int, count: int) -> Snapshot:
-    """Return events of blocks of which each stays in use by another stream until ``blocks`` others were freed."""
-    rows: list[Row] = []
-    for index in range(count // 3 + 1):
-        address = (1 << 46) + (index % (blocks + 1)) * 4 * MIB
-        if index > blocks:
-            rows.append(("free_completed", address, 3 * MIB))
-        rows += [("alloc", address, 3 * MIB), ("free_requested", address, 3 * MIB)]
-    return events(rows)
-
-
-def test_replay_takes_no_time_for_each_pending_block_of_each_event() -> None:
-    def seconds(blocks: int) -> float:
-        snapshot, tries = with_pending(blocks, 150_000), []
-        for _ in range(3):
-            begin = time.process_time()
-            replay(snapshot, "native")
-            tries.append(time.process_time() - begin)
-        return min(tries)
-
-    # Where every allocation asked about every pending block it was 32 times slower; the sets that hold them are trees.
-    assert seconds(1024) < 8 * seconds(32)
 
 
 def test_replay_takes_memory_for_live_blocks_and_not_for_events() -> None:

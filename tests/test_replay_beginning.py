@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from snapshot_cases import BASE, block, content, event, read, segment
 
 from pyactcomp._core import Replay
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.snapshots.model import Snapshot
 from pyactcomp.snapshots.replay import replay
 
 GIB = 1 << 30
@@ -145,36 +143,6 @@ def test_each_stream_runs_whatever_its_number(stream: int, tmp_path: Path) -> No
     elsewhere = [dict(row, stream=3) for row in rows]
     results.append(replay(read(tmp_path, content(elsewhere, [own])), "pyactcomp", "700MiB"))
     assert results[0] == results[1]
-
-
-def seconds(snapshot: Snapshot, config: str) -> float:
-    tries = []
-    for _ in range(3):
-        begin = time.process_time()
-        replay(snapshot, config)
-        tries.append(time.process_time() - begin)
-    return min(tries)
-
-
-def test_blocks_of_one_segment_are_taken_over_in_no_quadratic_time(tmp_path: Path) -> None:
-    took = []
-    for count in (20_000, 80_000):
-        blocks = [block(BASE + 512 * index, 512) for index in range(count)]
-        took.append(seconds(read(tmp_path, content([], [segment(BASE, *blocks)])), "native"))
-    assert took[1] < 8 * took[0]  # 4 times where linear, 16 where quadratic
-
-
-def test_segments_that_lie_elsewhere_are_found_in_no_quadratic_time() -> None:
-    took = []
-    for count in (4_000, 16_000):
-        # Recorded on one another's heels, which large segments leave no room for.
-        took.append(
-            seconds(
-                events([("alloc", BASE + 512 * index, 2 * MIB) for index in range(count)]),
-                "native[roundup_power2_divisions:1]",
-            )
-        )
-    assert took[1] < 8 * took[0]
 
 
 def test_a_replay_advances_in_one_thread_at_a_time() -> None:

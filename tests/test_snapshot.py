@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -310,39 +309,6 @@ def test_expandable_segments_beyond_number_are_refused(tmp_path: Path) -> None:
     assert len(read(tmp_path, content(unmapped[:-1])).devices[0].beginning.segments) == 1 << 16
     with pytest.raises(ValueError, match="more than 65536 expandable segments at a time"):
         read(tmp_path, content(unmapped))
-
-
-def test_many_live_blocks_in_any_order_take_no_quadratic_time(tmp_path: Path) -> None:
-    seconds = []
-    for count in (20_000, 320_000):
-        path = write(tmp_path, content([event("alloc", BASE - 512 * index, 512) for index in range(count)]))
-        tries = []
-        for _ in range(3):
-            started = time.process_time()
-            read_snapshot(path)
-            tries.append(time.process_time() - started)
-        seconds.append(min(tries))
-    # 16 times where linear, 256 where quadratic; between them are caches and the neighbours, 2.3 times together.
-    assert seconds[1] < 64 * seconds[0]
-
-
-def test_frames_chosen_to_collide_take_no_quadratic_time(tmp_path: Path) -> None:
-    """Pairs of names whose numbers have the same bits between them, which a plain mixture of the two would not tell."""
-    seconds = {}
-    names = [f"name {index}" for index in range(1 << 15)]
-    for kind in ("chosen", "other"):
-        last = len(names) - 1
-        pairs = [index ^ last if kind == "chosen" else (7 * index + 3) & last for index in range(len(names))]
-        frames = [{"filename": names[index], "line": 1, "name": names[other]} for index, other in enumerate(pairs)]
-        path = write(tmp_path, {"names": names, **content([event("alloc", BASE, 512, frames=frames)])})
-        tries = []
-        for _ in range(3):
-            started = time.process_time()
-            read_snapshot(path)
-            tries.append(time.process_time() - started)
-        seconds[kind] = min(tries)
-    # All in one bucket, 32,768 frames take 15 times as long as reading them.
-    assert seconds["chosen"] < 4 * seconds["other"]
 
 
 def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
