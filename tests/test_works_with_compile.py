@@ -526,3 +526,25 @@ def test_a_compressed_model_is_traced_as_the_plain_one(fuse: bool) -> None:
     assert torch.allclose(traced(x), exact, rtol=1e-5, atol=1e-5)
     # No operator of Python's is in the graph: it can be saved.
     assert "PythonOp" not in str(traced.inlined_graph)
+
+
+@pytest.mark.parametrize(("device", "backend"), PARTITIONED)
+def test_a_module_of_fx_is_compressed_in_graphs_of_a_module_around_it(device: str, backend: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)).to(device)
+    x = torch.randn(128, WIDTH, device=device)
+    plain(x).square().mean().backward()
+    exact = gradients(plain)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(plain))
+    traced.zero_grad()
+    alone = pyactcomp.compress(copy.deepcopy(traced), min_bytes=MIN_BYTES)
+    with pytest.warns(UserWarning, match=r"compress and compile a module around it, such as torch\.nn\.Sequential"):
+        torch.compile(alone, backend=backend)(x).square().mean().backward()
+    assert relative_error(gradients(alone), exact) <= REORDERED
+    around = pyactcomp.compress(nn.Sequential(traced), min_bytes=MIN_BYTES)
+    torch.compile(around, backend=backend)(x).square().mean().backward()
+    report = pyactcomp.report(around)
+    assert len(report.graphs) == 1
+    assert sum(graph.after for graph in report.graphs) < sum(graph.before for graph in report.graphs) / 2
+    found = {name.removeprefix("0."): gradient for name, gradient in gradients(around).items()}
+    assert 0.0 < relative_error(found, exact) <= GRADIENT_BOUND

@@ -31,6 +31,10 @@ OTHER_CALLS = (
     "pyactcomp.compress, which covers the forward alone: other methods and submodules called by the program save their "
     "tensors uncompressed. Put the step into `with pyactcomp.compressed(model):`, or compress the module that is called"
 )
+OF_FX = (
+    ". A torch.fx.GraphModule that is compiled itself runs without our hooks: compress and compile a module around it, "
+    "such as torch.nn.Sequential(model)"
+)
 # What to do about tensors kept for a reason, where something can be done.
 _ADVICE = {
     policy.SMALL: "pass a smaller min_bytes, or run a larger batch",
@@ -101,7 +105,8 @@ class Watch:
             return
         mark = compiled_mark(type(getattr(model, "_orig_mod", model)))
         if mark is None or not mark.graphs.explained:
-            tell(OTHER_CALLS.format(model=type(model).__name__))
+            of_fx = OF_FX if isinstance(getattr(model, "_orig_mod", model), torch.fx.GraphModule) else ""
+            tell(OTHER_CALLS.format(model=type(model).__name__) + of_fx)
 
     def stop(self) -> None:
         """Remove the hooks."""
