@@ -9,9 +9,8 @@ from torch import fx
 
 from ..config import Config
 from ..readers.forms import BFLOAT16, CODES, RELATIVE, STANDARDIZED, Form
-from .divisors import Behind
 from .joint import Joint, is_elementwise, name_of, nbytes, value
-from .needs import needs
+from .uses import Uses
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,16 +21,15 @@ class Costs:
     Readers that run in backward anyway count, and elementwise operators of the forward, which the cut may run again.
     """
 
-    def __init__(self, joint: fx.GraphModule, known: Joint, config: Config, behind: Behind) -> None:
-        self.joint, self.known, self.config, self.behind = joint, known, config, behind
+    def __init__(self, joint: fx.GraphModule, known: Joint, config: Config, uses: Uses) -> None:
+        self.joint, self.known, self.config, self.uses = joint, known, config, uses
         self.readers = known.backward | {node.name for node in joint.graph.nodes if is_elementwise(node)}
         self.run_again(())
 
     def run_again(self, nodes: Collection[fx.Node]) -> None:
         """Count the operands of these nodes of the forward as read by backward too."""
         readers = self.readers | {node.name for node in nodes}
-        known = self.known
-        self.needs = needs(self.joint.graph, known.tangent, known.data, self.config, readers, behind=self.behind)
+        self.needs = self.uses(self.joint.graph, self.known.tangent, readers)
 
     def total(self, saved: Collection[fx.Node]) -> int:
         """Return the bytes of saved values, parameters and other inputs that live anyway aside."""
@@ -51,12 +49,11 @@ class Costs:
         if node.name not in self.known.learns or node.name not in self.known.data or node.name not in self.needs:
             return size
         elements, found = size // tensor.element_size(), self.needs[node.name]
-        need = RELATIVE if found.spans(self.config.group_size) else found.reading.need
         # Torch's weight grows by 1.1 with each step away from the backward: of a value and its cast, the narrow one.
         wide = 1 + 0.06 * (tensor.element_size() - 2)
-        if need <= CODES or found.form is STANDARDIZED:
+        if found.need <= CODES or found.form is STANDARDIZED:
             return int(elements * (1 + 4 / self.config.group_size) * wide)
-        if need != RELATIVE:
+        if found.need != RELATIVE:
             return size
         # Torch counts twice what the forward does not write.
         return int(elements * (1 if _is_written_in_halves(node, found.form) else 2) * wide)

@@ -19,6 +19,7 @@ VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand
 VIEWS |= {"select", "clone", "alias", "detach", "split", "split_with_sizes"} | CASTS
 # Where it is faster, Inductor pads the operands of a matrix product and slices its result.
 VIEWS |= {"unbind", "constant_pad_nd"} | MERGING
+COMPARISONS = {"le", "lt", "ge", "gt", "eq", "ne", "isinf", "isnan", "signbit"}
 
 
 def value(node: object) -> Tensor | None:
@@ -139,6 +140,23 @@ def hint(size: object) -> int:
 def nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements; a dynamic size counts as in the call that compiles."""
     return math.prod(map(hint, tensor.shape)) * tensor.element_size()
+
+
+def adjacent(tensor: Tensor, dims: Collection[int]) -> int:
+    """Return the adjacent elements in memory that lie along some dimensions alone."""
+    if all(isinstance(stride, int) for stride in tensor.stride()):
+        order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
+    else:
+        order = list(reversed(range(tensor.dim()))) if tensor.is_contiguous() else []
+    elements = 1
+    for dim in order:
+        own = tensor.shape[dim]
+        if isinstance(own, int) and own == 1:
+            continue
+        if dim not in dims or not isinstance(own, int):
+            break
+        elements *= own
+    return elements
 
 
 class Joint:

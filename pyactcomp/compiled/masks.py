@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from ..torch_private.partitions import is_tangent
-from .joint import first_operator, name_of, new_input, outputs_of, value
-from .needs import COMPARISONS
+from .joint import COMPARISONS, first_operator, name_of, new_input, outputs_of, value
 
 _LOGICAL = {"logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not"}
 

@@ -12,17 +12,13 @@ from ..torch_private.partitions import cost_of, min_cut, partitioning
 from .budget import save_within
 from .checkpointed import checkpointed_blocks
 from .costs import Costs
-from .divisors import behind_divisors
-from .gates import saturating
 from .graphs import SavedValue
 from .joint import Joint
-from .needs import COMPARISONS
 from .overwritten import copy_overwritten
-from .products import short_products
 from .rewrite import rewrite
 from .sharing import separate_indices, share_computed
-from .squares import clipped_squares, differences
 from .standardized import standardized
+from .uses import Uses
 
 
 def partition(
@@ -56,15 +52,9 @@ def partition(
         share_computed(joint, known)
         separate_indices(joint, known)
         known = Joint(joint, num_outputs, static)
-    behind = behind_divisors(joint.graph, known.tangent, config.group_size)
-    behind = behind._replace(
-        saturating=saturating(joint.graph, known.backward, known.tangent),
-        blocks=checkpointed_blocks(joint.graph, known.tangent, COMPARISONS),
-        differences=differences(joint.graph, known) | clipped_squares(joint.graph, known.tangent),
-        short=short_products(joint.graph, known.tangent, config.group_size),
-        standardized=standardized(joint.graph, known, config.group_size),
-    )
-    costs = Costs(joint, known, config, behind)
+    blocks = checkpointed_blocks(joint.graph, known.tangent)
+    uses = Uses(joint.graph, known, config, blocks, standardized(joint.graph, known, config.group_size))
+    costs = Costs(joint, known, config, uses)
 
     def within(
         budget: float, banned: list[fx.Node], solve: Callable[[Collection[fx.Node]], list[fx.Node]]
@@ -78,4 +68,4 @@ def partition(
 
     with partitioning(costs, within):
         forward, backward = min_cut(joint, joint_inputs, **kwargs)
-    return forward, backward, rewrite(forward, backward, num_outputs, known, config, behind)
+    return forward, backward, rewrite(forward, backward, num_outputs, known, config, uses)

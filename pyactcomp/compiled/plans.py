@@ -25,6 +25,7 @@ from ..readers.forms import (
     RELATIVE,
     SCALED,
     STANDARDIZED,
+    Reading,
 )
 from ..torch_private.partitions import is_tangent
 from .codec import (
@@ -42,11 +43,10 @@ from .codec import (
 )
 from .context import is_skipped
 from .costs import FLOATS
-from .divisors import Behind, Statistics
 from .joint import Joint, hint, nbytes, outputs_of, storage_order, value
-from .needs import Need, needs
 from .rounding import is_read_in_halves
-from .standardized import differences_of
+from .standardized import Statistics, differences_of
+from .uses import Uses
 
 Function = Callable[..., object]
 SKIPPED = "skipped"
@@ -98,7 +98,7 @@ def plans_of(
     num_outputs: int,
     known: Joint,
     config: Config,
-    behind: Behind,
+    uses: Uses,
     positive: set[str],
 ) -> tuple[dict[str, Plan], dict[str, str]]:
     """Return a plan or the reason to keep, for each saved tensor."""
@@ -108,12 +108,12 @@ def plans_of(
     for node in backward.graph.nodes:
         if is_tangent(node) or any(source.name in tangent for source in node.all_input_nodes):
             tangent.add(node.name)
-    found = needs(backward.graph, tangent, known.data, config, producers=saved, behind=behind)
+    found = uses(backward.graph, tangent)
     entries = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     # Codes of a result of ReLU serve its comparison too.
     plans, reasons = {}, {}
     for name, node in saved.items():
-        statistics = behind.standardized.get(name)
+        statistics = uses.standardized.get(name)
         if statistics is not None and statistics.mean is not None and differences_of(entries[name]) is None:
             # A budget may have backward compute the statistics again.
             statistics = None
@@ -199,7 +199,7 @@ def _copy_plan(tensor: Tensor, reason: str) -> Plan | None:
 
 def _plan(
     node: fx.Node,
-    need: Need | None,
+    need: Reading | None,
     known: Joint,
     config: Config,
     positive: bool,
@@ -229,21 +229,20 @@ def _plan(
         return "needs no gradient"
     if node.name not in known.data:
         return "depends on parameters alone"
-    spans = need.spans(config.group_size)
-    if need.reading.need > RELATIVE:
-        return need.reading.reason
+    if need.need > RELATIVE:
+        return need.reason
     static = all(isinstance(size, int) for size in tensor.shape)
     if static and tensor.numel() < FEWEST:
         return "few elements"
     # Less than one group: no sum averages out the errors of codes.
-    packed = need.reading.need <= CODES or need.form is STANDARDIZED
+    packed = need.need <= CODES or need.form is STANDARDIZED
     few = static and packed and tensor.numel() < config.group_size
     if need.form is STANDARDIZED and order is not None and statistics is not None and not few:
         return _standardized_plan(tensor, order, config.group_size, statistics)
-    if need.reading.need == RELATIVE or spans or few:
+    if need.need == RELATIVE or few:
         if tensor.dtype is not torch.float32:
-            return "16 bits already" if not spans else "a group of codes would span rows"
-        return _halves_plan(BFLOAT16 if spans or few or need.form is STANDARDIZED else need.form)
+            return f"16 bits already: {need.reason}"
+        return _halves_plan(BFLOAT16 if few or need.form is STANDARDIZED else need.form)
     if order is None:
         return "elements overlap or have gaps"
     # The smallest float32 would round to zero.

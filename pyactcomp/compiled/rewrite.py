@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from ..config import Config
 from ..torch_private.partitions import traced
 from .activations import Traces, differentiate, gelu_of
-from .divisors import Behind
 from .graphs import SavedValue
 from .joint import Joint, first_operator, name_of, nbytes, new_input, outputs_of, value
 from .masks import hoist
@@ -18,20 +17,21 @@ from .plans import Plan, plans_of
 from .rows import is_summed_by_rows
 from .sharing import first_use, share_casts, share_views
 from .standardized import differences_of
+from .uses import Uses
 
 
 def rewrite(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, known: Joint, config: Config, behind: Behind
+    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, known: Joint, config: Config, uses: Uses
 ) -> tuple[SavedValue, ...]:
     """Rewrite both graphs in place; return what they save, parameters and other static inputs aside."""
     share_casts(forward, backward, num_outputs)
     share_views(forward, backward, num_outputs)
-    plans, _ = plans_of(forward, backward, num_outputs, known, config, behind, set())
+    plans, _ = plans_of(forward, backward, num_outputs, known, config, uses, set())
     saved_nodes = outputs_of(forward)[num_outputs:]
     before = {node.name: nbytes(tensor) for node in saved_nodes if (tensor := value(node)) is not None}
     rounded = {name for name, plan in plans.items() if plan.form in ("codes", "16 bits")}
     positive = hoist(forward, backward, num_outputs, rounded)
-    plans, reasons = plans_of(forward, backward, num_outputs, known, config, behind, positive)
+    plans, reasons = plans_of(forward, backward, num_outputs, known, config, uses, positive)
     left = {name for name, plan in plans.items() if plan.form in ("codes", "16 bits")}
     # A reader may be gone with its comparison; the rest may only then fit in codes, after their comparisons stayed.
     for name in left - rounded:

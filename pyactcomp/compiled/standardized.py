@@ -9,19 +9,40 @@ times the deviation: the value less its mean, which is all that backward reads.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from .divisors import REDUCTIONS, Statistics, adjacent
-from .joint import CASTS, Joint, is_multiple, is_smaller, is_view, name_of, unscaled, value
+from .joint import CASTS, Joint, adjacent, is_multiple, is_smaller, is_view, name_of, unscaled, value
 
+_REDUCTIONS = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "logsumexp"}
 # What makes the other operand, by the operator that standardizes.
 _SCALES = {"mul": {"rsqrt", "reciprocal"}, "div": {"sqrt"}}
 # Of one operand and numbers, they pass on infinities and NaN, or their inverse.
 _SPREADING = {"var", "var_mean", "getitem", "mean", "sum", "add", "mul", "div", "pow", "sqrt", "rsqrt", "reciprocal"}
 # Operators from a deviation back to the values, views among them.
 _WALK = 16
+
+
+class Statistics(NamedTuple):
+    """What standardizes a value whose groups of codes would span rows.
+
+    Attributes
+    ----------
+    mean : str or None
+        Name of the mean of each row; None of values from which it is subtracted.
+    scale : str
+        Name of the deviation of each row, or of its inverse.
+    is_inverse : bool
+    spreads : bool
+        Whether an infinity or NaN in a row leaves the scale zero, infinite or NaN, and so every restored value.
+    """
+
+    mean: str | None
+    scale: str
+    is_inverse: bool
+    spreads: bool
 
 
 def standardized(graph: fx.Graph, known: Joint, group_size: int) -> dict[str, Statistics]:
@@ -176,6 +197,6 @@ def _is_only_centered(node: fx.Node, mean: fx.Node, tangent: Collection[str]) ->
     return all(
         _is_only_centered(user, mean, tangent)
         if name_of(user) in CASTS
-        else _subtracts(user, node, mean) or (name_of(user) in REDUCTIONS and user.name not in tangent)
+        else _subtracts(user, node, mean) or (name_of(user) in _REDUCTIONS and user.name not in tangent)
         for user in node.users
     )

@@ -159,6 +159,14 @@ def of_no_operator() -> Reading:
     return CHECKPOINTED if code.co_name == "checkpoint" else CHECKPOINT
 
 
+def kind_of_operator(name: str) -> Kind:
+    """Return what an operator does, by its name with the namespace."""
+    namespace, _, base = name.partition("::")
+    if name in _layers:
+        return Kind.LAYER
+    return rule.KINDS.get(base.lstrip("_"), Kind.OTHER) if namespace == "aten" else Kind.OTHER
+
+
 def kind_of(node: str | type) -> Kind:
     """Return what the operator of an autograd node does: by the node's name, or its class if written in Python."""
     if isinstance(node, str):

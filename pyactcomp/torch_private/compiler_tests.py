@@ -66,6 +66,33 @@ def _test_partitions() -> None:
         assert named.get_numel() == 4
 
 
+def _test_notes_on_nodes() -> None:
+    """Test that a node of a joint graph tells its operator, and a derivative's node the operator of the forward."""
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.traceback import preserve_node_meta
+
+    from . import partitions
+
+    nodes: list[torch.fx.Node] = []
+
+    def partition(joint: torch.fx.GraphModule, inputs: object, **given: Any) -> Any:
+        nodes.extend(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default))
+        return partitions.min_cut(joint, inputs, **given)
+
+    x = torch.ones(1, requires_grad=True)
+    graph = aot_function(torch.nn.functional.gelu, boxed_nop, boxed_nop, partition, select_decomp_table())  # type: ignore[arg-type]
+    with preserve_node_meta():
+        graph(x)
+    operators = [str(partitions.original_operator(node)) for node in nodes]
+    assert operators == ["aten.gelu.default", "aten.gelu_backward.default"], operators
+    assert [partitions.is_of_derivative(node) for node in nodes] == [False, True]
+    first, second = map(partitions.autograd_number, nodes)
+    assert first is not None
+    assert first == second
+
+
 def _test_tracing_context() -> None:
     context = torch._guards.TracingContext(None)
     with torch._guards.tracing(context):
@@ -142,6 +169,7 @@ def _test_owner_being_traced() -> None:
 
 TESTS: dict[str, Callable[[], None]] = {
     "torch._functorch.partitioners; custom_partitioner_fn; fw_metadata": _test_partitions,
+    "node.meta: original_aten, seq_nr, autograd_backward": _test_notes_on_nodes,
     "torch._guards.TracingContext": _test_tracing_context,
     "InstructionTranslator.current_tx().output.compiler_fn": _test_backend_being_traced,
     "torch._dynamo.exc, torch._dynamo.config.recompile_limit": _test_dynamo,

@@ -15,15 +15,18 @@ from torch._functorch import partitioners
 from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
+    "autograd_number",
     "cost_of",
     "count_whole",
     "input_infos",
     "installed_partitioner",
     "installed_pre_grad_passes",
+    "is_of_derivative",
     "is_primal",
     "is_tangent",
     "min_cut",
     "missing",
+    "original_operator",
     "partitioning",
     "remember",
     "running_graph",
@@ -59,6 +62,25 @@ def is_primal(node: fx.Node) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Return whether a node of the joint graph is the gradient of an output."""
     return bool(partitioners._is_tangent(node))  # type: ignore[attr-defined]
+
+
+def original_operator(node: fx.Node) -> Any:
+    """Return the operator that a node of the joint graph was decomposed from, or None where torch notes none."""
+    return node.meta.get("original_aten")
+
+
+def autograd_number(node: fx.Node) -> int | None:
+    """Return the number of autograd's node for an operator of the forward and its derivative; None if torch notes none.
+
+    Operators without a derivative have the number of the last one with one.
+    """
+    number = node.meta.get("seq_nr")
+    return number if isinstance(number, int) else None
+
+
+def is_of_derivative(node: fx.Node) -> bool:
+    """Return whether a node runs for autograd's own derivative, not in the backward of an autograd function."""
+    return bool(node.meta.get("autograd_backward"))
 
 
 @contextmanager

@@ -1,0 +1,275 @@
+"""How exactly backward needs each value of a graph: the rule of eager mode, with its facts read from the graph.
+
+Torch notes of each node from which operator it was decomposed, and for which of autograd's nodes it runs. So a reader
+in backward leads to an operator of the forward, and with it to a row of ``readers/table.py``: however a GELU was
+decomposed, its operand takes the form that it has in eager mode. What backward runs again of the forward reads its
+operands as the derivative of the operator would, or as exactly as its result is read.
+
+A reader without notes, as those that passes over the joint graph make, or the backward of an autograd function, is
+known if it is a product. All others are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..codec.layouts import Layout
+from ..config import Config
+from ..readers import rule
+from ..readers.forms import (
+    ARTANH,
+    AS_CODES,
+    AS_SHAPE,
+    BFLOAT16,
+    CODES,
+    EXACT,
+    ITSELF,
+    SCALED,
+    STANDARDIZED,
+    Reading,
+    Use,
+    strictest,
+)
+from ..readers.rule import LAYERS, Kind, Partner
+from .checkpointed import Block
+from .joint import CASTS, COMPARISONS, Joint, hint, name_of, value
+from .operators import Operator, Operators, is_arrangement, is_fewer
+from .standardized import Statistics
+
+_COMPARED = Reading("a comparison", "operand", AS_SHAPE, "compared in the forward")
+_UNREAD = Reading("", "", AS_SHAPE, "backward reads only the shape")
+# The derivative of a product multiplies the gradient by the other factor.
+_PRODUCTS = {"mm": Use.MATRIX, "bmm": Use.MATRIX, "addmm": Use.MATRIX, "baddbmm": Use.MATRIX, "mul": Use.FACTOR}
+# Where a row or a channel of its own divides, or sums, the order in memory counts.
+_BY_ROWS = (Use.ROWS, Use.CHANNELS, Use.HEADS, Use.INPUT)
+_NORMS = (Use.ROWS, Use.CHANNELS)
+# Each element of the result is one of an operand's.
+_MOVES = (Kind.MOVES, Kind.MASKS)
+# The relative error of a result is that of an operand, or near it.
+_CONDITIONED = (Kind.SCALES, Kind.ACTIVATES, Kind.RECTIFIES)
+
+
+class End(NamedTuple):
+    """A reader of a value, at the end of nodes that only arrange it or belong to the reader.
+
+    Attributes
+    ----------
+    operator : Operator
+        Of the forward.
+    result : fx.Node or None
+        The operator's result that backward computes again; None if the operator's derivative reads the value.
+    moved : bool
+        Whether the reader has the value in another order than memory.
+    """
+
+    operator: Operator
+    result: fx.Node | None
+    moved: bool
+
+
+class Uses:
+    """Answers how exactly the values of a joint graph, or of its backward, are needed.
+
+    Parameters
+    ----------
+    graph : fx.Graph
+        The joint graph.
+    known : Joint
+    config : Config
+    blocks : mapping of str to Block
+        The checkpointed block of each node in one.
+    standardized : mapping of str to Statistics
+        Values with a scale for each row, with what standardizes them.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        known: Joint,
+        config: Config,
+        blocks: Mapping[str, Block],
+        standardized: Mapping[str, Statistics],
+    ) -> None:
+        self.known, self.config, self.blocks, self.standardized = known, config, blocks, standardized
+        self.operators = Operators(graph, known)
+
+    def __call__(
+        self, graph: fx.Graph, tangent: Collection[str], within: Collection[str] | None = None
+    ) -> dict[str, Reading]:
+        """Return the strictest reading of each value that depends on no tangent.
+
+        Parameters
+        ----------
+        graph : fx.Graph
+            The joint graph or the backward graph.
+        tangent : collection of str
+            Nodes that depend on a tangent.
+        within : collection of str or None
+            Readers to count; None for all.
+        """
+        found: dict[str, Reading] = {}
+        ends: dict[str, set[End]] = {}
+        others: dict[str, list[Reading]] = {}
+        for node in reversed(graph.nodes):
+            if node.name in tangent or node.op == "output":
+                continue
+            ends[node.name], others[node.name] = set(), []
+            for user in node.users:
+                if within is None or user.name in within or user.op == "output":
+                    self._add(node, user, tangent, ends, others)
+            found[node.name] = self._strictest(node, ends[node.name], others[node.name], found)
+        return found
+
+    def _add(
+        self,
+        node: fx.Node,
+        user: fx.Node,
+        tangent: Collection[str],
+        ends: dict[str, set[End]],
+        others: dict[str, list[Reading]],
+    ) -> None:
+        """Add what a user makes of a value to the value's readers."""
+        own = ends[node.name]
+        block = self.blocks.get(user.name)
+        operator = self.operators.of(user)
+        if user.op == "output":
+            others[node.name].append(_exact(user, "an output of backward"))
+        elif name_of(user) in COMPARISONS:
+            others[node.name].append(_COMPARED)
+        elif user.name in tangent:
+            if operator is None:
+                others[node.name].append(self._by_name(node, user))
+            else:
+                own.add(End(operator, None, False))
+        elif block is not None and block != self.blocks.get(node.name):
+            others[node.name].append(self._form(block.reading, node, Partner.NOTHING))
+        elif is_arrangement(user):
+            moved = _is_moved(node, user)
+            own.update(end._replace(moved=end.moved or moved) for end in ends[user.name])
+            others[node.name] += others[user.name]
+        elif operator is None:
+            others[node.name].append(Reading(name_of(user), "operand", ITSELF, "", known=False))
+        elif user.name in operator.results:
+            own.add(End(operator, user, False))
+        else:
+            own.update(ends[user.name])
+            others[node.name] += others[user.name]
+
+    def _strictest(self, node: fx.Node, ends: set[End], others: list[Reading], found: Mapping[str, Reading]) -> Reading:
+        readings = list(others)
+        for end in ends:
+            if end.result is None:
+                reading = self._derived(node, end.operator)
+            else:
+                reading = self._again(node, end, found[end.result.name])
+            if end.moved and reading.use in _NORMS and reading.need == CODES:
+                reading = replace(reading, form=BFLOAT16)
+            readings.append(reading)
+        if not readings:
+            return _UNREAD
+        reading = strictest(readings)
+        if node.name in self.standardized and CODES <= reading.need < EXACT:
+            return replace(reading, form=STANDARDIZED)
+        return reading
+
+    def _derived(self, node: fx.Node, operator: Operator) -> Reading:
+        """Return how the derivative of an operator reads a value."""
+        reading, partner = self.operators.read_by(operator, node), self.operators.partner(operator, node)
+        readings = []
+        for read in self.operators.operands(operator, node) or [node]:
+            if operator.is_elementwise and is_fewer(read, operator.node):
+                return _exact(operator.node, "a statistic, one number for many elements")
+            readings.append(self._form(reading, read, partner))
+        return strictest(readings)
+
+    def _form(self, reading: Reading, read: fx.Node, partner: Partner) -> Reading:
+        """Return a reading with the form that the rule gives a value, as the operator reads it."""
+        tensor = value(read)
+        if not reading.known and self.config.unknown == "int8":
+            return replace(reading, form=AS_CODES, known=True)
+        if reading.use is None and reading.form is SCALED and self.config.attention == "int8":
+            return replace(reading, form=AS_CODES)
+        if tensor is None or reading.need == EXACT:
+            return reading
+        maker = self.operators.maker(read)
+        form = rule.form(reading, maker, partner, _layout(tensor), self.config.group_size)
+        # No graph stores the inverse of a tanh.
+        return replace(reading, form=ITSELF if form is ARTANH else form)
+
+    def _by_name(self, node: fx.Node, user: fx.Node) -> Reading:
+        """Return how a reader without notes reads a value: as the forward's operators that it may derive from."""
+        name = name_of(user)
+        read = [
+            self._derived(node, operator)
+            for operator in self.operators.reading(node)
+            if operator.may_have_derivative(name)
+        ]
+        if read:
+            return strictest(read)
+        if name in _PRODUCTS and self.operators.are_known:
+            reading = Reading.of(name, "operand", _PRODUCTS[name], "the derivative multiplies the gradient by it")
+            return self._form(reading, node, Partner.OTHER)
+        return Reading(name, "operand", ITSELF, "", known=False)
+
+    def _again(self, node: fx.Node, end: End, result: Reading) -> Reading:
+        """Return how an operator that backward runs again reads a value, whose result is read as ``result``."""
+        operator = end.operator
+        if result.need < CODES:
+            return result
+        scaled = operator.is_multiple or operator.kind is Kind.DIFFERENCE
+        if result.form is STANDARDIZED and scaled and self._is_first(operator, node):
+            return result
+        if operator.kind in _MOVES or operator.is_multiple:
+            own = self._form(result, node, Partner.NOTHING) if result.use in _BY_ROWS else result
+            return strictest((result, own))
+        if result.form is SCALED and self._is_linear(operator, node):
+            return result
+        if result.need == CODES:
+            own = self._derived(node, operator)
+            if own.need < EXACT:
+                return strictest((own, result))
+            if self._is_linear(operator, node) and self.operators.maker(node) in LAYERS:
+                return result
+        if result.form is BFLOAT16 and (operator.kind in _CONDITIONED or operator.base == "pow"):
+            return strictest((result, self._derived(node, operator)))
+        return _exact(operator.node, "what runs again from it amplifies errors")
+
+    def _is_first(self, operator: Operator, node: fx.Node) -> bool:
+        return operator.node.args[0] in self.operators.operands(operator, node)
+
+    def _is_linear(self, operator: Operator, node: fx.Node) -> bool:
+        """Return whether an operand's error is the result's error, times a constant of moderate size."""
+        own = self.operators.operands(operator, node)
+        others = [each for each in operator.read() if each not in own]
+        fixed = [each for each in others if each.name not in self.known.data or each.name not in self.known.learns]
+        if operator.kind is Kind.SCALES:
+            return fixed == others and (operator.base == "mul" or self._is_first(operator, node))
+        if operator.kind is Kind.DIFFERENCE:
+            return all(each in fixed or is_fewer(each, operator.node) for each in others)
+        return operator.kind is Kind.SUM or operator.kind is Kind.RECTIFIES or operator.base == "native_dropout"
+
+
+def _exact(user: fx.Node, why: str) -> Reading:
+    return Reading(name_of(user), "operand", ITSELF, why)
+
+
+def _layout(tensor: Tensor) -> Layout:
+    """Return a layout for the rule; a dynamic size is that of the call that compiles, and a dynamic row is short."""
+    shape = [hint(size) for size in tensor.shape]
+    if shape and not isinstance(tensor.shape[-1], int):
+        shape[-1] = 1
+    stride = tuple(step if isinstance(step, int) else 1 for step in tensor.stride())
+    return Layout(torch.Size(shape), stride, True)
+
+
+def _is_moved(node: fx.Node, user: fx.Node) -> bool:
+    """Return whether a copy has other neighbours in memory than its source."""
+    source, copy = value(node), value(user)
+    if name_of(user) not in {"clone"} | CASTS or source is None or copy is None or source.dim() != copy.dim():
+        return False
+    return source.stride() != copy.stride()
