@@ -184,11 +184,8 @@ def laxer(case: Case) -> str | None:
 
     def plan(node: Any, need: Any, *arguments: Any) -> Any:
         if need is not None:
-            name, level = _view_chain(node)[0].name, need.reading.need
-            # A group of codes that would span rows of a norm gives way to 16 bits.
-            if level == CODES and need.row is not None and need.row < CONFIGS[0].group_size:
-                level = RELATIVE
-            by_name[name] = max(by_name.get(name, 0), level)
+            name = _view_chain(node)[0].name
+            by_name[name] = max(by_name.get(name, 0), need.need)
         return original_plan(node, need, *arguments)
 
     def form_for(self: Packing, tensor: Tensor, *facts: Any) -> Any:
