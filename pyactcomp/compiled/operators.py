@@ -16,7 +16,7 @@ from torch import fx
 from ..readers import lookup
 from ..readers.forms import AS_CODES, BFLOAT16, CODES, ITSELF, Reading, Use, strictest
 from ..readers.observer import FEWER
-from ..readers.rule import LAYERS, Kind, Maker, Partner
+from ..readers.rule import GATES, LAYERS, Kind, Maker, Partner
 from ..readers.table import ELEMENTWISE
 from ..torch_private.partitions import autograd_number, is_of_derivative, original_operator
 from .joint import VIEWS, Joint, fewest, is_view, name_of, value
@@ -321,10 +321,36 @@ class Operators:
                 if not activated:
                     made = Maker.RECTIFIED if kind is Kind.RECTIFIES else Maker.GATE
                 node, activated = operands[0], True
+            elif kind is Kind.SCALES:
+                factors = self._learning_pair(operator)
+                gains = [each for each in factors if self._is_parameter(each)]
+                if not factors or operator.base != "mul" or depth >= _DEEPEST:
+                    return Maker.OTHER
+                if not gains:
+                    return self._product(factors, made, depth)
+                node = next((each for each in factors if each is not gains[0]), factors[0])
             elif kind in (Kind.SUM, Kind.DIFFERENCE):
                 return self._sum(operator, made, activated, depth)
             else:
                 return Maker.OTHER if activated else _MAKERS.get(kind, Maker.OTHER)
+
+    def _learning_pair(self, operator: Operator) -> list[fx.Node]:
+        """Return both operands of an elementwise operator if both have a gradient, else none."""
+        pair = [each for each in operator.node.args[:2] if isinstance(each, fx.Node) and each.name in self.known.learns]
+        return pair if len(pair) == 2 else []
+
+    def _product(self, factors: list[fx.Node], made: Maker, depth: int) -> Maker:
+        """Return what an elementwise product without a gain is: a norm composed of operators, or a gated layer."""
+        if any(self._does(self._unmoved(each), Kind.INVERTS_ROOT) for each in factors):
+            return made
+        makers = [self.maker(each, depth + 1) for each in factors]
+        if not all(maker in LAYERS for maker in makers) or not any(maker in GATES for maker in makers):
+            return Maker.OTHER
+        return Maker.RECTIFIED if Maker.RECTIFIED in makers else made
+
+    def _does(self, node: fx.Node, kind: Kind) -> bool:
+        operator = self._own.get(node.name)
+        return operator is not None and operator.kind is kind
 
     def _sum(self, operator: Operator, made: Maker, activated: bool, depth: int) -> Maker:
         given = operator.node.args[:2]
@@ -341,8 +367,7 @@ class Operators:
 
     def _weighs(self, factor: fx.Node) -> bool:
         """Return whether a factor makes a product that of a layer: a parameter, or a softmax."""
-        operator = self._own.get(self.source(factor).name)
-        return self._is_parameter(factor) or (operator is not None and operator.kind is Kind.SOFTMAX)
+        return self._is_parameter(factor) or self._does(self.source(factor), Kind.SOFTMAX)
 
     def _is_parameter(self, node: fx.Node) -> bool:
         """Return whether a value is a parameter: also a view or a cast of one, or a number more than one."""

@@ -50,6 +50,7 @@ _BY_ROWS = (Use.ROWS, Use.CHANNELS, Use.HEADS, Use.INPUT)
 _NORMS = (Use.ROWS, Use.CHANNELS)
 # Each element of the result is one of an operand's.
 _MOVES = (Kind.MOVES, Kind.MASKS)
+_PROJECTS = (Kind.PRODUCT, Kind.BIASED_PRODUCT)
 # The relative error of a result is that of an operand, or near it.
 _CONDITIONED = (Kind.SCALES, Kind.ACTIVATES, Kind.RECTIFIES)
 
@@ -190,8 +191,6 @@ class Uses:
     def _form(self, reading: Reading, read: fx.Node, partner: Partner) -> Reading:
         """Return a reading with the form that the rule gives a value, as the operator reads it."""
         tensor = value(read)
-        if not reading.known and self.config.unknown == "int8":
-            return replace(reading, form=AS_CODES, known=True)
         if reading.use is None and reading.form is SCALED and self.config.attention == "int8":
             return replace(reading, form=AS_CODES)
         if tensor is None or reading.need == EXACT:
@@ -219,7 +218,8 @@ class Uses:
     def _again(self, node: fx.Node, end: End, result: Reading) -> Reading:
         """Return how an operator that backward runs again reads a value, whose result is read as ``result``."""
         operator = end.operator
-        if result.need < CODES:
+        assert end.result is not None
+        if result.need < CODES or result.need == EXACT:
             return result
         scaled = operator.is_multiple or operator.kind is Kind.DIFFERENCE
         if result.form is STANDARDIZED and scaled and self._is_first(operator, node):
@@ -229,13 +229,19 @@ class Uses:
             return strictest((result, own))
         if result.form is SCALED and self._is_linear(operator, node):
             return result
+        # As where a checkpointed block reruns: the sums of a layer average the errors of codes.
+        if result.form is SCALED and operator.kind in _PROJECTS and self.operators.maker(end.result) in LAYERS:
+            return self._derived(node, operator)
         if result.need == CODES:
             own = self._derived(node, operator)
             if own.need < EXACT:
                 return strictest((own, result))
             if self._is_linear(operator, node) and self.operators.maker(node) in LAYERS:
                 return result
-        if result.form is BFLOAT16 and (operator.kind in _CONDITIONED or operator.base == "pow"):
+        # The derivative of a norm reads the normalized values too, which its result is computed from.
+        if result.form is BFLOAT16 and (
+            operator.kind in _CONDITIONED or operator.base == "pow" or operator.decomposed.use in _NORMS
+        ):
             return strictest((result, self._derived(node, operator)))
         return _exact(operator.node, "what runs again from it amplifies errors")
 
