@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from compiled_backend import backend, gradients, off
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import pyactcomp
+from pyactcomp.compiled import partitioner
 from pyactcomp.compiled.context import digest_of_sources
 from pyactcomp.compiled.graphs import GraphRecord
 from pyactcomp.compiled.head import HeadPass
-from pyactcomp.compiled.partitioner import Partitioner
 from pyactcomp.config import Config
+from pyactcomp.readers import lookup
 
 INT8 = Config(min_bytes=4096)
 BAR = 0.02
@@ -381,7 +384,7 @@ def test_windows_and_their_rolls_share_the_codes_of_what_they_are_made_from() ->
 def test_queries_and_keys_of_a_written_softmax_take_codes() -> None:
     torch.manual_seed(0)
     model, x = Attention(True), torch.randn(4, 49, 128)
-    (record,) = gradients(lambda x: model(x).square().mean(), list(model.parameters()), INT8, x)[2]
+    (record,) = gradients(lambda x: model(x).mean(), list(model.parameters()), INT8, x)[2]
     # Rows of a window's attention are shorter than a group. A sum of softmax is one at least and amplifies no error.
     heads = [value for value in record.saved if value.before == x.nbytes and value.reason != "needs no gradient"]
     assert {value.form for value in heads} == {"codes"}, [(v.operator, v.form, v.reason) for v in heads]
@@ -420,6 +423,15 @@ def test_backward_reads_a_buffer_as_it_was_before_the_forward_changed_it(
     assert torch.equal(model.memory, eager.memory)
 
 
+def test_keys_of_graphs_in_torchs_caches_change_with_registered_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = SimpleNamespace(graphs=SimpleNamespace(config=INT8))
+    monkeypatch.setattr(partitioner, "partitioned_mark", lambda: mark)
+    monkeypatch.setattr(lookup, "_registered", {})
+    before = partitioner.Partitioner(None).uuid()
+    pyactcomp.register_reader("aten::silu", self="relative")
+    assert partitioner.Partitioner(None).uuid() != before
+
+
 def test_keys_of_graphs_in_torchs_caches_change_with_the_sources(tmp_path: Path) -> None:
     source = tmp_path / "needs.py"
     source.write_text("RANGE_WALK = 8")
@@ -427,6 +439,6 @@ def test_keys_of_graphs_in_torchs_caches_change_with_the_sources(tmp_path: Path)
     digest_of_sources.cache_clear()
     source.write_text("RANGE_WALK = 9")
     assert digest_of_sources(tmp_path) != before
-    for key in (Partitioner(None).uuid(), HeadPass(()).uuid()):
+    for key in (partitioner.Partitioner(None).uuid(), HeadPass(()).uuid()):
         assert isinstance(key, tuple)
         assert key[0] == digest_of_sources()

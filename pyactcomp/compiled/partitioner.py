@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from ..readers.lookup import registered_operators
 from ..torch_private.partitions import (
     count_whole,
     installed_partitioner,
@@ -62,7 +63,7 @@ class Partitioner(CustomPartitionerFn):
         inner = getattr(self.inner, "uuid", None)
         return (
             digest_of_sources(),
-            None if mark is None else repr(mark.graphs.config),
+            None if mark is None else (repr(mark.graphs.config), registered_operators()),
             None if inner is None else inner(),
         )
 

@@ -46,6 +46,12 @@ _registered_functions: dict[type, dict[int, Reading]] = {}
 _layers: set[object] = set()
 
 
+def registered_operators() -> str:
+    """Return what is registered of operators, as part of a key of torch's caches of graphs."""
+    layers = sorted(each for each in _layers if isinstance(each, str))
+    return repr((sorted(_registered.items()), layers))
+
+
 def _find(name: str, overload: str) -> tuple[Mapping[str, Reading] | None, bool]:
     """Return an operator's readings, None if unknown, and whether the operator writes to the first argument."""
     namespace, _, base = name.partition("::")
