@@ -216,6 +216,8 @@ def _applies_gains(module: Module) -> bool:
     """Return whether a module is a norm of rows, or may be one that a program wrote: it owns vectors alone."""
     if type(module).__module__.startswith("torch.nn."):
         return isinstance(module, (LayerNorm, RMSNorm))
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        return False
     own = [each for each in module._parameters.values() if each is not None]
     return bool(own) and not module._modules and all(each.dim() == 1 for each in own)
 
