@@ -169,7 +169,7 @@ def _test_owner_being_traced() -> None:
 
 TESTS: dict[str, Callable[[], None]] = {
     "torch._functorch.partitioners; custom_partitioner_fn; fw_metadata": _test_partitions,
-    "node.meta: original_aten, seq_nr, autograd_backward": _test_notes_on_nodes,
+    "node.meta: original_aten, seq_nr, partitioner_tag": _test_notes_on_nodes,
     "torch._guards.TracingContext": _test_tracing_context,
     "InstructionTranslator.current_tx().output.compiler_fn": _test_backend_being_traced,
     "torch._dynamo.exc, torch._dynamo.config.recompile_limit": _test_dynamo,

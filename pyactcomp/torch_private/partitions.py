@@ -80,7 +80,7 @@ def autograd_number(node: fx.Node) -> int | None:
 
 def is_of_derivative(node: fx.Node) -> bool:
     """Return whether a node runs for autograd's own derivative, not in the backward of an autograd function."""
-    return bool(node.meta.get("autograd_backward"))
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 @contextmanager
