@@ -207,11 +207,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Budget]] = {
     # Inputs of two Linear, their results and one row for each of eight edges; of the edges' numbers two are 64-bit
     # indices, and three as computed.
     "graph attention": (GraphAttention, NODES, Budget(codes=11, half=1, whole=7 * 8 / WIDTH)),
-    # Inputs of two norms, values, attention's and the layer's results, and GELU's operands; two masks of dropout.
+    # Inputs of two norms, values, attention's and the layer's results, and GELU's operands; two masks of dropout. Of
+    # the first norm a graph has the caller's input; it holds the result too, which the loss squares, in 16 bits.
     "GPT with LayerScale": (
         block(fused_attention, perceptron, norm=nn.LayerNorm, scaled=True),
         SEQUENCES,
-        Budget(codes=10, half=2, bits=2),
+        Budget(codes=10, half=2, bits=2, more=1),
     ),
     # Written out where it drops: inputs of the Linear and of two norms; queries, keys, values and probabilities, before
     # and after dropout, in 16 bits, and its mask of floats.

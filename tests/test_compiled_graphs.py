@@ -298,18 +298,18 @@ def test_statistics_are_exact() -> None:
 def test_kept_views_are_copied_out_of_a_larger_memory() -> None:
     torch.manual_seed(0)
     model, x = Attention(False).to(torch.bfloat16), torch.randn(4, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-    (record,) = gradients(lambda x: model(x).float().square().sum(), [x], INT8, x)[2]
-    # Queries and keys in 16 bits; values, attention's result and the model's in codes: no view of the projection's.
-    kept = [value for value in record.saved if value.reason == "16 bits already"]
+    (record,) = gradients(lambda x: model(x).float().sum(), [x], INT8, x)[2]
+    # Queries and keys in 16 bits; values and attention's result in codes: no view of the projection's.
+    kept = [value for value in record.saved if value.reason.startswith("16 bits already")]
     codes = [value for value in record.saved if value.form == "codes"]
-    assert (len(kept), len(codes)) == (2, 3)
+    assert (len(kept), len(codes)) == (2, 2)
     assert all(value.after == value.before == x.nbytes for value in kept)
     held: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: held.append(t.untyped_storage().nbytes()) or t, lambda t: t
     ):
         torch._dynamo.reset()
-        torch.compile(lambda x: model(x).float().square().sum(), backend=backend(INT8, []))(x)
+        torch.compile(lambda x: model(x).float().sum(), backend=backend(INT8, []))(x)
     assert max(held) <= max(x.nbytes, *(p.nbytes for p in model.parameters()))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # Programs with values in codes; the sweep draws others.
-SEEDS = (50_000_004, 50_000_007, 50_000_011)
+SEEDS = (50_000_004, 50_000_005, 50_000_007)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -202,7 +202,10 @@ def test_a_model_compiled_whole_is_no_model_without_forward() -> None:
     report = pyactcomp.report(model)
     (graph,) = report.graphs
     assert (report.unique_bytes, report.stored_bytes) == (graph.before, graph.after)
-    assert graph.after < graph.before / 2
+    # GELU's operand; the input is held anyway, and the derivative of tanh needs its result exact.
+    (packed,) = [saved for saved in graph.saved if saved.form == "codes"]
+    assert packed.before == ROWS * 256 * 4
+    assert graph.before - graph.after == packed.before - packed.after
     torch.compiler.reset()
 
 

@@ -7,7 +7,7 @@ Torch notes of each node from which operator it was decomposed (``original_aten`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,8 @@ from ..torch_private.partitions import autograd_number, is_of_derivative, origin
 from .joint import VIEWS, Joint, fewest, is_view, name_of, value
 
 _NORMS = (Use.ROWS, Use.CHANNELS)
+# Norms of rows, whose gains differ along a group of codes.
+_GAINS = {"native_layer_norm", "_fused_rms_norm"}
 # Names of one operator, before and after torch makes it write to no operand.
 _BATCH_NORMS = dict.fromkeys(
     ("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"), "aten::native_batch_norm"
@@ -259,8 +261,12 @@ class Operators:
         """Return how the derivative of an operator reads a value."""
         exact = Reading(operator.name, "another value", ITSELF, "backward is not known to need less")
         made = next((name for name in self._views(node) if name in operator.results), None)
+        if made is not None and operator.results[made] == 0:
+            # Without a gain, a norm's result is what its derivative reads of the normalized values.
+            normalized = self._inner(operator, node) if operator.decomposed.use in _NORMS else None
+            return normalized or operator.row[1]
         if made is not None:
-            return operator.row[1] if operator.results[made] == 0 else exact
+            return exact
         operands = self.operands(operator, node)
         if not operands:
             return self._inner(operator, node) or exact
@@ -302,6 +308,31 @@ class Operators:
                     found = max(found, Partner.STATISTIC if few else made)
         return found
 
+    def maker_of_operand(self, node: fx.Node) -> Maker:
+        """Return what made an operand: a gain hides what made the value that it multiplies."""
+        return Maker.GAINED if self.is_gained(node) else self.maker(node)
+
+    def is_gained(self, node: fx.Node) -> bool:
+        """Return whether the last that made a value is a gain, as that of a norm of rows; a bias aside."""
+        node = self._unmoved(node)
+        operator = self._own.get(node.name)
+        if operator is not None and operator.base == "add":
+            terms = self._learning(operator.node.args[:2])
+            biased = [each for each in terms if not self._is_parameter(each)] if len(terms) == 2 else []
+            node = self._unmoved(biased[0]) if len(biased) == 1 else node
+            operator = self._own.get(node.name)
+        if operator is None:
+            return False
+        if operator.base == "mul":
+            return any(map(self._is_gain, self._learning(operator.node.args[:2])))
+        gains = operator.base in _GAINS and operator.results.get(node.name, 1) == 0
+        return gains and any(map(self._is_gain, operator.read()[1:]))
+
+    def _is_gain(self, node: fx.Node) -> bool:
+        """Return whether a value is a parameter of several numbers, which may differ by orders of magnitude."""
+        tensor = value(node)
+        return tensor is not None and self._is_parameter(node) and any(size != 1 for size in tensor.shape)
+
     def maker(self, node: fx.Node, depth: int = 0) -> Maker:
         """Return what made a value, as ``maker_of`` in ``csrc/observer/nodes.hpp``."""
         made, activated = Maker.LAYER, False
@@ -336,8 +367,11 @@ class Operators:
 
     def _learning_pair(self, operator: Operator) -> list[fx.Node]:
         """Return both operands of an elementwise operator if both have a gradient, else none."""
-        pair = [each for each in operator.node.args[:2] if isinstance(each, fx.Node) and each.name in self.known.learns]
+        pair = self._learning(operator.node.args[:2])
         return pair if len(pair) == 2 else []
+
+    def _learning(self, given: Iterable[object]) -> list[fx.Node]:
+        return [each for each in given if isinstance(each, fx.Node) and each.name in self.known.learns]
 
     def _product(self, factors: list[fx.Node], made: Maker, depth: int) -> Maker:
         """Return what an elementwise product without a gain is: a norm composed of operators, or a gated layer."""
@@ -354,16 +388,18 @@ class Operators:
 
     def _sum(self, operator: Operator, made: Maker, activated: bool, depth: int) -> Maker:
         given = operator.node.args[:2]
-        learning = [each for each in given if isinstance(each, fx.Node) and each.name in self.known.learns]
+        learning = self._learning(given)
         makers = [self.maker(each, depth + 1) if depth < _DEEPEST else Maker.LAYER for each in learning]
         if not activated and Maker.LOGARITHM in makers:
             return Maker.LOGARITHM
         if len(learning) < len(given):
             number = activated or not all(value(each) is not None for each in given)
             return Maker.OTHER if number else Maker.MASKED
-        if operator.kind is Kind.DIFFERENCE or not all(maker in LAYERS for maker in makers):
+        # A bias, as Linear adds to rows that lie apart in memory, or the places of tokens.
+        biased = any(map(self._is_parameter, learning))
+        if operator.kind is Kind.DIFFERENCE or sum(maker in LAYERS for maker in makers) < (1 if biased else 2):
             return Maker.OTHER
-        return made if activated else Maker.RESIDUAL
+        return made if activated else Maker.LAYER if biased else Maker.RESIDUAL
 
     def _weighs(self, factor: fx.Node) -> bool:
         """Return whether a factor makes a product that of a layer: a parameter, or a softmax."""

@@ -28,6 +28,7 @@ from ..readers.forms import (
     BFLOAT16,
     CODES,
     EXACT,
+    GAINED,
     ITSELF,
     SCALED,
     STANDARDIZED,
@@ -66,11 +67,14 @@ class End(NamedTuple):
         The operator's result that backward computes again; None if the operator's derivative reads the value.
     moved : bool
         Whether the reader has the value in another order than memory.
+    order : tuple of int or None
+        The value's dimensions as the reader has them; None if it reads other dimensions.
     """
 
     operator: Operator
     result: fx.Node | None
     moved: bool
+    order: tuple[int, ...] | None
 
 
 class Uses:
@@ -124,7 +128,8 @@ class Uses:
                 if within is None or user.name in within or user.op == "output":
                     self._add(node, user, tangent, ends, others)
             found[node.name] = self._strictest(node, ends[node.name], others[node.name], found)
-        return found
+        # No one recomputes what is saved.
+        return {name: replace(each, form=BFLOAT16) if each.form is GAINED else each for name, each in found.items()}
 
     def _add(
         self,
@@ -135,7 +140,8 @@ class Uses:
         others: dict[str, list[Reading]],
     ) -> None:
         """Add what a user makes of a value to the value's readers."""
-        own = ends[node.name]
+        own, tensor = ends[node.name], value(node)
+        order = None if tensor is None else tuple(range(tensor.dim()))
         block = self.blocks.get(user.name)
         operator = self.operators.of(user)
         if user.op == "output":
@@ -146,19 +152,23 @@ class Uses:
             if operator is None:
                 others[node.name].append(self._by_name(node, user))
             else:
-                own.add(End(operator, None, False))
+                own.add(End(operator, None, False, order))
         elif block is not None and block != self.blocks.get(node.name):
             others[node.name].append(self._form(block.reading, node, Partner.NOTHING))
         elif is_arrangement(user):
             moved = _is_moved(node, user)
-            own.update(end._replace(moved=end.moved or moved) for end in ends[user.name])
+            own.update(
+                end._replace(moved=end.moved or moved, order=_order_before(user, end.order)) for end in ends[user.name]
+            )
             others[node.name] += others[user.name]
         elif operator is None:
             others[node.name].append(Reading(name_of(user), "operand", ITSELF, "", known=False))
         elif user.name in operator.results:
-            own.add(End(operator, user, False))
+            own.add(End(operator, user, False, order))
         else:
-            own.update(ends[user.name])
+            made = value(user)
+            same = tensor is not None and made is not None and tensor.shape == made.shape
+            own.update(end if same else end._replace(order=None) for end in ends[user.name])
             others[node.name] += others[user.name]
 
     def _strictest(self, node: fx.Node, ends: set[End], others: list[Reading], found: Mapping[str, Reading]) -> Reading:
@@ -168,8 +178,11 @@ class Uses:
                 reading = self._derived(node, end.operator)
             else:
                 reading = self._again(node, end, found[end.result.name])
-            if end.moved and reading.use in _NORMS and reading.need == CODES:
-                reading = replace(reading, form=BFLOAT16)
+            if reading.use in _NORMS and reading.need == CODES:
+                if end.order is not None:
+                    reading = self._form(reading, node, Partner.NOTHING, end.order)
+                elif end.moved:
+                    reading = replace(reading, form=BFLOAT16)
             readings.append(reading)
         if not readings:
             return _UNREAD
@@ -188,15 +201,16 @@ class Uses:
             readings.append(self._form(reading, read, partner))
         return strictest(readings)
 
-    def _form(self, reading: Reading, read: fx.Node, partner: Partner) -> Reading:
-        """Return a reading with the form that the rule gives a value, as the operator reads it."""
+    def _form(self, reading: Reading, read: fx.Node, partner: Partner, order: tuple[int, ...] | None = None) -> Reading:
+        """Return a reading with the form that the rule gives a value, as the operator reads it or in an order."""
         tensor = value(read)
         if reading.use is None and reading.form is SCALED and self.config.attention == "int8":
             return replace(reading, form=AS_CODES)
         if tensor is None or reading.need == EXACT:
             return reading
-        maker = self.operators.maker(read)
-        form = rule.form(reading, maker, partner, _layout(tensor), self.config.group_size)
+        maker = self.operators.maker_of_operand(read)
+        layout = _layout(tensor if order is None else tensor.permute(order))
+        form = rule.form(reading, maker, partner, layout, self.config.group_size)
         # No graph stores the inverse of a tanh.
         return replace(reading, form=ITSELF if form is ARTANH else form)
 
@@ -219,12 +233,14 @@ class Uses:
         """Return how an operator that backward runs again reads a value, whose result is read as ``result``."""
         operator = end.operator
         assert end.result is not None
+        if result.form is GAINED and not self.operators.is_gained(node):
+            result = replace(result, form=AS_CODES)
         if result.need < CODES or result.need == EXACT:
             return result
         scaled = operator.is_multiple or operator.kind is Kind.DIFFERENCE
         if result.form is STANDARDIZED and scaled and self._is_first(operator, node):
             return result
-        if operator.kind in _MOVES or operator.is_multiple:
+        if operator.kind in _MOVES or operator.is_multiple or operator.base == "native_dropout":
             own = self._form(result, node, Partner.NOTHING) if result.use in _BY_ROWS else result
             return strictest((result, own))
         if result.form is SCALED and self._is_linear(operator, node):
@@ -257,7 +273,7 @@ class Uses:
             return fixed == others and (operator.base == "mul" or self._is_first(operator, node))
         if operator.kind is Kind.DIFFERENCE:
             return all(each in fixed or is_fewer(each, operator.node) for each in others)
-        return operator.kind is Kind.SUM or operator.kind is Kind.RECTIFIES or operator.base == "native_dropout"
+        return operator.kind is Kind.SUM or operator.kind is Kind.RECTIFIES
 
 
 def _exact(user: fx.Node, why: str) -> Reading:
@@ -271,6 +287,14 @@ def _layout(tensor: Tensor) -> Layout:
         shape[-1] = 1
     stride = tuple(step if isinstance(step, int) else 1 for step in tensor.stride())
     return Layout(torch.Size(shape), stride, True)
+
+
+def _order_before(user: fx.Node, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the order of a value's dimensions, given that of what a node makes of it."""
+    if order is None or name_of(user) in {"clone"} | CASTS:
+        return order
+    dims = user.args[1] if name_of(user) == "permute" else None
+    return tuple(dims[dim] % len(dims) for dim in order) if isinstance(dims, (list, tuple)) else None
 
 
 def _is_moved(node: fx.Node, user: fx.Node) -> bool:

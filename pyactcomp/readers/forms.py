@@ -174,7 +174,8 @@ class Reading:
 def strictest(readings: Iterable[Reading]) -> Reading:
     """Return the first strictest reading if its form serves all readings, otherwise an exact reading."""
     kinds = list(readings)
-    first = max(kinds, key=lambda reading: reading.need)
+    # All forms of codes serve where codes do.
+    first = max(kinds, key=lambda reading: (reading.need, reading.form is not AS_CODES))
     if all(first.form.serves(reading.form) for reading in kinds):
         return first
     return Reading(first.operator, first.operand, ITSELF, "one of several operands with different needs")
