@@ -2,6 +2,8 @@
 
 Torch notes of each node from which operator it was decomposed (``original_aten``), and the number of autograd's node
 (``seq_nr``), which the derivative's nodes have too. Nodes of one number and operator are one operator here.
+
+Over 400 lines: readings, partners and makers are walks over the same private maps from nodes to operators.
 """
 
 from __future__ import annotations
