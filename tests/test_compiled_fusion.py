@@ -57,7 +57,10 @@ def test_packing_breaks_no_fusion_and_restoring_fuses(kind: type[nn.Module]) -> 
     assert _sum(packed_forward) <= _sum(forward) + written + read
     # Products of matrices and attention read tensors: one launch restores what they alone read.
     restored = [value for value in codes if value.operator in ("getitem", "mm", "addmm")]
-    assert len(packed_backward) <= len(backward) + len(restored)
+    # A first norm's output is computed again from the input, which is alive anyway and without codes: once for the
+    # product that reads it, and the sums for gain and bias lie apart from those of other norms.
+    held = [value for value in graph.saved if value.operator == "None"]
+    assert len(packed_backward) <= len(backward) + len(restored) + 2 * len(held)
 
 
 def test_convolutions_norms_and_activations_keep_their_launches() -> None:
