@@ -182,7 +182,8 @@ inline PyObject* find_recipe(PyObject*, PyObject* object) {
   });
 }
 
-/// offer_norm(out, may_be_freed): offer a recipe for the output of a norm or a gain, to which autocast's casts do not lead.
+/// offer_norm(out, may_be_freed): offer a recipe for the output of a norm or a gain: autocast's casts do not lead
+/// there.
 inline PyObject* offer_norm(PyObject*, PyObject* arguments) {
   return guarded([&] {
     PyObject* out = nullptr;
