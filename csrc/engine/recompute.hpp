@@ -332,12 +332,23 @@ Ref recipe_of_batch_norm(const Result<Kind>& of) {
   return with_affine(recipe_for(of.out, compute, {x, mean, inverse}, false), *affine);
 }
 
+/// Return the eps of a node's operator; nothing where the node does not tell it, as a group norm's from torch 2.14 on.
+template <class Kind>
+auto eps_of(const Kind& node, int) -> decltype(std::optional<double>(node.eps)) {
+  return node.eps;
+}
+template <class Kind>
+std::optional<double> eps_of(const Kind&, long) {
+  return std::nullopt;
+}
+
 inline Ref recipe_of_group_norm(const Result<generated::NativeGroupNormBackward0>& of) {
   const Operand x = input_of_norm(of.node.input_);
   const auto affine = affine_of(of);
-  if (!x || !affine) return {};
+  const std::optional<double> eps = eps_of(of.node, 0);
+  if (!x || !affine || !eps) return {};
   const auto n = of.node.N.expect_int(), c = of.node.C.expect_int(), each = of.node.HxW.expect_int();
-  const auto compute = [=, affine = *affine, group = of.node.group, eps = of.node.eps](at::ScalarType, Tensors given) {
+  const auto compute = [=, affine = *affine, group = of.node.group, eps = *eps](at::ScalarType, Tensors given) {
     return std::get<0>(at::native_group_norm(given[0], affine.first, affine.second, n, c, each, group, eps));
   };
   return with_affine(recipe_for(of.out, compute, {x}, false), *affine);
