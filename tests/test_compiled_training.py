@@ -108,8 +108,13 @@ def after(graphs: Graphs) -> int:
     return sum(graph.after for graph in graphs)
 
 
-def assert_agrees(model: nn.Module, step: Callable[[nn.Module], object] = step_of, compiled: Compile = whole) -> Graphs:
-    """Compare a step of compressed graphs with that of the graphs alone; return the graphs in int8."""
+def assert_agrees(
+    model: nn.Module, step: Callable[[nn.Module], object] = step_of, compiled: Compile = whole, most: float = 0.75
+) -> Graphs:
+    """Compare a step of compressed graphs with that of the graphs alone; return the graphs in int8.
+
+    The graphs may save ``most`` of the bytes.
+    """
     exact, _ = trained(model, step, None, compiled)
     lossless, graphs = trained(model, step, LOSSLESS, compiled)
     assert graphs
@@ -117,7 +122,7 @@ def assert_agrees(model: nn.Module, step: Callable[[nn.Module], object] = step_o
     int8, graphs = trained(model, step, INT8, compiled)
     assert 0.0 < relative_error(int8, exact) <= GRADIENT_BOUND
     # Rows of 32 scores are shorter than a group, so attention's probabilities stay exact.
-    assert after(graphs) < 0.75 * before(graphs)
+    assert after(graphs) < most * before(graphs)
     return graphs
 
 
@@ -478,7 +483,8 @@ def test_lora_on_a_frozen_base_under_autocast() -> None:
             model(**text("cpu")).loss.backward()
         assert all("lora_" in name for name in gradients(model))
 
-    (graph,) = assert_agrees(model, step, in_parts)
+    # The frozen embedding's output has no gradient and stays exact: the first sums of the stream are computed from it.
+    (graph,) = assert_agrees(model, step, in_parts, most=0.85)
     frozen = {tuple(sorted(p.shape)) for p in model.parameters() if not p.requires_grad and p.dim() == 2}
     frozen.remove((64, 128))  # the embedding's; that of 128 positions too
     packed = {tuple(sorted(value.shape)) for value in graph.saved if value.form != "kept"}

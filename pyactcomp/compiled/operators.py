@@ -404,8 +404,9 @@ class Operators:
         return made if activated else Maker.LAYER if biased else Maker.RESIDUAL
 
     def _weighs(self, factor: fx.Node) -> bool:
-        """Return whether a factor makes a product that of a layer: a parameter, or a softmax."""
-        return self._is_parameter(factor) or self._does(self.source(factor), Kind.SOFTMAX)
+        """Return whether a factor makes a product that of a layer: a parameter, frozen ones too, or a softmax."""
+        source = self.source(factor)
+        return self._is_parameter(factor) or source.name in self.known.static or self._does(source, Kind.SOFTMAX)
 
     def _is_parameter(self, node: fx.Node) -> bool:
         """Return whether a value is a parameter: also a view or a cast of one, or a number more than one."""
