@@ -49,13 +49,6 @@ def is_view(node: fx.Node) -> bool:
     return name in VIEWS - MERGING
 
 
-def unviewed(node: fx.Node) -> fx.Node:
-    """Return the value that a node is a view of."""
-    while is_view(node) and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
 def is_multiple(node: fx.Node) -> bool:
     """Return whether a value is another one, its first argument, times a constant; the first power counts as one."""
     name = name_of(node)
