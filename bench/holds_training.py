@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.config import MIN_BYTES
-from pyactcomp.readers.nodes import CAST, producer
+from pyactcomp.readers.nodes import CAST, VIEWS
 
 from . import holds_data as data
 from . import holds_models as models
@@ -41,23 +40,24 @@ def _compress(mode: str) -> Callable[[nn.Module], Context]:
     return apply
 
 
-def _cast_parameter(node: Any) -> Tensor | None:
-    """Return the parameter read by a cast, or None if the cast reads another tensor."""
+def _is_cast_parameter(tensor: Tensor) -> bool:
+    """Return whether ``tensor``, or the tensor that it is a view of, is a parameter in another dtype."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != CAST:
+        return False
     leaf = node.next_functions[0][0]
-    # The type's name first: getattr on a node without `variable` costs as much as the rest of this function.
-    variable = leaf.variable if type(leaf).__name__ == "AccumulateGrad" else None
-    return variable if isinstance(variable, nn.Parameter) else None
+    return isinstance(getattr(leaf, "variable", None), nn.Parameter)
 
 
 def _nearest_in_two_bits(module: nn.Module) -> Context:
     """Pack in two bits, rounded to nearest, what int8 packs where it is not fused."""
 
     def pack(tensor: Tensor) -> Tensor | pyactcomp.Packed:
-        name, node = producer(tensor)
-        weight = name == CAST and node is not None and _cast_parameter(node) is not None
         owner = tensor if tensor._base is None else tensor._base
-        small = tensor.nbytes < MIN_BYTES
-        if weight or owner.is_leaf or small or not (tensor.requires_grad and tensor.is_floating_point()):
+        packs = tensor.requires_grad and tensor.is_floating_point() and tensor.nbytes >= MIN_BYTES
+        if not packs or owner.is_leaf or _is_cast_parameter(tensor):
             return tensor
         return pyactcomp.quantize(tensor, bits=2, rounding="nearest")
 
