@@ -77,7 +77,7 @@ def test_the_layout_of_the_design_is_that_of_the_package() -> None:
 
 def test_the_design_is_short() -> None:
     lines = (ROOT / "DESIGN.md").read_text().splitlines()
-    assert len(lines) <= 250, "reasons and measurements are in docs/design"
+    assert len(lines) <= 280, "reasons and measurements are in docs/design"
     assert [line for line in lines if len(line) > 120] == []
 
 
