@@ -1,17 +1,19 @@
-"""Outputs of batch and group norms are computed again from the input that the norm stores."""
+"""Outputs of norms are computed again from the input that the norm stores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from works_with import GRADIENT_BOUND
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import policy, saved
 
 CHANNELS, SIDE = 16, 16
 SCALES = torch.logspace(-1, 1, CHANNELS)
@@ -141,3 +143,67 @@ def test_output_is_stored_if_its_parameters_are_freed_after_the_norm(norm: Norm,
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad(out, second, upstream)[0]
     assert relative_error(found, exact[2]) <= GRADIENT_BOUND
+
+
+class Passes(TorchDispatchMode):
+    """Names the operators that write as many elements as ``whole`` has."""
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__()
+        self.whole, self.names = whole, list[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        fills = not (func.is_view or "empty" in func.__name__)
+        if fills and isinstance(out, Tensor) and out.numel() == self.whole.numel():
+            self.names.append(str(func))
+        return out
+
+
+def rows_of(norm: Callable[..., Tensor], vectors: int) -> Callable[[Tensor], Tensor]:
+    """Return a norm of rows of 64 with ``vectors`` parameters."""
+    drawn = torch.randn(vectors, 64, generator=torch.Generator().manual_seed(2))
+    return lambda x: norm(x, (64,), *[each.to(x).requires_grad_() for each in drawn])
+
+
+def groups_of(x: Tensor) -> Tensor:
+    gain, bias = torch.randn(2, 32, generator=torch.Generator().manual_seed(2)).to(x)
+    return F.group_norm(x.view(-1, 32, 64), 4, gain.requires_grad_(), bias.requires_grad_())
+
+
+FEW_PASSES = {
+    "rows": (rows_of(F.layer_norm, 0), 1),
+    "rows, gain": (rows_of(F.layer_norm, 1), 2),
+    "rows, gain and bias": (rows_of(F.layer_norm, 2), 2),
+    "groups": (groups_of, 1),
+}
+ON_GPU = {**FEW_PASSES, "root mean square": (rows_of(F.rms_norm, 1), 2)}  # on the CPU torch computes it by products
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0], ids=["around zero", "far from zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in FEW_PASSES),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ON_GPU),
+    ],
+)
+def test_a_norm_is_computed_again_in_few_passes(name: str, device: str, dtype: torch.dtype, offset: float) -> None:
+    norm, passes = ON_GPU[name]
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(8 * 32, 64, generator=generator) + offset).to(device, dtype).requires_grad_()
+    with pyactcomp.compressed(min_bytes=1):
+        out = norm(x * 1)
+        read = out @ torch.eye(64, device=device, dtype=dtype).requires_grad_()
+    assert read.requires_grad
+    recipe = saved.library().recipe_of(out)
+    assert recipe is not None
+    for wanted in (dtype, torch.bfloat16):
+        with Passes(out) as seen:
+            again = recipe.compute(wanted)
+        assert len(seen.names) == passes, seen.names
+        # A code is off by up to half a step of 1 / 255 of a group's range, which is some five deviations.
+        assert relative_error(again, out.detach()) <= 0.5 * 5 / 255 + torch.finfo(wanted).eps

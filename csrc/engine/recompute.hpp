@@ -6,11 +6,14 @@
 // Longer than 400 lines: one look-up, and a builder for each operator.
 #pragma once
 
+#include <ATen/ops/add.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/index.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_dropout_backward.h>
-#include <ATen/ops/native_group_norm.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/silu.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -242,6 +245,22 @@ inline Ref recipe_of_rows_taken(const Result<generated::IndexBackward0>& of) {
   return recipe_for(of.out, compute, {source, rows}, is_exact_form(source.form.get()));
 }
 
+inline at::Tensor like(const at::Tensor& x, at::ScalarType dtype) {
+  return at::empty_like(x, x.options().dtype(dtype));
+}
+
+/// Write x * scale + shift to `out` in one pass, computed in the widest dtype; what is undefined is left out.
+inline at::Tensor multiplied(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift, at::Tensor out) {
+  if (!scale.defined()) return at::add_out(out, x, shift);
+  return shift.defined() ? at::addcmul_out(out, shift, x, scale) : at::mul_out(out, x, scale);
+}
+
+/// Return whether a norm's saved means were rounded to 16 bits: take them from the input then.
+///
+/// A deviation that is off by a rounding scales rows by as much, but a mean that is off by a rounding moves rows by as
+/// much as they are far from zero.
+inline bool is_rounded(const at::Tensor& means) { return means.element_size() < at::elementSize(at::kFloat); }
+
 /// Recompute a norm of rows from its input and the saved statistics.
 ///
 /// A few gains may be a hundred times the others: codes of the output would round all channels of a group in steps of
@@ -263,14 +282,23 @@ Ref recipe_of_rows(const Result<Kind>& of, const SavedVariable* means, const Sav
   for (const Operand& each : operands) {
     if (!each) return {};
   }
-  const auto compute = [centred, scaled, moved](at::ScalarType, Tensors given) {
-    const at::ScalarType wide = at::promote_types(given[0].scalar_type(), at::kFloat);
+  const auto compute = [=, dims = static_cast<std::int64_t>(of.node.normalized_shape.size())](at::ScalarType wanted,
+                                                                                              Tensors given) {
+    const at::Tensor& x = given[0];
+    const at::ScalarType wide = c10::promoteTypes(x.scalar_type(), at::kFloat);
+    const at::Tensor deviation = given[1].to(wide);
     size_t next = 2;
-    at::Tensor row = given[0].to(wide);
-    if (centred) row = row - given[next++];
-    row = row * given[1];
-    if (scaled) row = row * given[next++];
-    return moved ? row + given[next] : row;
+    at::Tensor shift, gain, offset;
+    if (centred) {
+      const at::Tensor& saved = given[next++];
+      const at::Tensor means = is_rounded(saved) ? x.flatten(-dims).mean(-1, false, wide) : saved;
+      shift = means.view(deviation.sizes()).mul(deviation).neg_();
+    }
+    if (scaled) gain = given[next++];
+    if (moved) offset = given[next];
+    if (!scaled && !moved) return multiplied(x, deviation, shift, like(x, wanted));
+    const at::Tensor rows = multiplied(x, deviation, shift, like(x, wide));
+    return multiplied(rows, gain, offset, wanted == wide ? rows : like(rows, wanted));
   };
   return recipe_for(of.out, compute, operands, false);
 }
@@ -332,26 +360,24 @@ Ref recipe_of_batch_norm(const Result<Kind>& of) {
   return with_affine(recipe_for(of.out, compute, {x, mean, inverse}, false), *affine);
 }
 
-/// Return the eps of a node's operator; nothing where the node does not tell it, as a group norm's from torch 2.14 on.
-template <class Kind>
-auto eps_of(const Kind& node, int) -> decltype(std::optional<double>(node.eps)) {
-  return node.eps;
-}
-template <class Kind>
-std::optional<double> eps_of(const Kind&, long) {
-  return std::nullopt;
-}
-
 inline Ref recipe_of_group_norm(const Result<generated::NativeGroupNormBackward0>& of) {
-  const Operand x = input_of_norm(of.node.input_);
+  const Operand x = input_of_norm(of.node.input_), mean = constant_of(of.node.result1_);
+  const Operand inverse = constant_of(of.node.result2_);
   const auto affine = affine_of(of);
-  const std::optional<double> eps = eps_of(of.node, 0);
-  if (!x || !affine || !eps) return {};
-  const auto n = of.node.N.expect_int(), c = of.node.C.expect_int(), each = of.node.HxW.expect_int();
-  const auto compute = [=, affine = *affine, group = of.node.group, eps = *eps](at::ScalarType, Tensors given) {
-    return std::get<0>(at::native_group_norm(given[0], affine.first, affine.second, n, c, each, group, eps));
+  const auto n = of.node.N.expect_int(), c = of.node.C.expect_int(), groups = of.node.group;
+  if (!x || !mean || !inverse || !affine || of.out.dim() < 2 || of.out.size(0) != n || of.out.size(1) != c) return {};
+  const auto compute = [=, affine = *affine](at::ScalarType wanted, Tensors given) {
+    const at::Tensor& image = given[0];
+    const at::ScalarType wide = c10::promoteTypes(image.scalar_type(), at::kFloat);
+    const at::Tensor means = is_rounded(given[1]) ? image.reshape({n, groups, -1}).mean(2, false, wide) : given[1];
+    // A factor and an offset of each channel of each image.
+    const at::Tensor scale = given[2].view({n, groups, 1}) * affine.first.view({1, groups, -1}).to(wide);
+    const at::Tensor shift = affine.second.view({1, groups, -1}) - means.view({n, groups, 1}) * scale;
+    std::vector<std::int64_t> channels(image.dim(), 1);
+    channels[0] = n, channels[1] = c;
+    return multiplied(image, scale.view(channels), shift.view(channels), like(image, wanted));
   };
-  return with_affine(recipe_for(of.out, compute, {x}, false), *affine);
+  return with_affine(recipe_for(of.out, compute, {x, mean, inverse}, false), *affine);
 }
 
 /// Return a recipe for a layer norm's output to the bit: the node does not tell `eps`, and the module does.
