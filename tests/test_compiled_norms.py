@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from compiled_backend import gradients
+from compiled_backend import gradients, off
 from torch import Tensor, nn
 
 from pyactcomp.config import Config
@@ -196,3 +196,27 @@ def test_the_difference_from_a_mean_of_few_elements_is_exact() -> None:
 
     exact, found = (gradients(loss, [convolution.weight], config, x, weights)[1][0] for config in (None, INT8))
     assert float((found - exact).norm() / exact.norm()) <= BAR
+
+
+@pytest.mark.parametrize(("begins", "form"), [("trained", "codes"), ("frozen", "codes"), ("given", "16 bits")])
+def test_a_stream_that_begins_with_a_frozen_embedding_is_packed_as_others(begins: str, form: str) -> None:
+    """A constant that no layer made may be a mask, and the sums in which it is added are no layer's."""
+    torch.manual_seed(0)
+    table = nn.Parameter(torch.randn(50, GROUP), requires_grad=begins == "trained")
+    weights = [nn.Parameter(torch.randn(GROUP, GROUP) / 8) for _ in range(5)]
+    tokens = torch.randint(50, (256,))
+
+    def normalized(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def loss(tokens: Tensor, given: Tensor) -> Tensor:
+        x = given if begins == "given" else nn.functional.embedding(tokens, table)
+        for first, second in (weights[:2], weights[2:4]):
+            x = x + torch.tanh(normalized(x) @ first) @ second
+        return torch.tanh(normalized(x) @ weights[4]).sum()
+
+    given = table.detach()[tokens]
+    _, exact, _ = gradients(loss, weights, None, tokens, given)
+    _, got, (graph,) = gradients(loss, weights, INT8, tokens, given)
+    assert off(got, exact) <= BAR
+    assert {saved.form for saved in graph.saved if saved.operator == "add"} == {form}

@@ -483,8 +483,9 @@ def test_lora_on_a_frozen_base_under_autocast() -> None:
             model(**text("cpu")).loss.backward()
         assert all("lora_" in name for name in gradients(model))
 
-    # The frozen embedding's output has no gradient and stays exact: the first sums of the stream are computed from it.
-    (graph,) = assert_agrees(model, step, in_parts, most=0.85)
+    (graph,) = assert_agrees(model, step, in_parts, most=0.72)
+    # The stream begins with the frozen embedding, which has no gradient: its sums are packed, and the tokens not kept.
+    assert not [v for v in graph.saved if v.form == "kept" and v.shape[-1:] == (64,) and v.dtype is torch.float32]
     frozen = {tuple(sorted(p.shape)) for p in model.parameters() if not p.requires_grad and p.dim() == 2}
     frozen.remove((64, 128))  # the embedding's; that of 128 positions too
     packed = {tuple(sorted(value.shape)) for value in graph.saved if value.form != "kept"}

@@ -394,7 +394,11 @@ class Operators:
         makers = [self.maker(each, depth + 1) if depth < _DEEPEST else Maker.LAYER for each in learning]
         if not activated and Maker.LOGARITHM in makers:
             return Maker.LOGARITHM
-        if len(learning) < len(given):
+        if len(learning) < len(given) and depth < _DEEPEST:
+            # The tokens of a frozen embedding have no gradient, and are a layer's as those of others are.
+            fixed = [each for each in given if isinstance(each, fx.Node) and each not in learning]
+            makers += [maker for each in fixed if (maker := self.maker(each, depth + 1)) in LAYERS]
+        if len(makers) < len(given):
             number = activated or not all(value(each) is not None for each in given)
             return Maker.OTHER if number else Maker.MASKED
         # A bias, as Linear adds to rows that lie apart in memory, or the places of tokens.
