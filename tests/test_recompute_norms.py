@@ -207,3 +207,58 @@ def test_a_norm_is_computed_again_in_few_passes(name: str, device: str, dtype: t
         assert len(seen.names) == passes, seen.names
         # A code is off by up to half a step of 1 / 255 of a group's range, which is some five deviations.
         assert relative_error(again, out.detach()) <= 0.5 * 5 / 255 + torch.finfo(wanted).eps
+
+
+def instance_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.instance_norm(x, None, None, gain, bias)
+
+
+def leaky_again(norm: Norm, activate: Callable[[Tensor], Tensor]) -> int:
+    """Assert that gradients behind a norm and an activation are right; return what the activation's result takes."""
+    given = leaves()
+
+    def out() -> Tensor:
+        x, first, second, gain, bias = given
+        return F.conv2d(activate(norm(F.conv2d(x, first), gain, bias)), second)
+
+    with pyactcomp.compressed(min_bytes=1) as c:
+        compressed = out()
+    upstream = torch.randn(compressed.shape, generator=torch.Generator().manual_seed(1))
+    exact = torch.autograd.grad(out(), given, upstream)
+    for one, other in zip(torch.autograd.grad(compressed, given, upstream), exact, strict=True):
+        assert relative_error(one, other) <= GRADIENT_BOUND
+    image = 4 * CHANNELS * SIDE * SIDE
+    whole = [t.stored_bytes for t in pyactcomp.report(c).tensors if t.kept is None or t.kept == policy.RECOMPUTED]
+    return sum(whole) - image - image // 64 * 4 - image // 8  # but for the norm's input in codes, and the bits
+
+
+def added_to(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.add_(1)
+    return y
+
+
+def half_replaced(y: Tensor) -> Tensor:
+    F.leaky_relu_(y[:2], 0.3)
+    return y
+
+
+@pytest.mark.parametrize("norm", [*NORMS, instance_norm])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_leaky_relu_behind_a_norm_is_computed_again(norm: Norm, inplace: bool) -> None:
+    assert leaky_again(norm, lambda y: F.leaky_relu(y, 0.3, inplace)) == 0
+
+
+@pytest.mark.parametrize("norm", [*NORMS, instance_norm])
+@pytest.mark.parametrize(
+    "activate",
+    [
+        lambda y: F.leaky_relu(added_to(y), 0.3),
+        lambda y: F.leaky_relu_(added_to(y), 0.3),
+        lambda y: added_to(F.leaky_relu(y, 0.3)),
+        half_replaced,
+    ],
+    ids=["written before", "written before, in place", "written after", "a half"],
+)
+def test_leaky_relu_is_stored_where_others_wrote(norm: Norm, activate: Callable[[Tensor], Tensor]) -> None:
+    assert leaky_again(norm, activate) > 0

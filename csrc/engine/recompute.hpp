@@ -11,12 +11,14 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/index.h>
+#include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_dropout_backward.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/silu.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -320,21 +322,33 @@ inline Operand input_of_norm(const SavedVariable& saved) {
   return region && region->form.get() == constants().as_codes ? x : Operand();
 }
 
-/// Return gain and bias of a norm, as its forward read them; nothing unless both are leaves that get gradients.
+/// Return gain and bias of a norm, as its forward read them; nothing unless both are leaves that get gradients, or
+/// repeated ones: an instance norm is a batch norm of each sample's channels, with both repeated for each sample.
 ///
 /// The node saves no bias. A bias without a gradient is unknown: it may be missing or frozen.
 template <class Kind>
 std::optional<std::pair<at::Tensor, at::Tensor>> affine_of(const Result<Kind>& of) {
   at::Tensor leaves[2];
+  bool repeated = false;
   for (size_t input = 0; input < 2; ++input) {
-    const auto* const behind = observer::input_of(of.node, input + 1);
+    const auto* behind = observer::input_of(of.node, input + 1);
+    if (behind && node_as<generated::RepeatBackward0>(*behind)) {
+      repeated = true;
+      behind = observer::input_of(*behind, 0);
+    }
     const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(behind);
     if (!leaf || !observer::is_exact(leaf->variable)) return std::nullopt;
     leaves[input] = leaf->variable;
     // ZeRO and FSDP may have freed or replaced the parameters once their module had run.
     if (leaves[input].storage().nbytes() == 0) return std::nullopt;
   }
-  if (!operand_of(of.node.weight_).leaf || leaves[0].sizes() != leaves[1].sizes()) return std::nullopt;
+  const Operand gain = operand_of(of.node.weight_);
+  if (!gain || leaves[0].sizes() != leaves[1].sizes()) return std::nullopt;
+  if (repeated && Py_TYPE(gain.form.get()) == types().kept) {
+    const at::Tensor gains = body<Kept>(gain.form.get()).buffer.tensor();
+    return std::make_pair(gains, observer::bare_tensor(leaves[1]).repeat({gains.numel() / leaves[1].numel()}));
+  }
+  if (!gain.leaf) return std::nullopt;
   return std::make_pair(of.stable(leaves[0]), of.stable(leaves[1]));
 }
 
@@ -402,15 +416,56 @@ inline Ref recipe_of_exact_layer_norm(const Result<generated::NativeLayerNormBac
 struct Builder {
   Ref (*build)(const at::Tensor& out, const observer::Node& node, bool may_be_freed);
   bool bitwise;
+  std::uint32_t writes;  ///< to the result's memory since its first values: one by an operator in place
 };
 
 template <class Kind, Ref (*function)(const Result<Kind>&)>
-std::pair<const std::type_index, Builder> builder(bool bitwise) {
+std::pair<const std::type_index, Builder> builder(bool bitwise, std::uint32_t writes = 0) {
   return {typeid(Kind),
           {[](const at::Tensor& out, const observer::Node& node, bool may_be_freed) {
              return function({out, static_cast<const Kind&>(node), may_be_freed});
            },
-           bitwise}};
+           bitwise, writes}};
+}
+
+inline const std::unordered_map<std::type_index, Builder>& builders();
+
+/// Recompute the leaky ReLU of a result that has a recipe, such as a norm's: the operator itself keeps one bit for each
+/// element.
+template <class Kind>
+Ref leaky(const Result<Kind>& of, const observer::Node* behind, std::uint32_t number, const at::Scalar& slope) {
+  const auto known = behind && number == 0 ? builders().find(typeid(*behind)) : builders().end();
+  if (known == builders().end() || known->second.writes != 0) return {};
+  Ref recipe = known->second.build(of.out, *behind, of.may_be_freed);
+  if (!recipe) return {};
+  Recipe& how = body<Recipe>(recipe.get());
+  how.native = [before = std::move(how.native), slope, shape = of.out.sizes().vec()](at::ScalarType dtype,
+                                                                                     Tensors given) {
+    return at::leaky_relu(before(dtype, given), slope).reshape(shape);
+  };
+  return recipe;
+}
+
+inline Ref recipe_of_leaky_relu(const Result<generated::LeakyReluBackward0>& of) {
+  // The stored bits tell of writes to what the operator read.
+  const Ref bits = form_behind(form_of(of.node.self_));
+  const Region* const region = bits ? region_in(bits.get()) : nullptr;
+  if (!region || region->seen.saved != 0 || region->seen.moved()) return {};
+  const auto [behind, number] = observer::source_of(of.node);
+  return leaky(of, behind, number, of.node.negative_slope);
+}
+
+inline Ref recipe_of_leaky_relu_in_place(const Result<generated::LeakyReluBackward1>& of) {
+  const auto& edge = of.node.next_edge(0);
+  return leaky(of, edge.function.get(), edge.input_nr, of.node.negative_slope);
+}
+
+/// In place through a view of all elements, as behind an instance norm.
+inline Ref recipe_of_leaky_relu_of_view(const Result<torch::autograd::CopySlices>& of) {
+  const auto* const node = node_as<generated::LeakyReluBackward1>(*of.node.fn);
+  if (!node || of.node.view.numel() != of.out.numel() || !of.node.view.is_contiguous()) return {};
+  const auto& edge = of.node.next_edge(0);
+  return leaky(of, edge.function.get(), edge.input_nr, node->negative_slope);
 }
 
 inline const std::unordered_map<std::type_index, Builder>& builders() {
@@ -426,6 +481,9 @@ inline const std::unordered_map<std::type_index, Builder>& builders() {
       builder<NativeBatchNormBackward0, recipe_of_batch_norm<NativeBatchNormBackward0>>(false),
       builder<CudnnBatchNormBackward0, recipe_of_batch_norm<CudnnBatchNormBackward0>>(false),
       builder<NativeGroupNormBackward0, recipe_of_group_norm>(false),
+      builder<LeakyReluBackward0, recipe_of_leaky_relu>(false),
+      builder<LeakyReluBackward1, recipe_of_leaky_relu_in_place>(false, 1),
+      builder<torch::autograd::CopySlices, recipe_of_leaky_relu_of_view>(false, 1),
   };
   return all;
 }
@@ -436,9 +494,9 @@ inline Ref recipe_of_result(const at::Tensor& out, observer::Node& node, bool bi
   const bool builds = known != builders().end() && (known->second.bitwise || !bitwise);
   if (!builds && !offers(node)) return {};
   if (Ref offered = recipe_on(node)) return offered;
-  // Version 0 and the node's own output: it was never written to and owns its memory. A norm saves its other outputs,
-  // the statistics, too.
-  if (!builds || version_of(out) != 0 || out.is_nested() || out.output_nr() != 0) return {};
+  // No write but the node's, and the node's own output: it holds what the node made and owns its memory. A norm saves
+  // its other outputs, the statistics, too.
+  if (!builds || version_of(out) != known->second.writes || out.is_nested() || out.output_nr() != 0) return {};
   Ref made = known->second.build(out, node, may_be_freed);
   if (made) offer(node, made);
   return made;
