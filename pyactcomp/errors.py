@@ -28,6 +28,13 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 
+def check_tile(tile: object) -> None:
+    """Raise ValueError unless ``tile`` is a number of tokens, "auto" or None."""
+    number = isinstance(tile, int) and not isinstance(tile, bool) and tile >= 1
+    if not (number or tile is None or (isinstance(tile, str) and tile == "auto")):
+        raise ValueError(f"tile must be a number of tokens, at least 1, 'auto' or None, got {tile!r}")
+
+
 def check_integer(name: str, value: object, limit: int) -> None:
     """Raise TypeError unless ``value`` is an integer, and ValueError unless it is in [0, limit)."""
     if not isinstance(value, int) or isinstance(value, bool):

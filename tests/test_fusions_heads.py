@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import pickle
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from works_with_text import transformers
 import pyactcomp
 from pyactcomp.config import Config
 from pyactcomp.engine.marks import FUSING
-from pyactcomp.functional import linear_cross_entropy
+from pyactcomp.functional import linear_cross_entropy, tiles
 from pyactcomp.fusions import head as heads
 from pyactcomp.fusions.fusion import original_of
 from pyactcomp.fusions.state import FusionState
@@ -146,9 +145,8 @@ def test_output_has_no_logits_and_the_rest_of_the_outputs(name: str) -> None:
 
 def test_logits_of_all_rows_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     # A chunk of 128 rows is the least by itself, and more than the rows of the batch.
-    defined_in = sys.modules[linear_cross_entropy.__module__]
-    monkeypatch.setattr(defined_in, "ROWS", 8)
-    monkeypatch.setattr(defined_in, "CHUNK_BYTES", 8 * 256 * 4)
+    monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 8 * 256 * 4)
     for name in ("LlamaForCausalLM", "BertForMaskedLM"):
         model = build(name, max_position_embeddings=ROWS)
         other = fused(model)

@@ -94,8 +94,9 @@ def recomputation_of(tensor: Tensor) -> Callable[[], Tensor] | None:
 
 def _recomputed(recipe: saved.Recipe, dtype: torch.dtype, shape: torch.Size, forms: tuple[object, ...]) -> Tensor:
     """Recompute an output or its cast; ``forms`` keeps alive the stored forms that the recipe reads."""
-    # The source may have been reshaped before the cast.
-    return recipe.compute(dtype).view(shape)
+    out = recipe.compute(dtype)
+    # The source may have been reshaped before the cast. A view would hold the tensor it is of.
+    return out if out.shape == shape else out.view(shape)
 
 
 def offer_norm(out: Tensor) -> None:

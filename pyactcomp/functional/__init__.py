@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from .activations.gated_mlp import gated_mlp
 from .activations.gelu import gelu
 from .activations.new_gelu import new_gelu
+from .activations.projection import Projection
 from .activations.silu_mul import silu_mul
 from .attention.rope import rope
 from .attention.softmax import softmax
@@ -32,9 +34,11 @@ from .norms.rms_norm import rms_norm
 __all__ = [
     "INT8",
     "Codes",
+    "Projection",
     "add_layer_norm",
     "add_rms_norm",
     "dropout",
+    "gated_mlp",
     "gelu",
     "layer_norm",
     "linear",

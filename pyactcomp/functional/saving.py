@@ -176,6 +176,12 @@ class Saving(Codes):
             kernel.encode(x, buffer, self.seed)
         return mark_as_packed(buffer, x), _restorer(layout.shape, layout.stride, dtype, bits, group_size, self.impl)
 
+    def restorer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Restore:
+        """Return a function from the codes of a contiguous tensor, also those that a kernel wrote, to the tensor."""
+        assert self.bits is not None
+        layout = contiguous_layout(torch.Size(shape))
+        return _restorer(layout.shape, layout.stride, dtype, self.bits, self.group_size, self.impl)
+
     def fuses(self, x: Tensor) -> bool:
         """Return whether a fused Triton kernel can pack ``x``."""
         return self.bits is not None and self.runs_kernels(x)

@@ -60,16 +60,32 @@ def under_checkpoint() -> bool:
     return _pack_of_checkpoint() is not None
 
 
-def checkpointed_run() -> object | None:
-    """Return checkpoint's frame of the current run, the same object in the rerun in backward; None outside."""
+def _of_checkpoint() -> dict[str, Any]:
+    """Return the variables around torch.utils.checkpoint's pack hook; none outside of a checkpointed function."""
     pack = _pack_of_checkpoint()
     if pack is None:
-        return None
+        return {}
     pack = inspect.unwrap(pack)
-    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
-    if "frame" in cells:
-        return cast(object, cells["frame"].cell_contents)
-    return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def checkpointed_run() -> object | None:
+    """Return checkpoint's frame of the current run, the same object in the rerun in backward; None outside."""
+    variables = _of_checkpoint()
+    if "frame" in variables:
+        return cast(object, variables["frame"])
+    return variables["target_frame_ref"]() if "target_frame_ref" in variables else None
+
+
+def rerun_stops_after(saves: int) -> bool:
+    """Return whether the current run is checkpoint's rerun and ends as soon as ``saves`` more tensors are saved."""
+    variables = _of_checkpoint()
+    if "target_frame_ref" not in variables or "gid" not in variables:
+        return False
+    frame = variables["target_frame_ref"]()
+    done = frame.recomp_counter[variables["gid"]]
+    return bool(frame.early_stop) and cast(int, done) + saves == len(frame.weak_holders)
 
 
 def wrap_rerun(run: object, around: Callable[[], AbstractContextManager[object]]) -> None:
@@ -99,6 +115,13 @@ def saves_are_dropped() -> bool:
     top = top_saved_tensor_hooks()
     code = None if top is None else getattr(top[0], "__code__", None)
     return code is not None and code is _code_of_dropping_hook()
+
+
+def owns_alone(x: Tensor) -> bool:
+    """Return whether ``x`` is the only tensor with its memory, which then may be written to: False if unknown."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    # One use is that of the Python object of the storage.
+    return count is not None and bool(count(x.untyped_storage()._cdata) == 2)
 
 
 def module_hooks_are_global() -> bool:

@@ -40,10 +40,12 @@ from . import (
     module_hooks_are_global,
     never_traced,
     normalises_by_cudnn,
+    owns_alone,
     pluggable_setters,
     profiled_range,
     profiler_enabled,
     replace_entry_points,
+    rerun_stops_after,
     running_node,
     saved_as_it_is,
     saved_form,
@@ -73,16 +75,31 @@ def _test_top_hooks() -> None:
             assert top_saved_tensor_hooks() == (Tensor.sin, Tensor.cos)
             torch._C._autograd._pop_saved_tensors_default_hooks()
             assert top_saved_tensor_hooks() == (same, same)
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, list[bool]]] = []
 
     def probe(x: Tensor) -> Tensor:
-        seen.append((under_checkpoint(), saves_are_dropped()))
+        x = x.exp()  # saves the result
+        seen.append((under_checkpoint(), saves_are_dropped(), [rerun_stops_after(count) for count in range(3)]))
         return x.sin()
 
     torch.utils.checkpoint.checkpoint(probe, torch.zeros(1, requires_grad=True), use_reentrant=False).sum().backward()
-    assert seen == [(True, True), (True, False)]
+    # The first tensor that the rerun saves is not the last one, the second is.
+    assert seen == [(True, True, [False] * 3), (True, False, [False, True, False])]
     assert not under_checkpoint()
     assert not saves_are_dropped()
+
+
+def _test_owners() -> None:
+    x = torch.zeros(4)
+    assert owns_alone(x)
+    view = x.view(2, 2)
+    assert not owns_alone(x)
+    assert not owns_alone(view)
+    del view
+    assert owns_alone(x)
+    kept = (x * 1).requires_grad_().exp()
+    assert not owns_alone(kept.detach())  # saved by its node
+    assert owns_alone(kept) is False
 
 
 def _test_hooks_enabled() -> None:
@@ -417,6 +434,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._autograd._top_saved_tensors_default_hooks, _push, _pop": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
     "torch.utils.checkpoint's hooks, and the frame that they enclose": _test_checkpointed_run,
+    "torch._C._storage_Use_Count": _test_owners,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
     "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
     "torch._C._len_torch_function_stack, _get_function_stack_at": _test_function_mode,

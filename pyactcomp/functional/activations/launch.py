@@ -187,6 +187,42 @@ def silu_mul(
     return out, kept, backward, compute
 
 
+def silu_mul_over(gate: Tensor, up: Tensor, keeps: tuple[bool, bool], how: Saving) -> list[Tensor]:
+    """Write silu(gate) * up over ``up``, both contiguous; return the codes of gate and of up, where they are kept.
+
+    Of operands that belong to the caller alone, as the tiles of an MLP do. Up is kept only with gate.
+    """
+    on = elementwise(gate)
+    if not keeps[0]:
+        _silu_mul_exactly(on, gate, up, up)
+        return []
+    kept = [buffer(x, how) for x, keep in zip((gate, up), keeps, strict=True) if keep]
+    constants = how.bits, how.group_size, FLAT_TILE // how.group_size, how.stochastic, keeps[1]
+    registers = codec_kernels.REGISTERS if gate.dtype.itemsize == 2 else None
+    scalars = *how.keys, *how.second().keys
+    tensors = (gate, up, up, kept[0], kept[-1])
+    on.launch(silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
+    return kept
+
+
+def silu_mul_into(gate: Tensor, up: Tensor, out: Tensor, how: Saving | None) -> None:
+    """Write silu(gate) * up to ``out``, given the codes of gate or, without ``how``, gate itself."""
+    on = elementwise(up)
+    if how is None:
+        _silu_mul_exactly(on, gate, up, out)
+    else:
+        form = how.bits, how.group_size, FLAT_TILE // how.group_size, False
+        on.launch(silu_mul_kernels, "silu_mul_redo_kernel", form, (gate, up, out))
+
+
+def silu_mul_gradients(gate: Tensor, up: Tensor, grad: Tensor, how: Saving | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up, written over ``up`` and ``grad``; ``gate`` as in :func:`silu_mul_into`."""
+    form = () if how is None else (how.bits, how.group_size, FLAT_TILE // how.group_size, False)
+    kernel = "silu_mul_exact_backward_kernel" if how is None else "silu_mul_backward_kernel"
+    elementwise(up).launch(silu_mul_kernels, kernel, form, (gate, up, grad, up, grad))
+    return up, grad
+
+
 def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
     """Return the exact chain's result, the x to save, the backward (x, gradient -> gradient) and the recompute.
 

@@ -16,15 +16,10 @@ from ...errors import check_choice
 from ...torch_private import graph_is_retained
 from ..codes import one_option
 from ..saving import begin, check_float_tensor, differentiable_once, recorded, wanted, wide
+from ..tiles import add_product, equal_tiles
 
 Reduction = Literal["mean", "sum"]
 
-# Logits of one chunk: 4096 rows of 32000 bfloat16. Smaller chunks mean more products, and each reads and writes the
-# whole sum for the weight; larger chunks raise the peak, on top of all stored activations. By estimate, at 256 MiB the
-# sum costs 0.5 ms of the 10 ms that the head of a Llama of 1 B parameters takes.
-CHUNK_BYTES = 2**28
-# The rows of a chunk are a multiple of a matrix product's tile.
-ROWS = 128
 # A product with a leading dimension that is not a multiple of 16 bytes runs at a quarter of the rate on an H200. Padded
 # to 64 columns, all three products are aligned in every dtype, and their tiles cover whole rows.
 COLUMNS = 64
@@ -44,11 +39,8 @@ class RowLoss:
     softcap: float | None = None
 
     def rows(self, count: int, row_bytes: int) -> int:
-        """Return the rows of a chunk: the fewest chunks within CHUNK_BYTES, all of about the same size."""
-        if self.chunk is not None:
-            return self.chunk
-        chunks = max(-(-count * row_bytes // CHUNK_BYTES), 1)
-        return max(-(-count // (chunks * ROWS)) * ROWS, 1)
+        """Return the rows of a chunk: as given, or by :func:`equal_tiles`."""
+        return equal_tiles(count, row_bytes) if self.chunk is None else self.chunk
 
     def fuses(self, logits: Tensor) -> bool:
         """Return whether to run the Triton kernel; raise if ``impl="triton"`` cannot serve the device."""
@@ -105,16 +97,6 @@ def _padded(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return out
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a.T @ b`` to ``total`` without rounding the product to the dtype of the factors."""
-    if a.dtype is total.dtype:
-        total.addmm_(a.t(), b)
-    elif a.is_cuda:
-        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
-
-
 def _walk(
     x: Tensor,
     weight: Tensor,
@@ -150,7 +132,7 @@ def _walk(
         if grad_x is not None:
             torch.mm(here, matrix, out=grad_x[start:end])
         if grad_weight is not None:
-            _add_product(grad_weight, here, part)
+            add_product(grad_weight, here, part)
         if grad_bias is not None:
             grad_bias += here.sum(0, dtype=exact)
     return losses, grad_x, _first(grad_weight, vocabulary), _first(grad_bias, vocabulary)
