@@ -24,7 +24,7 @@ from .checkpoint import StoredCheckpoint, drop_checkpoints, stored_checkpoints
 from .codec import Impl, Rounding
 from .compiled import marks
 from .compiled.blocks import called, reason_unavailable, repeating_blocks
-from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip
+from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip, Tile
 from .engine.classes import give_class
 from .engine.marks import FUSING
 from .engine.recompute import offer_exact_layer_norm, offer_norm
@@ -37,7 +37,7 @@ from .fusions.replaced import calls_are_replaced
 from .fusions.tampering import tampering_reason
 from .readers.observer import prepare
 
-MODULE_OPTIONS = ("fuse", "fuse_head", "compile_blocks")
+MODULE_OPTIONS = ("fuse", "fuse_head", "tile", "compile_blocks")
 """The options of compress that compressed does not have."""
 
 # Compressed models of this process, to detect a module inside an already compressed model.
@@ -323,6 +323,7 @@ def compress(
     mode: Mode = "int8",
     fuse: bool = True,
     fuse_head: bool = False,
+    tile: Tile = "auto",
     group_size: int = 64,
     rounding: Rounding = "nearest",
     seed: int = 0,
@@ -345,8 +346,8 @@ def compress(
         Changed in place: gets hooks, and modules with a fused form change class. Pass the outermost module of your
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
-    mode, fuse, fuse_head, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, \
-on_conflict, compile_blocks
+    mode, fuse, fuse_head, tile, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, \
+keep_weight_copies, on_conflict, compile_blocks
         As in :class:`Config`.
 
     Returns
@@ -384,6 +385,7 @@ on_conflict, compile_blocks
         mode=mode,
         fuse=fuse,
         fuse_head=fuse_head,
+        tile=tile,
         group_size=group_size,
         rounding=rounding,
         seed=seed,
@@ -527,7 +529,7 @@ def compressed(
         model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
     mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict
         As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
-        ``fuse``, ``fuse_head`` and ``compile_blocks``.
+        ``fuse``, ``fuse_head``, ``tile`` and ``compile_blocks``.
 
     Raises
     ------

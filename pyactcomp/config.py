@@ -10,12 +10,13 @@ import torch
 
 from .codec import IMPLS, ROUNDINGS, Impl, Rounding
 from .codec import format as fmt
-from .errors import check_choice, check_integer
+from .errors import check_choice, check_integer, check_tile
 
 Mode = Literal["int8", "lossless"]
 OnConflict = Literal["raise", "skip"]
 Exactness = Literal["exact", "int8"]
 Skip = str | type[torch.nn.Module]
+Tile = int | Literal["auto"] | None
 
 # Bits of a code. In lossless mode they hold for ``unknown="int8"`` and ``attention="int8"``, which ask for codes.
 _BITS: dict[Mode, int] = {"int8": 8, "lossless": 8}
@@ -41,6 +42,12 @@ class Config:
     fuse_head : bool
         Compute the loss of a Hugging Face language model from the last hidden states in chunks, so the logits of a
         whole batch never exist. In training the output's ``logits`` are then None.
+    tile : int, "auto" or None
+        Tokens that a gated MLP of transformers (``down(silu(gate(x)) * up(x))``, or with GELU) takes at a time, so that
+        the temporaries of its backward do not grow with the sequence. ``"auto"`` makes tiles where a tensor as wide as
+        the MLP would take more than 512 MiB, of which each tile takes about 256. A number holds for the chunks of
+        ``fuse_head`` too. None: all tokens at once. Also without effect in lossless mode, with ``keep_weight_copies``,
+        and in graphs of torch.compile.
     group_size : {64, 128, 256}
         Number of elements with a common minimum and step, which take 0.5, 0.25 or 0.125 bits an element.
     rounding : {"nearest", "stochastic"}
@@ -79,6 +86,7 @@ class Config:
     mode: Mode = "int8"
     fuse: bool = True
     fuse_head: bool = False
+    tile: Tile = "auto"
     group_size: int = 64
     rounding: Rounding = "nearest"
     seed: int = 0
@@ -121,6 +129,7 @@ class Config:
                 f"compile_blocks=True leaves the kernels of the blocks to the compiler: drop compile_blocks=True or "
                 f"impl={self.impl!r}"
             )
+        check_tile(self.tile)
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)
         object.__setattr__(self, "skip", _skip_tuple(self.skip))

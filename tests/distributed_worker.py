@@ -175,3 +175,39 @@ def tensor_parallel(rank: int, backend: str) -> dict[str, Any]:
             found.append({"out": out.detach().cpu(), "x": x.grad.cpu()})
         results[f"p={p}"] = found[1], found[0]
     return {"given": given, "results": results}
+
+
+def tiled_mlp(rank: int, backend: str) -> dict[str, Any]:
+    """Take one step of models whose MLPs run in tiles of tokens, under DDP and with sharded parameters."""
+    from test_fusions_tiles import OPTIONS, phi3
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from works_with_text import built, llama, text
+
+    from pyactcomp.fusions.families.transformers import tiles
+
+    device = device_of(backend, rank)
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+    own, calls = tiles.gated_mlp, []
+    tiles.gated_mlp = lambda *args, **options: calls.append(options["tile"]) or own(*args, **options)
+    batch = {name: value.chunk(dist.get_world_size())[rank] for name, value in text(device).items()}
+    results = {}
+    for name, build in (("llama", llama), ("phi3", phi3)):
+        for wrapped in ("ddp", "fsdp2"):
+            calls.clear()
+            found = []
+            for options in (OPTIONS, None):
+                model = built(build).to(device)
+                if wrapped == "fsdp2":
+                    for block in model.model.layers:
+                        fully_shard(block, mesh=mesh)
+                    fully_shard(model, mesh=mesh)
+                if options is not None:
+                    pyactcomp.compress(model, **options)
+                ids = [rank] if backend == "nccl" else None
+                outer = nn.parallel.DistributedDataParallel(model, device_ids=ids) if wrapped == "ddp" else model
+                outer(**batch).loss.backward()
+                grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                found.append({n: (g.full_tensor() if wrapped == "fsdp2" else g).cpu() for n, g in grads.items()})
+            results[f"{name}, {wrapped}"] = *found, list(calls)
+    return results

@@ -148,7 +148,7 @@ def test_signatures_spell_out_every_option(function: Callable[..., Any], without
     [
         *(("mode", "lossless"), ("group_size", 128), ("rounding", "stochastic"), ("seed", 7), ("min_bytes", 0)),
         *(("skip", [torch.nn.Linear]), ("impl", "reference"), ("unknown", "int8"), ("attention", "int8")),
-        *(("keep_weight_copies", True), ("on_conflict", "skip"), ("fuse", False), ("fuse_head", True)),
+        *(("keep_weight_copies", True), ("on_conflict", "skip"), ("fuse", False), ("fuse_head", True), ("tile", 7)),
         ("compile_blocks", True),
     ],
 )

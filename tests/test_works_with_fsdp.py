@@ -62,3 +62,15 @@ def test_norm_waits_for_what_a_tensor_parallel_linear_returns(backend: str, tmp_
         assert each["given"] == ["AsyncCollectiveTensor"] * 2
         for found, exact in each["results"].values():
             assert 0.0 < relative_error(found, exact) <= GRADIENT_BOUND
+
+
+@pytest.mark.parametrize("backend", worker.BACKENDS)
+def test_mlps_in_tiles_have_the_gradients_of_whole_ones(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
+    worker.need_devices(backend, WORLD)
+    for results in worker.run(worker.tiled_mlp, backend, WORLD, tmp_path):
+        assert len(results) == 4
+        for found, exact, tiles in results.values():
+            assert len(tiles) == 2
+            assert found.keys() == exact.keys()
+            assert 0.0 < relative_error(found, exact) <= GRADIENT_BOUND

@@ -21,11 +21,11 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from ..codec import Impl
-from ..engine.marks import GIVEN
+from ..engine.marks import FUSING, GIVEN
 from ..errors import PyactcompError
 from ..functional import linear_cross_entropy
 from .fusion import Fused, fused_class, linear_dtype, original_of
-from .state import active_codes
+from .state import FusionState, active_codes
 from .tampering import bypassable_as, tampering_reason
 
 # Settings of transformers' models that change logits before the loss: the loss then needs all logits.
@@ -61,9 +61,15 @@ class _Projection:
     """The product of a Linear, computed at most once; from then on the logits are ordinary tensors."""
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, impl: Impl, steps: tuple[_Step, ...] = ()
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        impl: Impl,
+        chunk: int | None = None,
+        steps: tuple[_Step, ...] = (),
     ) -> None:
-        self.rows, self.weight, self.bias, self.impl = rows, weight, bias, impl
+        self.rows, self.weight, self.bias, self.impl, self.chunk = rows, weight, bias, impl, chunk
         self.steps = steps
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -87,7 +93,7 @@ class _Projection:
         cast: tuple[_Step, ...] = ((Tensor.float,),) if logits.wide and (Tensor.float,) not in self.steps else ()
         steps = (*self.steps, *cast, (function, *number))
         with self.autocast:
-            later = _Projection(self.rows, self.weight, self.bias, self.impl, steps)
+            later = _Projection(self.rows, self.weight, self.bias, self.impl, self.chunk, steps)
         return Logits.of(later, logits.rows, logits.wide)
 
     @property
@@ -248,6 +254,7 @@ def _cross_entropy(
             ignore_index=ignore_index,
             reduction=cast(Any, reduction),
             softcap=of.softcap,
+            chunk=of.chunk,
             impl=of.impl,
         )
     # Outside autocast torch's loss has the dtype of the logits.
@@ -282,14 +289,14 @@ _ABOUT = frozenset(
 
 
 @contextmanager
-def _projecting_later(head: nn.Linear, impl: Impl) -> Iterator[None]:
+def _projecting_later(head: nn.Linear, impl: Impl, chunk: int | None = None) -> Iterator[None]:
     # Set on the instance: deleting the attribute restores the Linear after the model's forward.
     def forward(input: Tensor) -> Tensor:
         under_autocast = linear_dtype(input) is not None
         one_dtype = under_autocast or all(t is None or t.dtype is input.dtype for t in (head.weight, head.bias))
         if not one_dtype or input.shape[-1:] != head.weight.shape[1:] or input.device != head.weight.device:
             return F.linear(input, head.weight, head.bias)
-        return Logits.of(_Projection(input, head.weight, head.bias, impl), input)
+        return Logits.of(_Projection(input, head.weight, head.bias, impl, chunk), input)
 
     head.__dict__["forward"] = forward
     try:
@@ -326,7 +333,9 @@ class Head(Fused):
             head = _head_of(self)
             if codes is None or not bypassable_as(head, nn.Linear) or type(head.weight) is not Parameter:
                 return original.forward(self, *args, **kwargs)
-            with _projecting_later(head, codes.impl):
+            state: FusionState | None = FUSING.get(self)
+            tile = None if state is None else state.config.tile
+            with _projecting_later(head, codes.impl, tile if isinstance(tile, int) else None):
                 return _without_logits(original.forward(self, *args, **kwargs))
 
         cls.forward = forward

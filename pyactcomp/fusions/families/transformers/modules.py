@@ -33,8 +33,7 @@ from ...state import next_codes
 from ...tampering import bypassable, bypassable_as
 from ..torch_modules import Dropout, PreNormBlock
 from .attention import Projections, rotates
-
-_SILU = ("nn.functional.silu(input)", "F.silu(input, inplace=self.inplace)")
+from .tiles import GateUpMLP, activation_of, in_tiles, is_gate_up_mlp
 
 
 class RMSNorm(Fused):
@@ -101,7 +100,7 @@ class GELU(Fused):
 
 
 class GatedMLP(Fused):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, the product fused where the activation is SiLU."""
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``: in tiles, or the product fused where the activation is SiLU."""
 
     gate_proj: Module
     up_proj: Module
@@ -115,7 +114,11 @@ class GatedMLP(Fused):
             return cast(Tensor, super().forward(x))
         if codes.bits is not None:
             x = cast_once(self, x)
-        if not _is_silu(self.act_fn):
+        activation = activation_of(self.act_fn)
+        tiled = in_tiles(self, x, codes, activation, self.gate_proj, self.up_proj, self.down_proj)
+        if tiled is not None:
+            return tiled
+        if activation != "silu":
             return cast(Tensor, super().forward(x))
         # Checked before the calls: a hook may remove itself.
         up_by, down_by = is_matrix_product(self.up_proj), is_matrix_product(self.down_proj)
@@ -303,6 +306,8 @@ def _fusion(cls: type[Module]) -> Fusion | None:
     pre_norm = _PRE_NORM.get((cls.__module__, cls.__name__))
     if pre_norm is not None:
         return Fusion(fused_class(pre_norm, cls), suits=pre_norm.suits)
+    if is_gate_up_mlp(defined):
+        return Fusion(fused_class(GateUpMLP, cls), bypassed=("activation_fn",))
     make = _BY_FORMULA.get(formula(defined) or "")
     if make is not None:
         return make(cls)
@@ -332,8 +337,3 @@ def by_place(block: Module) -> dict[Module, Fusion]:
         return {}
     is_rms_norm = issubclass(known[norm_class].fused, RMSNorm)
     return {norm: Fusion(fused_class(RMSNormForGatedMLP, norm_class))} if is_rms_norm else {}
-
-
-def _is_silu(activation: Module) -> bool:
-    cls = original_of(type(activation))
-    return formula(forward_of(cls)) in _SILU and bypassable_as(activation, cls)
