@@ -72,7 +72,7 @@ wheel: $(VENV)/package $(VENV)/tools
 	ls -l dist
 
 bench: $(VENV)/package
-	for suite in codec overhead scaling frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
+	for suite in codec overhead mlp scaling frontier batch holds alloc breadth; do $(RUN) -m bench $$suite $(ARGS); done
 
 # Too long for every test run: all samples of PyTorch's operators and modules in all layouts (some ten minutes for each
 # dtype), random training programs (half an hour for 10,000), a hundred architectures in compiled graphs (forty

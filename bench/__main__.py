@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     suites = top.add_subparsers(dest="suite", required=True)
     suites.add_parser("codec", parents=[measuring], help="quantise and dequantise against a device copy and the peers")
     suites.add_parser("overhead", parents=[measuring], help="host time of pack and unpack per tensor")
+    suites.add_parser("mlp", parents=[measuring], help="one gated MLP at 8k to 128k tokens, in tiles and at once")
     suites.add_parser("scaling", parents=[measuring], help="CPU time against size: readers, replays, the allocator")
     frontier = suites.add_parser("frontier", parents=[training], help="training steps: time, memory, gradients")
     frontier.add_argument(
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, overhead, pairs, scaling, sharded
+    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, mlp, overhead, pairs, scaling, sharded
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -119,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         codec.run(options)
     elif args.suite == "overhead":
         overhead.run(options)
+    elif args.suite == "mlp":
+        mlp.run(options)
     elif args.suite == "scaling":
         if unknown := set(options.only[:1]) - set(scaling.CASES):
             top.error(f"unknown workload {sorted(unknown)}; known: {', '.join(scaling.CASES)}")

@@ -3,7 +3,7 @@
 # rows that are there and goes on with those that did not fit.
 #
 #   bench/gpu.sh [SUITE...]          default: codec overhead frontier batch; tests take six minutes of their own,
-#                                    holds four, alloc ten; untuned (frontier's other models) FRONTIER_S
+#                                    holds and mlp four, alloc ten; untuned (frontier's other models) FRONTIER_S
 #
 # OUT     folder for the JSON files; default bench/results
 # FRONTIER_S  seconds for the frontier, by default 270; 480 where it has a call to itself
@@ -33,13 +33,14 @@ for suite in $suites; do
             ;;
         codec) timeout 90 "$python" -m bench codec --budget-s 45 --out "$out" || failed=1 ;;
         overhead) timeout 40 "$python" -m bench overhead --budget-s 20 --out "$out" || failed=1 ;;
+        mlp) timeout 300 "$python" -m bench mlp --budget-s 240 --out "$out" || failed=1 ;;
         frontier) timeout "$((frontier_s + 60))" "$python" -m bench frontier --set tuned --budget-s "$frontier_s" --out "$out" || failed=1 ;;
         untuned) timeout "$((frontier_s + 60))" "$python" -m bench frontier --set untuned --budget-s "$frontier_s" --out "$out" || failed=1 ;;
         batch) timeout 100 "$python" -m bench batch --budget-s 60 --out "$out" || failed=1 ;;
         holds) timeout 300 "$python" -m bench holds --budget-s 240 --out "$out" || failed=1 ;;
         pairs) timeout 590 "$python" -m bench pairs --before "${BEFORE:?the earlier tree}" --budget-s 540 --out "$out" || failed=1 ;;
         alloc) timeout 580 "$python" -m bench alloc --budget-s 540 --out "$out" || failed=1 ;;
-        *) echo "unknown suite '$suite'; known: tests codec overhead frontier untuned batch holds alloc pairs" >&2; exit 2 ;;
+        *) echo "unknown suite '$suite'; known: tests codec overhead mlp frontier untuned batch holds alloc pairs" >&2; exit 2 ;;
     esac
 done
 exit "$failed"
