@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from functional_checks import Passing, normal
 from live_bytes import LiveBytes
 from test_fusions_transformers import SIZES, WIDTH, qwen3
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from works_with import GRADIENT_BOUND, relative_error
 from works_with_text import BATCH, LENGTH, VOCABULARY, built, llama, step, text, transformers
 
@@ -258,13 +259,48 @@ def test_a_number_of_tokens_is_that_of_the_heads_chunks(monkeypatch: pytest.Monk
     assert chunks == [TILE, None, None]
 
 
-def test_a_mode_that_holds_tensors_sees_none_change() -> None:
+def test_under_a_mode_that_may_hold_tensors_none_is_overwritten(calls: list[int]) -> None:
+    _, expected = step(pyactcomp.compress(built(llama), min_bytes=0, tile=None))
     model = pyactcomp.compress(built(llama), **OPTIONS)
-    _, expected = step(model)
-    model.zero_grad()
     with Passing():
         _, got = step(model)
+    assert calls == []
     assert relative_error(got, expected) == 0.0
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_checkpointing_keeps_what_it_saves(policy: CheckpointPolicy, calls: list[int]) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
+    exact = built(llama)
+    model = copy.deepcopy(exact)
+    pyactcomp.compress(model, **OPTIONS)
+    options = {"use_reentrant": False, "context_fn": contexts}
+    model._set_gradient_checkpointing(True, functools.partial(checkpoint, **options))
+    _, got = step(model)
+    assert calls == []
+    assert relative_error(got, step(exact)[1]) <= GRADIENT_BOUND
+
+
+def test_a_checkpointed_graph_that_is_retained_runs_backward_again(calls: list[int]) -> None:
+    config = transformers.LlamaConfig(hidden_size=WIDTH, intermediate_size=192, num_attention_heads=4)
+    model = pyactcomp.compress(_Block(config, checkpointed=True), **OPTIONS)
+    out = model(normal(2, 40, WIDTH).requires_grad_())
+    grads = [torch.autograd.grad(out.sum(), list(model.parameters()), retain_graph=True) for _ in range(2)]
+    for first, again in zip(*grads, strict=True):
+        assert torch.equal(first, again)
+    assert calls == [TILE] * 3
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile's graph of Phi3")
+def test_graphs_of_the_compiler_are_left_to_it(calls: list[int]) -> None:
+    exact = built(phi3)
+    model = pyactcomp.compress(copy.deepcopy(exact), **OPTIONS)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(**text("cpu")).loss.backward()
+    assert calls == []
+    exact(**text("cpu")).loss.backward()
+    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, exact))
+    assert relative_error(found, expected) <= GRADIENT_BOUND
 
 
 def test_a_width_that_does_not_fit_raises_as_torch_does() -> None:

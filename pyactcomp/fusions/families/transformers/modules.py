@@ -130,6 +130,7 @@ class GatedMLP(Fused):
         # After the calls: a hook of gate_proj or up_proj may have written to x.
         up_again = _linear_recomputation(self.up_proj, x) if up_by else None
         product = silu_mul(gate, up, up_again=up_again, inplace=up_by and down_by, codes=codes)
+        del gate, up  # frees gate, of which the codes are stored, before the last product
         return cast(Tensor, self.down_proj(product))
 
 

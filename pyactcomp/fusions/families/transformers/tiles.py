@@ -12,10 +12,12 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from ....engine.marks import FUSING
+from ....engine.reruns import as_in_first_run
 from ....functional import Projection, gated_mlp
 from ....functional.activations.gated_unit import Activation
 from ....functional.saving import Saving
 from ....functional.tiles import rows_of
+from ....torch_private import dispatch_mode_active
 from ...formulas import formula, forward_of
 from ...fusion import Fused, codes_for, linear_dtype, original_of
 from ...products import is_matrix_product
@@ -70,6 +72,11 @@ def _projection(linear: Module) -> Projection | None:
     return Projection(lora.base_layer.weight, lora.base_layer.bias, a.weight, b.weight, float(lora.scaling[name]))
 
 
+def _nobody_holds(module: Module) -> bool:
+    """Return whether no dispatch mode is active, which may hold the tensors that a tile overwrites."""
+    return not dispatch_mode_active()
+
+
 def _of_one_dtype(x: Tensor, *projections: Projection) -> bool:
     """Return whether torch multiplies these: else the own forward raises torch's error."""
     device = all(p.weight.device == x.device for p in projections)
@@ -83,12 +90,15 @@ def in_tiles(
     """Return the output of a gated MLP in tiles of tokens, or None where the MLP calls its children.
 
     That is the case with few tokens (:func:`.rows_of`), in lossless mode, with ``keep_weight_copies``, with another
-    activation, and if a child is no bare matrix product. ``up`` is None if ``gate`` holds both, one after the other.
+    activation, under a dispatch mode, as of selective checkpointing, and if a child is no bare matrix product. ``up``
+    is None if ``gate`` holds both, one after the other.
     """
     state: FusionState | None = FUSING.get(module)
     assert state is not None  # only a fused forward asks
     config = state.config
     if codes.bits is None or config.tile is None or config.keep_weight_copies or activation is None:
+        return None
+    if not as_in_first_run(_nobody_holds, module):
         return None
     width = getattr(down, "in_features", None)
     if not isinstance(width, int) or x.dim() == 0:
