@@ -29,9 +29,10 @@ GIB = 1 << 30
 def snapshot_of(columns: dict[str, array[int]], times: int = 1) -> Snapshot:
     """Return events of one device and the default pool; nothing existed before."""
     count = times * len(columns["action"])
-    zeros = {"time_us": array("q", bytes(8 * count)), "pool": array("i", bytes(4 * count))}
+    zeros = {"time_us": array("q", bytes(8 * count))}
+    zeros |= {name: array("i", bytes(4 * count)) for name in ("pool", "stack", "metadata")}
     repeated = {name: column * times for name, column in columns.items()}
-    events = Events(**repeated, **zeros, stack=array("i", bytes(4 * count)), has_pools=True)
+    events = Events(**repeated, **zeros, has_pools=True)
     beginning = Beginning((), (), True)
     trace = DeviceTrace(0, events, (), beginning, find_releases(events, beginning, (), ((),), Settings()))
     return Snapshot((trace,), (), ((),), ((0, 0),), Settings(), (), ())

@@ -140,12 +140,10 @@ def test_command_refuses_arguments_by_their_name(tmp_path: Path, arguments: tupl
     assert f"Invalid value for {words}" in said(ran)
 
 
-@pytest.mark.parametrize("what", ["missing", "a folder", "no snapshot", "nothing recorded"])
+@pytest.mark.parametrize("what", ["missing", "no snapshot", "nothing recorded"])
 def test_command_fails_with_one_line_for_a_file_it_cannot_explain(tmp_path: Path, what: str) -> None:
     path = tmp_path / "file"
-    if what == "a folder":
-        path.mkdir()
-    elif what == "no snapshot":
+    if what == "no snapshot":
         path.write_bytes(b"junk")
     elif what == "nothing recorded":
         write(tmp_path, content()).rename(path)

@@ -114,7 +114,8 @@ def test_older_and_newer_versions_are_read_alike(tmp_path: Path) -> None:
     [device] = snapshot.devices
     assert list(device.events.address[:4]) == [BASE, BASE + 512, 0, 77]
     assert [device.events.action[index] for index in (2, 3, 4, 5)] == [7, 8, 9, len(ACTIONS)]
-    for word in ("segment_sold", "user_metadata", "host_traces"):
+    assert [snapshot.metadata[text] for text in device.events.metadata[:3]] == ["", "step 3", ""]
+    for word in ("segment_sold", "host_traces"):
         assert any(word in note for note in snapshot.notes), word
     assert snapshot.settings.max_split_size is None
     assert snapshot.settings.overflowed is None

@@ -109,6 +109,7 @@ py::dict to_dict(alloc::RecordedEvents& events) {
   result["time_us"] = to_array("q", events.time_us);
   result["pool"] = to_array("i", events.pool);
   result["stack"] = to_array("i", events.stack);
+  result["metadata"] = to_array("i", events.metadata);
   result["has_pools"] = events.has_pools;
   py::dict unknown;
   for (const auto& [name, count] : events.unknown) {
@@ -116,7 +117,7 @@ py::dict to_dict(alloc::RecordedEvents& events) {
         PyUnicode_DecodeUTF8(name.data(), static_cast<py::ssize_t>(name.size()), "replace"))] = count;
   }
   result["unknown"] = unknown;
-  result["with_metadata"] = events.with_metadata;
+  result["other_metadata"] = events.other_metadata;
   result["backwards"] = py::make_tuple(events.backwards, events.first_backwards);
   return result;
 }
@@ -136,7 +137,7 @@ py::dict recording(const PlainData& data, const std::vector<std::string>& action
     return alloc::read_recording(data, actions);
   }();
   ToPython to_python(data);
-  py::list devices, segments, frames, stacks;
+  py::list devices, segments, frames, stacks, metadata;
   for (alloc::RecordedEvents& events : found.events) devices.append(to_dict(events));
   for (const alloc::RecordedSegment& segment : found.segments) segments.append(to_tuple(segment));
   for (const alloc::RecordedFrame& frame : found.frames) {
@@ -145,12 +146,15 @@ py::dict recording(const PlainData& data, const std::vector<std::string>& action
                                  generated ? to_python.text(frame.original) : py::str()));
   }
   for (const std::vector<std::int32_t>& stack : found.stacks) stacks.append(py::tuple(py::cast(stack)));
+  for (const Value text : found.metadata)
+    metadata.append(text.is(Value::Kind::kString) ? to_python.text(text) : py::str());
   py::dict result;
   result["devices"] = devices;
   result["segments"] = segments;
   result["frames"] = frames;
   result["stacks"] = stacks;
   result["pools"] = found.pools;
+  result["metadata"] = metadata;
   return result;
 }
 

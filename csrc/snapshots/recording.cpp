@@ -78,6 +78,7 @@ class Reader {
     for (const std::string& name : actions) actions_.push_back(data.key(name));
     recording_.pools = {{0, 0}};
     recording_.stacks = {{}};
+    recording_.metadata = {Value()};
     stacks_[{}] = 0;
     pools_[{0, 0}] = 0;
   }
@@ -99,6 +100,7 @@ class Reader {
   std::int32_t pool(Value value, const Place& place);
   std::int32_t stack(const Value* frames, const Place& place);
   std::int32_t frame(Value value, const Place& place);
+  std::int32_t metadata(const Value* text, RecordedEvents& events);
   RecordedEvents events(Value trace, std::size_t device);
   std::uint8_t action(Value name, RecordedEvents& events) const;
   void place_event(Value event, RecordedEvents& events, const Place& place) const;
@@ -117,6 +119,7 @@ class Reader {
   std::unordered_map<RecordedFrame, std::int32_t, FrameHash> frames_;
   std::unordered_map<std::vector<std::int32_t>, std::int32_t, StackHash> stacks_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> pools_;
+  std::unordered_map<std::size_t, std::int32_t> metadata_texts_;  // by the string's index
 
   const Value action_ = data_.key("action"), addr_ = data_.key("addr"), size_ = data_.key("size"),
               stream_ = data_.key("stream"), time_ = data_.key("time_us"), pool_ = data_.key("pool_id"),
@@ -284,12 +287,24 @@ void Reader::place_event(Value event, RecordedEvents& events, const Place& place
   events.size.push_back(positive("size", size_));
 }
 
+std::int32_t Reader::metadata(const Value* text, RecordedEvents& events) {
+  if (!text || data_.is_empty(*text)) return 0;
+  if (!text->is(Kind::kString)) {
+    ++events.other_metadata;
+    return 0;
+  }
+  const auto [known, is_new] =
+      metadata_texts_.emplace(text->index(), static_cast<std::int32_t>(recording_.metadata.size()));
+  if (is_new) recording_.metadata.push_back(*text);
+  return known->second;
+}
+
 RecordedEvents Reader::events(Value trace, std::size_t device) {
   const std::vector<Value>& entries = data_.items(trace);
   RecordedEvents events;
   events.action.reserve(entries.size());
   for (auto* column : {&events.address, &events.size, &events.stream, &events.time_us}) column->reserve(entries.size());
-  for (auto* column : {&events.pool, &events.stack}) column->reserve(entries.size());
+  for (auto* column : {&events.pool, &events.stack, &events.metadata}) column->reserve(entries.size());
   for (std::size_t index = 0; index < entries.size(); ++index) {
     const Place place{"device_traces[#], event #", device, index};
     const Value event = dict(entries[index], place);
@@ -305,8 +320,7 @@ RecordedEvents Reader::events(Value trace, std::size_t device) {
     events.has_pools = events.has_pools || id != nullptr;
     events.pool.push_back(id ? pool(*id, place) : 0);
     events.stack.push_back(stack(data_.find(event, frames_key_), place));
-    const Value* metadata = data_.find(event, metadata_);
-    if (metadata && !data_.is_empty(*metadata)) ++events.with_metadata;
+    events.metadata.push_back(metadata(data_.find(event, metadata_), events));
   }
   return events;
 }

@@ -21,11 +21,12 @@ struct RecordedEvents {
   std::vector<std::int64_t> time_us;
   std::vector<std::int32_t> pool;
   std::vector<std::int32_t> stack;
+  std::vector<std::int32_t> metadata;  ///< into Recording::metadata
   bool has_pools = false;
   std::map<std::string, std::size_t> unknown;  ///< number of events of each unknown action
-  std::size_t with_metadata = 0;
-  std::size_t backwards = 0;        ///< number of events earlier than the one before
-  std::size_t first_backwards = 0;  ///< the first of them
+  std::size_t other_metadata = 0;              ///< number of events whose user_metadata is no text
+  std::size_t backwards = 0;                   ///< number of events earlier than the one before
+  std::size_t first_backwards = 0;             ///< the first of them
 };
 
 struct RecordedBlock {
@@ -59,6 +60,7 @@ struct Recording {
   std::vector<RecordedFrame> frames;
   std::vector<std::vector<std::int32_t>> stacks;             ///< stack 0 is empty
   std::vector<std::pair<std::int64_t, std::int64_t>> pools;  ///< pool 0 is (0, 0)
+  std::vector<Value> metadata;                               ///< texts of user_metadata; entry 0, None, is no text
 };
 
 /// Throws std::invalid_argument, naming the place, if the data is no snapshot. `actions`: the known names, in the order

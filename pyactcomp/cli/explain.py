@@ -6,17 +6,17 @@ import importlib.util
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from .shared import SnapshotFile, capacity_bytes, console, errors, fail, print_notes, read, size_text, stream_text
+from .comparison import files_of_ranks, print_comparison, print_ranks
+from .shared import capacity_bytes, console, errors, fail, print_notes, print_table, read, size_text
 
 if TYPE_CHECKING:
     from ..snapshots.explanation import Explanation
@@ -26,7 +26,14 @@ VIEWER = "https://pytorch.org/memory_viz"
 
 
 def explain(
-    snapshot: SnapshotFile,
+    snapshots: Annotated[
+        list[Path],
+        typer.Argument(
+            help="File of torch.cuda.memory._dump_snapshot. Two files: why the second's peak is higher than the "
+            "first's. More files, or a folder: the ranks of a job in a table.",
+            metavar="SNAPSHOT...",
+        ),
+    ],
     at: Annotated[
         str | None,
         typer.Option(help="peak, oom or an event's number; oom where memory ran out, else peak.", show_default=False),
@@ -40,9 +47,23 @@ def explain(
         str | None,
         typer.Option(help='As in "24GiB", where a memory fraction was set: the memory that the process had.'),
     ] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Show two files, or one, as ranks of a job too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Say where the memory was at the peak or where it ran out, by call stack, size and age."""
+    """Say where the memory was at the peak or where it ran out; compare two snapshots, or the ranks of a job."""
+    as_ranks = ranks or len(snapshots) > 2 or any(path.is_dir() for path in snapshots)
+    if as_ranks or len(snapshots) > 1:
+        for name, value in (("--at", at), ("--plot", plot), ("--capacity", capacity)):
+            if value is not None:
+                raise typer.BadParameter(
+                    "belongs to one snapshot: several are compared at the peak of each", param_hint=name
+                )
+        if as_ranks:
+            print_ranks(files_of_ranks(snapshots), device, top, as_json)
+        else:
+            print_comparison(snapshots[0], snapshots[1], device, top, as_json)
+        return
+    [snapshot] = snapshots
     if plot is not None:
         _check_picture(plot)
     from ..snapshots.candidates import FAMILIES
@@ -149,6 +170,8 @@ def _draw(recording: Snapshot, devices: Sequence[int], plot: Path, name: str) ->
 
 
 def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
+    from ..snapshots.groups import stream_label
+
     e = explanation
     when = f", {e.seconds:.3g} s after the first" if e.seconds is not None else ""
     moment = f"after event {e.event:,} ({e.action})" if e.event >= 0 else "before the first event"
@@ -166,7 +189,7 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         )
     others = sum(part.bytes for part in e.free_memory if part.stream != e.stream)
     if others:
-        grid.add_row("", f"{size_text(others)} of it is free on other streams than {stream_text(e.stream)}")
+        grid.add_row("", f"{size_text(others)} of it is free on other streams than {stream_label(e.stream)}")
     external = f"external {100 * e.external:.1f} %, " if e.external is not None else ""
     grid.add_row("fragmentation", f"{external}internal {100 * e.internal:.2f} %")
     if e.event != e.peak_event:
@@ -177,11 +200,15 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
     console.print(grid)
 
     stacks = e.by_stack if any(group.stack for group in e.by_stack) else ()
-    for what, groups in (("by call stack", stacks), ("by size", e.by_size), ("by age", e.by_age)):
+    tables = [("by call stack", stacks), ("by size", e.by_size), ("by age", e.by_age)]
+    # A table with one line says nothing that the line of live memory does not say.
+    others_by = (("phase", e.by_phase), ("pool", e.by_pool), ("stream", e.by_stream), ("user_metadata", e.by_metadata))
+    tables += [(f"by {what}", groups) for what, groups in others_by if len(groups) > 1]
+    for what, groups in tables:
         shown = sorted(sorted(groups, key=lambda group: -group.bytes)[:top], key=groups.index)
         rows = [(group.label, f"{group.blocks:,}", size_text(group.bytes)) for group in shown]
-        _table(what, ("", "blocks", "live"), rows, len(groups))
-    _table(
+        print_table(what, ("", "blocks", "live"), rows, len(groups))
+    print_table(
         "kept from earlier steps",
         ("", "blocks", "live", "oldest", "steps"),
         [
@@ -190,7 +217,16 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         ],
         len(e.crossing),
     )
-    _table(
+    print_table(
+        "growing from step to step: the least that is alive in each quarter of the steps",
+        ("", "blocks kept", "first", "second", "third", "last quarter"),
+        [
+            (growth.label, f"{growth.blocks:,}", *(size_text(size) for size in growth.quarters))
+            for growth in (e.growth or ())[:top]
+        ],
+        len(e.growth or ()),
+    )
+    print_table(
         f"segments that live blocks pin: {size_text(e.pinned_bytes)} free in them",
         ("largest block in it", "", "since event", "blocks", "live", "free"),
         [
@@ -207,7 +243,7 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
         len(e.pins),
     )
     if len(e.free_memory) > 1:
-        _table(
+        print_table(
             "free memory: only requests of its stream and its pool get it",
             ("", "free", "largest block"),
             [
@@ -225,28 +261,16 @@ def _print(explanation: Explanation, top: int, snapshot: Path) -> None:
             )
             for fit in e.fits
         ]
-        _table(f"the same requests with {size_text(e.capacity)}", ("allocator", "", "reserved"), rows, len(rows))
+        print_table(f"the same requests with {size_text(e.capacity)}", ("allocator", "", "reserved"), rows, len(rows))
         shift, unit = next((shift, unit) for shift, unit in _UNITS if e.capacity % (1 << shift) == 0)
         search = f"pyactcomp tune {shlex.quote(str(snapshot))} --capacity {e.capacity >> shift}{unit}"
         console.print(f"to search all settings: {search}", soft_wrap=True)
 
 
 def _owner(stream: int, pool: tuple[int, int]) -> str:
-    return stream_text(stream) + (f", private pool {pool}" if pool != (0, 0) else "")
+    from ..snapshots.groups import stream_label
+
+    return stream_label(stream) + (f", private pool {pool}" if pool != (0, 0) else "")
 
 
 _UNITS = ((30, "GiB"), (20, "MiB"), (0, ""))
-
-
-def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int) -> None:
-    rows = list(rows)
-    if not rows:
-        return
-    left = f" ({len(rows)} of {total:,})" if len(rows) < total else ""
-    table = Table(title=title + left, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-    table.add_column(headings[0], overflow="fold")
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)

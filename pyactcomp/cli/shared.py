@@ -60,11 +60,6 @@ def size_text(size: int) -> str:
     return humanize.naturalsize(size, binary=True, format="%.2f")
 
 
-def stream_text(stream: int) -> str:
-    """Return a stream's name: recordings have the address of its handle, 0 for the default stream."""
-    return f"stream {stream:#x}" if stream > 0xFFFF else f"stream {stream}"
-
-
 def count_text(count: int, noun: str) -> str:
     """Return a number and a noun, with a plural s if needed."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -79,6 +74,21 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print a line for each note."""
     for note in notes:
         console.print(f"note: {note}", soft_wrap=True)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int) -> None:
+    """Print rows under a title, which says how many of how many they are; nothing if there are none."""
+    rows = list(rows)
+    if not rows:
+        return
+    left = f" ({len(rows)} of {total:,})" if len(rows) < total else ""
+    table = Table(title=title + left, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def numbers_table(texts: Sequence[str], *numbers: str) -> Table:

@@ -55,17 +55,26 @@ def described(frame: Frame) -> str:
     return f"{frame.filename}:{frame.line} {frame.name}" if frame.line > 0 else f"{frame.filename} {frame.name}"
 
 
+def is_engine(frame: Frame) -> bool:
+    """Return whether a stack frame is autograd's engine, which runs backward."""
+    return not _is_python(frame) and bool(_ENGINE.match(cleaned(frame.name)))
+
+
+def _is_python(frame: Frame) -> bool:
+    return frame.filename.endswith(".py") or frame.filename.startswith("<")
+
+
 class _Folder:
     """The frames of a snapshot, each examined once."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self.frames = frames
-        self.python = [frame.filename.endswith(".py") or frame.filename.startswith("<") for frame in frames]
+        self.python = [_is_python(frame) for frame in frames]
         self.names = [
             frame.name if python else cleaned(frame.name) for frame, python in zip(frames, self.python, strict=True)
         ]
         self.telling = [_telling(frame) for frame in frames]
-        self.engine = [bool(_ENGINE.match(name)) for name in self.names]
+        self.engine = [is_engine(frame) for frame in frames]
 
     def fold(self, stack: Sequence[int]) -> tuple[Frame, ...]:
         """Return the telling lines of a stack."""

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from .._core import SimulatedDevice
-from .call_stacks import described, fold_stacks, shortened
 from .candidates import FAMILIES
-from .explanation import Crossing, Explanation, Fit, FreeMemory, Group, Pin
+from .explanation import Crossing, Explanation, Fit, FreeMemory, Pin
 from .failed_request import with_failed_request
+from .groups import Stacks, by_stack, grouped, size_class, stack_label, stream_label
+from .growth import find_growth
 from .lifetimes import Lifetimes, find_lifetimes
-from .model import ACTIONS, OOM, DeviceTrace, Events, Frame, Segment, Snapshot
+from .model import ACTIONS, OOM, DeviceTrace, Events, Segment, Snapshot
 from .pauses import paused_after
+from .phases import PHASES, Phases
 from .reader import read_snapshot
 from .replay import replay
 from .segments import blocks_inside, free_blocks, reserved_after, segments_after
@@ -101,7 +103,8 @@ def explain(
     gaps = [gap for _, sizes in free for gap in sizes]
     reserved = None if segments is None else sum(segment.size for segment in segments)
     largest = max(gaps, default=0)
-    stacks = _Stacks(recording)
+    stacks = Stacks(recording)
+    phases = Phases(recording, trace, lifetimes)
     pins = _pins(segments or (), lifetimes, live, stacks)
     if failed and room is None and reserved is not None:
         room = reserved + events.address[event]
@@ -130,45 +133,21 @@ def explain(
         free_memory=_free_memory(free, recording.pools),
         request_bytes=events.size[event] if failed else None,
         capacity=room,
-        by_stack=_by_stack(lifetimes, live, stacks),
-        by_size=_grouped(lifetimes, live, lambda number: size_class(lifetimes.size[number])),
-        by_age=_grouped(lifetimes, live, lambda number: _age(lifetimes.begin[number], event, steps)),
+        by_stack=by_stack(lifetimes, live, stacks),
+        by_size=grouped(lifetimes, live, lambda number: size_class(lifetimes.size[number])),
+        by_age=grouped(lifetimes, live, lambda number: _age(lifetimes.begin[number], event, steps)),
+        by_pool=grouped(lifetimes, live, lambda number: _pool(recording, lifetimes.pool[number])),
+        by_stream=grouped(lifetimes, live, lambda number: _stream(lifetimes.stream[number])),
+        by_metadata=grouped(lifetimes, live, lambda number: _metadata(recording, trace, lifetimes.begin[number])),
+        by_phase=grouped(lifetimes, live, lambda number: (PHASES.index(phase := phases.of(number)), phase)),
         pins=pins,
         pinned_bytes=sum(pin.free_bytes for pin in pins),
         crossing=_crossing(lifetimes, live, event, steps, stacks),
         steps=steps,
+        growth=find_growth(lifetimes, steps, stacks),
         fits=_fits(recording, trace, event, room, say) if failed and room is not None else (),
         notes=tuple(notes),
     )
-
-
-def size_class(size: int) -> tuple[int, str]:
-    """Return the largest power of two up to a size, as a sort key, and the range in words."""
-    power = max(size, 1).bit_length() - 1
-    return power, f"{_binary(power)} to {_binary(power + 1)}"
-
-
-def _binary(power: int) -> str:
-    unit = min(power // 10, 4)
-    return f"{1 << (power - 10 * unit)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
-
-
-class _Stacks:
-    """A recording's call stacks as the user's own lines, in text."""
-
-    def __init__(self, recording: Snapshot) -> None:
-        self.folded = fold_stacks(recording)
-
-    def label(self, stack: int) -> str:
-        return stack_label(self.folded[stack])
-
-    def lines(self, stack: int) -> tuple[str, ...]:
-        return tuple(map(described, self.folded[stack]))
-
-
-def stack_label(frames: Sequence[Frame]) -> str:
-    """Return a folded call stack in a line, innermost first."""
-    return " < ".join(map(shortened, frames)) or "no call stack"
 
 
 def _moment(at: str | int | None, peak: int, failures: Sequence[int], count: int, device: int) -> int:
@@ -196,7 +175,7 @@ def _seconds(times: array[int], event: int) -> float | None:
     return (times[event] - times[0]) / 1e6 if event >= 0 and times[0] != times[-1] else None
 
 
-def _pins(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int], stacks: _Stacks) -> tuple[Pin, ...]:
+def _pins(segments: Iterable[Segment], lifetimes: Lifetimes, live: Sequence[int], stacks: Stacks) -> tuple[Pin, ...]:
     pins = []
     for segment, inside in blocks_inside(segments, lifetimes, live):
         held = sum(lifetimes.size[number] for number in inside)
@@ -259,23 +238,6 @@ def _elsewhere(trace: DeviceTrace, lifetimes: Lifetimes, event: int) -> list[str
     ]
 
 
-def _by_stack(lifetimes: Lifetimes, live: Iterable[int], stacks: _Stacks) -> tuple[Group, ...]:
-    found: dict[tuple[str, ...], Group] = {}
-    for number in live:
-        calls = lifetimes.stack[number]
-        lines = stacks.lines(calls)
-        group = found.get(lines) or Group(stacks.label(calls), 0, 0, lines)
-        found[lines] = replace(group, blocks=group.blocks + 1, bytes=group.bytes + lifetimes.size[number])
-    return tuple(sorted(found.values(), key=lambda group: -group.bytes))
-
-
-def _grouped(lifetimes: Lifetimes, live: Iterable[int], key: Callable[[int], tuple[int, str]]) -> tuple[Group, ...]:
-    found: dict[tuple[int, str], list[int]] = {}
-    for number in live:
-        found.setdefault(key(number), []).append(lifetimes.size[number])
-    return tuple(Group(label, len(sizes), sum(sizes)) for (_, label), sizes in sorted(found.items()))
-
-
 def _age(begin: int, event: int, steps: Steps) -> tuple[int, str]:
     """Return a sort key and an age in words: in steps if these are known, else in events."""
     if begin < 0:
@@ -292,8 +254,21 @@ def _age(begin: int, event: int, steps: Steps) -> tuple[int, str]:
     return 1 + power, f"{max(2, 10 ** (power - 1)):,} to {10**power - 1:,} steps"
 
 
+def _pool(recording: Snapshot, pool: int) -> tuple[int, str]:
+    return pool, f"private pool {recording.pools[pool]}" if pool else "default pool"
+
+
+def _stream(stream: int) -> tuple[int, str]:
+    return stream, stream_label(stream)
+
+
+def _metadata(recording: Snapshot, trace: DeviceTrace, begin: int) -> tuple[int, str]:
+    text = trace.events.metadata[begin] if begin >= 0 else 0
+    return text, recording.metadata[text] or "no user_metadata"
+
+
 def _crossing(
-    lifetimes: Lifetimes, live: Iterable[int], event: int, steps: Steps, stacks: _Stacks
+    lifetimes: Lifetimes, live: Iterable[int], event: int, steps: Steps, stacks: Stacks
 ) -> tuple[Crossing, ...]:
     now = steps.of(event)
     found: dict[tuple[str, ...], list[int]] = {}
@@ -358,5 +333,6 @@ def _until(events: Events, end: int) -> Events:
         events.time_us[:end],
         events.pool[:end],
         events.stack[:end],
+        events.metadata[:end],
         events.has_pools,
     )

@@ -82,6 +82,31 @@ class Crossing:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """Memory blocks of one call stack of which each quarter of the steps keeps more than the quarter before.
+
+    Attributes
+    ----------
+    label, stack
+        As in ``Group``.
+    blocks, bytes
+        Allocated since the first step, and alive at the end.
+    first_blocks, first_bytes
+        The part of them from the first quarter of the steps.
+    quarters
+        The least bytes of this call stack that are alive in each quarter.
+    """
+
+    label: str
+    stack: tuple[str, ...]
+    blocks: int
+    bytes: int
+    first_blocks: int
+    first_bytes: int
+    quarters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Fit:
     """One allocator's outcome for the recording up to the out-of-memory event, with the failed request.
 
@@ -130,6 +155,12 @@ class Explanation:
         Memory for the allocator at an out-of-memory event: the reserved memory plus the device's free memory.
     by_stack, by_size, by_age
         All live blocks: most bytes first, small to large, and young to old.
+    by_pool, by_stream, by_metadata
+        All live blocks by the pool and the stream that they were allocated for, and by the ``user_metadata`` that the
+        program had set.
+    by_phase
+        All live blocks by the phase they were allocated in: forward, backward, optimizer, other (none of the three),
+        before the recording, or unknown.
     pins
         Segments pinned by blocks, most free bytes first. Expandable segments give back single pages, and are left out.
     pinned_bytes
@@ -138,6 +169,9 @@ class Explanation:
         Blocks of earlier steps, most bytes first; blocks from before the first step are not among them.
     steps
         Where the steps begin.
+    growth
+        Call stacks that keep more in each quarter of the steps, most growth first, over the whole recording; None if
+        the recording has fewer than four steps.
     fits
         The outcome of native, expandable and pyactcomp at ``capacity``; empty unless memory ran out there.
     notes
@@ -167,9 +201,14 @@ class Explanation:
     by_stack: tuple[Group, ...]
     by_size: tuple[Group, ...]
     by_age: tuple[Group, ...]
+    by_pool: tuple[Group, ...]
+    by_stream: tuple[Group, ...]
+    by_metadata: tuple[Group, ...]
+    by_phase: tuple[Group, ...]
     pins: tuple[Pin, ...]
     pinned_bytes: int
     crossing: tuple[Crossing, ...]
     steps: Steps
+    growth: tuple[Growth, ...] | None
     fits: tuple[Fit, ...]
     notes: tuple[str, ...]

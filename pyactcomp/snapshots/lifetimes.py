@@ -26,6 +26,8 @@ class Lifetimes:
     size: array[int]  #: bytes of the block; of a block gone at the end, the requested bytes rounded up to 512
     requested: array[int]  #: bytes
     stack: array[int]
+    stream: array[int]
+    pool: array[int]  #: into ``Snapshot.pools``
 
     def changes(self) -> array[int]:
         """Return the change of the live bytes at each event."""
@@ -65,11 +67,14 @@ def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
     count = len(events)
     begin, asked, end = array("q"), array("q"), array("q")
     address, size, requested, stack = array("q"), array("q"), array("q"), array("i")
+    stream, pool = array("q"), array("i")
     live: dict[int, int] = {}
-    columns = (begin, asked, end, address, size, requested, stack)
+    columns = (begin, asked, end, address, size, requested, stack, stream, pool)
     for block in trace.beginning.blocks:
         live[block.address] = len(begin)
-        values = (-1, -1 if block.pending else count, count, block.address, block.size, block.requested, block.stack)
+        asked_free = -1 if block.pending else count
+        of_block = (block.address, block.size, block.requested, block.stack, block.stream, block.pool)
+        values = (-1, asked_free, count, *of_block)
         for column, value in zip(columns, values, strict=True):
             column.append(value)
     rows = zip(events.action, events.address, events.size, events.stack, strict=True)
@@ -83,6 +88,8 @@ def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
             size.append(rounded(asked_bytes))
             requested.append(asked_bytes)
             stack.append(calls)
+            stream.append(events.stream[index])
+            pool.append(events.pool[index])
         elif action == FREE_REQUESTED:
             asked[live[at]] = index
         elif action == FREE_COMPLETED:
@@ -91,4 +98,4 @@ def find_lifetimes(trace: DeviceTrace) -> Lifetimes:
         for held in segment.blocks:
             if held.active and (still := live.get(held.address)) is not None:
                 size[still] = held.size
-    return Lifetimes(count, begin, asked, end, address, size, requested, stack)
+    return Lifetimes(count, *columns)

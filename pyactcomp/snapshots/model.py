@@ -51,6 +51,7 @@ class Events:
     time_us: array[int]  #: int64, since 1970
     pool: array[int]  #: int32, into ``Snapshot.pools``
     stack: array[int]  #: int32, into ``Snapshot.stacks``
+    metadata: array[int]  #: int32, into ``Snapshot.metadata``
     has_pools: bool  #: False: this version records no pools; they come from the segments at the end
 
     def __len__(self) -> int:
@@ -215,6 +216,7 @@ class Snapshot:
     settings: Settings
     annotations: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]  #: anything unusual or unknown, for people to read
+    metadata: tuple[str, ...] = ("",)  #: the texts that the program gave its events; text 0 is empty
 
     def trace(self, device: int | None = None) -> DeviceTrace:
         """Return a device's trace; the index may be left out if only one device was recorded.

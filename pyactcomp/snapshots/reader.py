@@ -30,7 +30,8 @@ __all__ = ["DeviceTrace", "Frame", "Settings", "Snapshot", "read_snapshot"]
 _OF_ANY_FILE = 1 << 14  # lists and objects, however short the file
 _TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line (\d{1,9}), in ([^\n]+)')
 LIMIT = 1 << 62  # bytes; older versions write a larger number for no limit
-NO_EVENTS = Events(array("B"), array("q"), array("q"), array("q"), array("q"), array("i"), array("i"), has_pools=True)
+_Q, _I = array("q"), array("i")
+NO_EVENTS = Events(array("B"), _Q, _Q, _Q, _Q, _I, _I, _I, has_pools=True)
 
 
 def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
@@ -165,18 +166,19 @@ def _snapshot(data: PlainData) -> Snapshot:
             for entry in annotations
         ),
         notes=tuple(notes),
+        metadata=tuple(map(_shown, found["metadata"])),
     )
 
 
 def _events(columns: dict[str, Any], device: int) -> tuple[Events, list[str]]:
     """Return a device's events, and notes on anything unusual."""
-    unknown, metadata, (backwards, first) = (columns.pop(key) for key in ("unknown", "with_metadata", "backwards"))
+    unknown, no_text, (backwards, first) = (columns.pop(key) for key in ("unknown", "other_metadata", "backwards"))
     notes = []
     if unknown:
         names = ", ".join(map(_shown, sorted(unknown)[:5]))
         notes.append(f"device {device}: {sum(unknown.values())} events of unknown kind are left out: {names}")
-    if metadata:
-        notes.append(f"device {device}: {metadata} events carry user_metadata, which is not used here")
+    if no_text:
+        notes.append(f"device {device}: {no_text} events carry a user_metadata that is no text: left out")
     if backwards:
         notes.append(
             f"device {device}: the clock goes backwards, first at event {first} ({backwards} in all); "

@@ -68,18 +68,28 @@ def find_steps(trace: DeviceTrace, lifetimes: Lifetimes, annotations: Sequence[M
         starts = _annotated(trace, annotations, prefix, stage)
         if len(starts) >= 2:
             return Steps(starts, f"annotations: steps {what} {prefix}")
-    counts = array("q", bytes(8 * lifetimes.events))
-    for begin, end in zip(lifetimes.begin, lifetimes.end, strict=True):
-        if begin >= 0:
-            counts[begin] += 1
-        if end < lifetimes.events:
-            counts[end] -= 1
     unused = _unused(annotations)
     # Events before the first are setup, or a step that began before the recording.
-    if starts := _regular(_valleys(list(accumulate(counts)))[1:]):
+    if starts := _regular(_valleys(_counts(lifetimes))[1:]):
         besides = f" ({unused})" if annotations else ""
         return Steps(starts, f"the number of live blocks, which rises and falls once a step{besides}")
     return Steps((), f"no steps found: {unused}, and the number of live blocks does not rise and fall regularly")
+
+
+def turns(lifetimes: Lifetimes, steps: Steps) -> tuple[int, ...]:
+    """Return where the steps begin; if these are unknown, where the number of live blocks is low, regular or not."""
+    return steps.starts or tuple(_valleys(_counts(lifetimes))[1:])
+
+
+def _counts(lifetimes: Lifetimes) -> list[int]:
+    """Return the number of live blocks after each event, less the number before the first."""
+    changes = array("q", bytes(8 * lifetimes.events))
+    for begin, end in zip(lifetimes.begin, lifetimes.end, strict=True):
+        if begin >= 0:
+            changes[begin] += 1
+        if end < lifetimes.events:
+            changes[end] -= 1
+    return list(accumulate(changes))
 
 
 def _unused(annotations: Sequence[Mapping[str, Any]]) -> str:

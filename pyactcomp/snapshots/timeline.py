@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .call_stacks import fold_stacks, shortened
-from .explain import size_class
+from .groups import size_class
 from .lifetimes import Lifetimes, find_lifetimes
 from .model import OOM, Frame, Snapshot
 from .segments import reserved_after
