@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from . import functional
 from ._version import __version__
 from .checkpoint import checkpoint, use_checkpoint
+from .climb import BatchSize, find_batch_size, find_executable_batch_size
 from .codec import Packed, dequantize, ops, quantize
 from .compress import compress, compressed, decompress
 from .config import Config
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from . import allocator
 
 __all__ = [
+    "BatchSize",
     "Config",
     "HookConflictError",
     "ImplementationUnavailableError",
@@ -31,6 +33,8 @@ __all__ = [
     "compressed",
     "decompress",
     "dequantize",
+    "find_batch_size",
+    "find_executable_batch_size",
     "functional",
     "ops",
     "quantize",

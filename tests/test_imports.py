@@ -15,11 +15,12 @@ PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 # Room, or file that stands by itself -> the rooms that it may import; top first.
 ALLOWED = {
     "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
-    | {"checkpoint", "verify"},
+    | {"checkpoint", "climb", "verify"},
     "__main__": {"cli"},
     "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "snapshots"} | {"torch_private"},
     "integrations": {"checkpoint", "compress", "errors", "report"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
+    "climb": {"_core", "errors"},
     "report": {"compiled", "compress", "engine", "fusions"},
     "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "readers"},
     "checkpoint": {"config", "engine", "errors", "readers", "torch_private"},
