@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .rows import ROOT, Budget, Options
@@ -52,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     breadth.add_argument("--limit", type=int, metavar="N", help="measure at most N pairs")
     breadth.add_argument("--workers", type=int, default=1, help="pairs at a time, each with one thread")
     breadth.add_argument("--limit-s", type=float, help="seconds that one pair may take")
+    context = suites.add_parser("context", parents=[training], help="language models of 8 B: the longest sequence")
+    context.add_argument("--memory-gib", type=float, help="the cap, by default 80")
     report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
@@ -75,7 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from . import alloc, alloc_methods, batch, breadth, codec, frontier, holds, mlp, overhead, pairs, scaling, sharded
+    from . import (
+        alloc,
+        alloc_methods,
+        batch,
+        breadth,
+        codec,
+        context,
+        frontier,
+        holds,
+        mlp,
+        overhead,
+        pairs,
+        scaling,
+        sharded,
+    )
+    from .context_methods import METHODS as CONTEXT_METHODS
     from .methods import METHODS
     from .workloads import WORKLOADS
 
@@ -99,7 +117,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind, given, known in (("arm", _names(args.methods), holds.ARMS), ("task", options.only[:1], holds.TASKS)):
             if unknown := set(given) - set(known):
                 top.error(f"unknown {kind} {sorted(unknown)}; known: {', '.join(known)}")
-    if args.suite == "alloc":
+    if args.suite == "context":
+        workloads = tuple(dict.fromkeys(job.workload for job in context.plan(replace(options, only=()), (), 0.0)))
+        for kind, given, known in (
+            ("method", _names(args.methods), CONTEXT_METHODS),
+            ("workload", options.only[:1], workloads),
+        ):
+            if unknown := set(given) - set(known):
+                top.error(f"unknown {kind} {sorted(unknown)}; known: {', '.join(known)}")
+        if device == "cpu" and not options.tiny:
+            top.error(
+                "context needs a GPU: a step of 8 billion parameters takes hours on a CPU; --tiny tests the bench"
+            )
+        context.run(options, _names(args.methods), args.memory_gib or context.MEMORY_GIB)
+    elif args.suite == "alloc":
         parts = _names(args.parts) or (ALLOC_PARTS if device == "cuda" else ("traces",))
         for kind, given, known in (
             ("part", parts, ALLOC_PARTS),

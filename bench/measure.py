@@ -164,6 +164,19 @@ def step_times(step: Callable[[], Any], count: int, device: str) -> list[float]:
     return times
 
 
+def step_clock(step: Callable[[], Any], device: str) -> float:
+    """Return the milliseconds of one call, all work on the device done."""
+    if device != "cuda":
+        return step_times(step, 1, device)[0]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    step()
+    marks[1].record()
+    torch.cuda.synchronize()
+    return marks[0].elapsed_time(marks[1])
+
+
 def turn_times(step: Callable[[], Any], count: int, device: str) -> list[float]:
     """Return the milliseconds of ``count`` calls, right after one another and after one that is not counted.
 

@@ -10,6 +10,7 @@ from . import (
     alloc_report,
     alloc_traces,
     breadth_report,
+    context_report,
     frontier_report,
     holds_report,
     pairs_report,
@@ -119,6 +120,7 @@ TABLES = {
     **breadth_report.TABLES,
     **pairs_report.TABLES,
     "sharded": ("sharded", sharded.sharded_table),
+    **context_report.TABLES,
 }
 """The suite and the table of each block."""
 
@@ -160,6 +162,8 @@ def run(out: Path, readme: Path, docs: Path, against: Path | None = None) -> Non
         holds_plot.draw(outcomes, docs)
     if points := batch_points(load(out, "batch")):
         plots.throughput_vs_batch(points, docs / "throughput_vs_batch.png")
+    if found := context_report.panels(load(out, "context")):
+        context_report.draw(found, docs)
     if bars := alloc_report.training_bars(load(out, "alloc"), tuple(plots.ALLOCATORS)):
         plots.allocator_training(bars, docs / "allocator_training.png")
     if lines := alloc_report.timeline(load(out, "alloc")):

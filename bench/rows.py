@@ -23,7 +23,7 @@ GIB = 2**30
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "torch", "triton", "transformers", "timm", "bitsandbytes", "liger-kernel", "rmm-cu13", "diffusers",
-    "torch_geometric", "peft", "pyactcomp",
+    "torch_geometric", "peft", "torchao", "trl", "deepspeed", "pyactcomp",
 )  # fmt: skip
 NOT_APPLICABLE = "not applicable"
 FINAL = ("ok", "oom", NOT_APPLICABLE)
@@ -184,15 +184,16 @@ class Store:
         draft.write_text(f'{{"schema": {SCHEMA}, {head}"rows": [\n{lines}\n]}}\n')
         draft.replace(self.path)
 
-    def has(self, **key: Any) -> bool:
-        """Return whether a result with these fields was measured at this commit, from these sources, on this device."""
+    def current(self, **key: Any) -> list[Row]:
+        """Return the rows with these fields that were measured at this commit, from these sources, on this device."""
         same = ("commit", "sources", "device")
-        return any(
-            row["status"] in FINAL
-            and all(row.get(name) == value for name, value in key.items())
-            and all(row["origin"][name] == self.origin[name] for name in same)
-            for row in self.rows()
-        )
+        return [
+            row for row in select(self.rows(), **key) if all(row["origin"][name] == self.origin[name] for name in same)
+        ]
+
+    def has(self, **key: Any) -> bool:
+        """Return whether there is a current result with these fields."""
+        return any(row["status"] in FINAL for row in self.current(**key))
 
 
 @dataclass(frozen=True)
