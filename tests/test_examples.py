@@ -19,8 +19,10 @@ RUNS = {
     "lightning_module": ("lightning", r"step 7: loss"),
     "timm_classifier": ("timm", r"ResidualBlock"),
     "long_context": ("torch", r"pyactcomp: .* reserved"),
+    "three_billion_in_24gib": ("transformers", r"(?s)float32 .*\nint8 .*\ncheckpoint .* runs twice"),
     "out_of_memory": ("torch", r"native: .* out of memory at event"),
 }
+LADDER = re.compile(r"^(\S+)((?: +[\d.]+){5})", re.MULTILINE)
 REPORTING = {"plain_loop", "trainer", "lightning_module", "timm_classifier"}
 
 
@@ -46,3 +48,11 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
         total = re.search(r"^total .*$", ran.stdout, re.MULTILINE)
         assert total is not None, ran.stdout
         assert float(total.group().split()[-2]) > 1.5, total.group()
+    if name == "three_billion_in_24gib":
+        rows = {row[1]: [float(figure) for figure in row[2].split()] for row in LADDER.finditer(ran.stdout)}
+        for *parts, total in rows.values():
+            assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))  # each is rounded to hundredths
+        assert rows["float32"][:3] == pytest.approx([2 * each for each in rows["bf16"][:3]], abs=0.02)
+        assert rows["int8"][3] < 0.35 * rows["bf16"][3]
+        assert rows["update-in-backward"][1] < 0.5 * rows["int8"][1]
+        assert rows["checkpoint"][3] < rows["int8"][3]
