@@ -127,6 +127,7 @@ def run(options: Options, methods: tuple[str, ...] = (), memory_gib: float = MEM
     """Measure what is selected and not there yet, each row in a process of its own."""
     store = options.store("context")
     unavailable: set[tuple[str, str]] = set()
+    left: list[Job] = []
     for job in plan(options, methods, memory_gib):
         setting: Row = {"train": job.train, "method": job.method, "scale": options.scale, "memory_gib": memory_gib}
         key: Row = {"workload": job.workload, **setting}
@@ -135,9 +136,8 @@ def run(options: Options, methods: tuple[str, ...] = (), memory_gib: float = MEM
             continue
         if (job.train, job.method) in unavailable or (not options.again and store.has(**key)):
             continue
-        expected = expected_s(job)
-        if not options.budget.allows(expected):
-            print(f"context {job.workload} {job.method}: not started, it takes about {expected:.0f} s", flush=True)
+        if not options.budget.allows(expected_s(job)):
+            left.append(job)
             continue
         compared = any("grad_error" in row for row in store.current(**setting))
         job = replace(job, row_s=ROW_S, compare=not compared and not METHODS[job.method].compile_s)
@@ -153,6 +153,10 @@ def run(options: Options, methods: tuple[str, ...] = (), memory_gib: float = MEM
         identity = {"suite": "context", "shape": job.shape, "tokens": job.tokens, **key}
         store.append({**identity, **row, "row_s": taken})
         tell(job, row)
+    if left:
+        first, expected = left[0], expected_s(left[0])
+        rest = f"the first, {first.workload} {first.method}, takes about {expected:.0f} s"
+        print(f"context: {len(left)} rows not started, the budget is used up; {rest}", flush=True)
 
 
 def tell(job: Job, row: Row) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,17 @@ def _deepspeed(model: Any) -> Context:
     from deepspeed.runtime.activation_checkpointing import offload_activations
 
     checkpoint(model)
-    manager = offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager()
-    return lambda: manager
+    pinned = model.device.type == "cuda"
+    manager = offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager(pinned, pinned)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with manager:
+            yield
+            if not manager.stats.offloaded_tensors:
+                raise RuntimeError("DeepSpeed offloaded nothing: its patch misses this version of transformers")
+
+    return context
 
 
 def _liger(model: Any) -> Context:
