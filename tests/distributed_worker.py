@@ -111,29 +111,32 @@ def ddp(rank: int, backend: str) -> dict[str, Any]:
 
 
 def fsdp(rank: int, backend: str) -> dict[str, Any]:
-    """Take one step with sharded parameters, under full and under mixed precision."""
+    """Take one step with sharded parameters: under full and under mixed precision, and with shards on the host."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     device = device_of(backend, rank)
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     inputs, targets = _shard(device, rank)
     results = {}
-    for name, policy in (
-        ("float32", MixedPrecisionPolicy()),
-        ("bfloat16", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    for name, policy, offload in (
+        ("float32", MixedPrecisionPolicy(), OffloadPolicy()),
+        ("bfloat16", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), OffloadPolicy()),
+        ("on the host", MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=backend == "nccl")),
     ):
         model = _model(device)
         exact = copy.deepcopy(model)
         for m in (model, exact):
             for block in m.blocks:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-            fully_shard(m, mesh=mesh, mp_policy=policy)
+                fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(m, mesh=mesh, mp_policy=policy, offload_policy=offload)
         pyactcomp.compress(model, min_bytes=MIN_BYTES)
         found = []
         for m in (model, exact):
             F.mse_loss(m(inputs).float(), targets).backward()
-            found.append({n: p.grad.full_tensor().cpu() for n, p in m.named_parameters()})
+            if name == "on the host":
+                assert all(p.device.type == p.grad.device.type == "cpu" for p in m.parameters())
+            found.append({n: p.grad.to(device).full_tensor().cpu() for n, p in m.named_parameters()})
         results[name] = found[0], found[1], pyactcomp.report(model)
     return results
 

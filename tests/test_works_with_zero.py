@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ from pyactcomp.fusions import fused_modules
 
 WORLD = 2
 WIDTH = 64
+LEARNING_RATE = 0.1
 MODES = [None, "int8", "lossless"]
 
 
@@ -198,20 +200,25 @@ def test_sharded_weights_are_held_no_longer_than_without_compression(backend: st
             assert fused == ({"LayerNorm", "GELU"} if "int8" in name else set())
 
 
-def deepspeed_steps(rank: int, backend: str) -> dict[str, Any]:
-    """Take a step of DeepSpeed's ZeRO-3 in each mode and order, and note what was alive, stored and fused."""
+def deepspeed_steps(rank: int, backend: str, *, stage: int, offload: bool) -> dict[str, Any]:
+    """Take a step of DeepSpeed's ZeRO in each mode and order, and note what was alive, stored and fused.
+
+    With ``offload`` the optimizer, its state and the float32 weights are on the host.
+    """
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(WORLD), RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu" if backend == "gloo" else "cuda")
     import deepspeed
 
     logging.disable(logging.WARNING)
-    zero = {
+    zero: dict[str, Any] = {
         f"stage3_{name}": 0 for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
     }
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0, **zero},
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 0, **zero},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
@@ -239,9 +246,11 @@ def deepspeed_steps(rank: int, backend: str) -> dict[str, Any]:
             alive = [storage() is not None for storage in gathered]
             engine.backward(loss)
             full = {name: deepspeed.utils.safe_get_full_grad(p).cpu() for name, p in model.named_parameters()}
+            engine.step()
+            moved = {name: deepspeed.utils.safe_get_full_fp32_param(p).cpu() for name, p in model.named_parameters()}
             report = None if mode is None else pyactcomp.report(model)
             fused = {kind for _, kind in fused_modules(model)}
-            results[f"{mode}, {first} first"] = alive, full, fused, report
+            results[f"{mode}, {first} first"] = alive, full, moved, fused, report
     return results
 
 
@@ -249,23 +258,35 @@ def layers() -> list[nn.Module]:
     return [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", worker.BACKENDS)
-def test_deepspeeds_zero_3(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True), (3, True)])
+def test_deepspeeds_zero(stage: int, offload: bool, backend: str, tmp_path: Path) -> None:
     """It compiles an operator of its own on first use."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     worker.need_devices(backend, WORLD)
-    for results in worker.run(deepspeed_steps, backend, WORLD, tmp_path):
-        alive, exact, *_ = results["None, initialize first"]
-        assert not any(alive)
-        assert len(alive) == 6
-        for name, (found_alive, found, fused, report) in results.items():
+    steps = functools.partial(deepspeed_steps, stage=stage, offload=offload)
+    for results in worker.run(steps, backend, WORLD, tmp_path):
+        alive, exact, weights, *_ = results["None, initialize first"]
+        # Stage 2 leaves the weights whole.
+        assert alive == [stage == 2] * 6
+        for name, (found_alive, found, found_weights, fused, report) in results.items():
             assert found_alive == alive, name
             error = relative_error(found, exact)
             if "int8" not in name:
                 assert error == 0, name
+                assert relative_error(found_weights, weights) == 0, name
                 continue
             assert 0 < error <= GRADIENT_BOUND, name
-            assert fused == {"LayerNorm", "GELU"}, name
-            # The input of the model, small statistics and parameters are kept; the input of no Linear.
-            assert {t.kept for t in report.tensors} <= {None, policy.NO_GRAD, policy.SMALL, *policy.ALIVE_ANYWAY}, name
+            # Each weight moved by its gradient, up to float32's rounding of the weight and of the sum.
+            before, exact_before = (
+                {each: weight + LEARNING_RATE * of[each] for each, weight in after.items()}
+                for after, of in ((found_weights, found), (weights, exact))
+            )
+            assert relative_error(before, exact_before) <= 2 * 2.0**-24, name
             assert_compressed(report)
+            if stage == 3:
+                assert fused == {"LayerNorm", "GELU"}, name
+                # Inputs of the model, small statistics and parameters are kept; the input of no Linear.
+                kept = {None, policy.NO_GRAD, policy.SMALL, *policy.ALIVE_ANYWAY}
+                assert {tensor.kept for tensor in report.tensors} <= kept, name
