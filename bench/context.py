@@ -24,7 +24,7 @@ SHAPES = ("llama8b", "qwen8b")
 TRAINS = ("full", "lora")
 LENGTHS = tuple(1024 * count for count in (4, 8, 16, 32, 64, 128))
 TINY_LENGTHS = (64, 128)
-ROW_S = 75.0
+ROW_S = 45.0
 """Seconds after which a row begins no further step, so that a call of nine minutes measures several."""
 READY_S = 25.0
 """Seconds to import, build and compare."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,8 @@ class Method:
     """Whether it computes the model's loss without the logits of the whole sequence."""
     ours: bool = False
     needs_gpu: bool = False
+    package: str | None = None
+    """What has to be installed."""
     compile_s: float = 0.0
     leaves: float = 0.0
     """Bytes that go to the host, for each token, layer and unit of width: what the host has no room for is not run."""
@@ -147,6 +150,7 @@ def _then_checkpoint(first: Apply) -> Apply:
 
 
 _peer_on_host = functools.partial(Method, reruns=1, leaves=2)
+_ligers = functools.partial(Method, own_head=True, needs_gpu=True, package="liger_kernel")
 _ours = functools.partial(Method, own_head=True, ours=True)
 
 METHODS = {
@@ -155,11 +159,13 @@ METHODS = {
         Method(PLAIN, "plain PyTorch", _plain),
         Method("ckpt", "checkpointing (HF)", checkpoint, reruns=1),
         _peer_on_host("ckpt+offload", "checkpointing, offload=True (HF)", _checkpoint_on_host, needs_gpu=True),
-        Method("trl", "activation offload (TRL)", _trl, needs_gpu=True, leaves=60),
+        Method("trl", "activation offload (TRL)", _trl, needs_gpu=True, leaves=60, package="trl"),
         _peer_on_host("unsloth", "checkpointing, Unsloth's way (the bench's)", _unsloth, input_needs_grad=True),
-        _peer_on_host("deepspeed", "checkpointing, offload (DeepSpeed)", _deepspeed, needs_gpu=True),
-        Method("liger", "Liger", _liger, own_head=True, needs_gpu=True),
-        Method("liger+ckpt", "Liger, checkpointing", _then_checkpoint(_liger), reruns=1, own_head=True, needs_gpu=True),
+        _peer_on_host(
+            "deepspeed", "checkpointing, offload (DeepSpeed)", _deepspeed, needs_gpu=True, package="deepspeed"
+        ),
+        _ligers("liger", "Liger", _liger),
+        _ligers("liger+ckpt", "Liger, checkpointing", _then_checkpoint(_liger), reruns=1),
         # The partitioner runs cheap operators again: no whole forward.
         Method("compile0.5", "compiled blocks, memory budget 0.5", _compile_with_budget(0.5), compile_s=90.0),
         _ours("int8", "pyactcomp int8", _compress()),
@@ -180,7 +186,10 @@ METHODS = {
 
 def reason_unavailable(method: Method, device: str) -> str | None:
     """Return why a method cannot run on a device, or None."""
-    return f"needs a GPU, and this is a {device}" if method.needs_gpu and device != "cuda" else None
+    if method.needs_gpu and device != "cuda":
+        return f"needs a GPU, and this is a {device}"
+    missing = method.package is not None and importlib.util.find_spec(method.package) is None
+    return f"{method.package} is not installed" if missing else None
 
 
 def apply(method: Method, model: Any) -> Context:

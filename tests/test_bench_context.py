@@ -284,6 +284,13 @@ def test_what_needs_a_gpu_says_so_without_a_process(tmp_path: Path, monkeypatch:
     ]
 
 
+def test_a_missing_package_is_named_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_methods.importlib.util, "find_spec", lambda name: None)
+    for name, package in (("trl", "trl"), ("liger+ckpt", "liger_kernel"), ("deepspeed", "deepspeed")):
+        row = context._not_started(replace(JOB, device="cuda", method=name))
+        assert row == {"status": "unavailable", "reason": f"{package} is not installed"}
+
+
 def test_another_loss_than_the_other_methods_have_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measuring(monkeypatch, Clock(), lambda job: {**fine(job), "first_loss": 6.0 if job.method == "plain" else 6.1})
     context.run(options(tmp_path, only=("llama8b-full-64",)), ("plain", "ckpt"))
@@ -294,6 +301,7 @@ def test_another_loss_than_the_other_methods_have_is_an_error(tmp_path: Path, mo
 
 def test_what_would_fill_the_host_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "_host_available", lambda: 100 * rows.GIB)
+    monkeypatch.setattr(context, "reason_unavailable", lambda method, device: None)
     job = replace(JOB, device="cuda", tiny=False, method="trl", tokens=8192)
     assert context._not_started(job) is None  # 60 GiB of 80
     row = context._not_started(replace(job, tokens=16384))
