@@ -116,12 +116,12 @@ def run(flags: list[str], tiny: bool, tokens: int, cap: int | None) -> dict[str,
     for parameter in parameters if not finish else []:
         own = optimizer_of(flags, [parameter])
 
-        def update(of: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+        def update(_: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
             own.step()
             own.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(update)
-    times, losses, kept = [], [], 0
+    times, kept = [], 0
     for number in range(3 if tiny else 6):
         if device == "cuda" and number == 2:
             torch.cuda.reset_peak_memory_stats()
@@ -132,7 +132,7 @@ def run(flags: list[str], tiny: bool, tokens: int, cap: int | None) -> dict[str,
         for optimizer in finish:
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the device
+        loss.item()  # waits for the device
         times.append(time.perf_counter() - begin)
     weights = sum(p.numel() for p in parameters)
     width = parameters[0].element_size()
@@ -145,7 +145,6 @@ def run(flags: list[str], tiny: bool, tokens: int, cap: int | None) -> dict[str,
         "activations": kept if device == "cuda" else kept_by_a_forward(model, flags, batch),
         "peak": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "seconds": statistics.median(times[2:]),
-        "loss": losses[0],
     }
 
 
@@ -199,6 +198,8 @@ def main() -> None:
     chosen = options.steps.split(",")
     if unknown := set(chosen) - set(STEPS):
         parser.error(f"unknown step {sorted(unknown)}; known: {', '.join(STEPS)}")
+    if "offload" in chosen and "int8" not in chosen[: chosen.index("offload")]:
+        parser.error("offload moves codes: put int8 before it")
     tiny = options.tiny or not torch.cuda.is_available()
     tokens = options.tokens or (256 if tiny else 4096)
     print(f"in {'MiB' if tiny else 'GiB'}")

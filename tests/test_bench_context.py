@@ -26,7 +26,7 @@ from pyactcomp.errors import ImplementationUnavailableError
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-JOB = Job("llama8b", "full", 64, "plain", "cpu", tiny=True, memory_gib=80.0)
+JOB = Job("llama8b", "full", 64, "plain", "cpu", tiny=True, memory_gib=1000.0)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
