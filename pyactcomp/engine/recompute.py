@@ -38,7 +38,7 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
         The output. Must be dense and the owner of the storage.
     compute : callable
         Maps a dtype (the dtype of ``out``, or the target of an autocast cast) to a tensor with the values and shape of
-        ``out``, in any layout. Must never hold ``out`` or the graph.
+        ``out``, in any layout, whose memory belongs to the caller. Must never hold ``out`` or the graph.
     *operands : Tensor
         Tensors read unpacked by ``compute``, such as a weight: a write before backward raises autograd's error.
     """

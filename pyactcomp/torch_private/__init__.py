@@ -118,10 +118,15 @@ def saves_are_dropped() -> bool:
 
 
 def owns_alone(x: Tensor) -> bool:
-    """Return whether ``x`` is the only tensor with its memory, which then may be written to: False if unknown."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    # One use is that of the Python object of the storage.
-    return count is not None and bool(count(x.untyped_storage()._cdata) == 2)
+    """Return whether no other tensor has the memory of ``x`` and C++ holds none, False if unknown.
+
+    Other variables of Python may hold ``x`` all the same.
+    """
+    of_storage, of_tensor = getattr(torch._C, "_storage_Use_Count", None), getattr(x, "_use_count", None)
+    if of_storage is None or of_tensor is None:
+        return False
+    # The Python objects of tensor and storage are a use of each.
+    return bool(of_tensor() == 1 and of_storage(x.untyped_storage()._cdata) == 2)
 
 
 def module_hooks_are_global() -> bool:

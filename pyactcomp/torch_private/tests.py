@@ -97,9 +97,14 @@ def _test_owners() -> None:
     assert not owns_alone(view)
     del view
     assert owns_alone(x)
-    kept = (x * 1).requires_grad_().exp()
-    assert not owns_alone(kept.detach())  # saved by its node
-    assert owns_alone(kept) is False
+    operand = x.requires_grad_() * 1
+    result = operand.exp()
+    assert owns_alone(operand)
+    assert not owns_alone(result)  # saved by its node
+    saving = operand.sin()
+    assert not owns_alone(operand)  # held by the node of saving
+    del saving
+    assert owns_alone(operand)
 
 
 def _test_hooks_enabled() -> None:
@@ -434,7 +439,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._autograd._top_saved_tensors_default_hooks, _push, _pop": _test_top_hooks,
     "torch._C._autograd._saved_tensors_hooks_is_enabled": _test_hooks_enabled,
     "torch.utils.checkpoint's hooks, and the frame that they enclose": _test_checkpointed_run,
-    "torch._C._storage_Use_Count": _test_owners,
+    "torch._C._storage_Use_Count, Tensor._use_count": _test_owners,
     "torch._C._functorch.peek_interpreter_stack": _test_functorch,
     "torch._C._functorch.is_legacy_batchedtensor": _test_batched,
     "torch._C._len_torch_function_stack, _get_function_stack_at": _test_function_mode,

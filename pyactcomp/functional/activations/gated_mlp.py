@@ -207,7 +207,9 @@ class _GatedMLP(torch.autograd.Function):
                 x = ctx.again()
                 ctx.again = ctx.again if graph_is_retained() else None  # frees what the recipe reads
             if x is not None and x.dtype is dtype is form.dtype and x.is_contiguous() and owns_alone(x):
-                grad_x = x.detach()  # the gradient of a tile is written over its rows, which are read before
+                # A recipe, or checkpoint's rerun, made x for this backward alone: the gradient of a tile is written
+                # over its rows, which are read before.
+                grad_x = x.detach()
             if grad_x is None or not wants[0]:
                 grad_x = grad.new_empty(ctx.shape, dtype=dtype) if wants[0] else None
             rows, of_rows = (None if t is None else t.detach().reshape(-1, form.widths[0]) for t in (x, grad_x))

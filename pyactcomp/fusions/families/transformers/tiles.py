@@ -98,13 +98,11 @@ def in_tiles(
     config = state.config
     if codes.bits is None or config.tile is None or config.keep_weight_copies or activation is None:
         return None
-    if not as_in_first_run(_nobody_holds, module):
-        return None
     width = getattr(down, "in_features", None)
     if not isinstance(width, int) or x.dim() == 0:
         return None
     rows = rows_of(config.tile, x.shape[:-1].numel(), width * (linear_dtype(x) or x.dtype).itemsize)
-    if rows is None:
+    if rows is None or not as_in_first_run(_nobody_holds, module):
         return None
     found = [None if each is None else _projection(each) for each in (gate, up, down)]
     if up is None and found[0] is not None:
