@@ -79,6 +79,7 @@ class Hooks {
     } else if (is_whole && maker && reading != constants().checkpoint) {
       // A checkpointed block may not differentiate an input, and then no one but a recipe asks for its operands.
       if (Ref stored = recompute(given, form)) return stored;
+      if (Ref stored = join(given, form)) return stored;
     }
     if (Ref stored = sharded_by(given, saved, reading, form)) return stored;
     return store(given, reading, form, cast);
@@ -250,12 +251,16 @@ class Hooks {
     return lossless || form.need == kCodes || body<Recipe>(recipe.get()).exact;
   }
 
-  /// Return the stored form of a tensor that a recipe recomputes: its output in a dtype, or a view of that.
-  Ref recomputed(const Given& given, const Ref& recipe, at::ScalarType dtype) {
+  /// Store of a concatenation the parts that nothing restores; return nothing if that is all of them: see parts.hpp.
+  Ref join(const Given& given, const Form& form);
+
+  /// Return the stored form of a tensor that a recipe recomputes: its output in a dtype, or a view of that. The
+  /// recipe's operands take `added` bytes of their own.
+  Ref recomputed(const Given& given, const Ref& recipe, at::ScalarType dtype, std::int64_t added = 0) {
     const at::Tensor& tensor = given.tensor;
     const Recipe& how = body<Recipe>(recipe.get());
     const std::int64_t stream = stream_of(tensor);
-    report(given, "RECOMPUTED");
+    report(given, added == 0 ? "RECOMPUTED" : nullptr, added);
     Ref whole;
     if (how.latest && how.latest->dtype == dtype && how.latest->stream == stream) {
       whole = Ref::borrowed(how.latest->self);

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "engine/hooks.hpp"
+#include "engine/parts.hpp"
 
 namespace pac::engine {
 

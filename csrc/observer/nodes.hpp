@@ -118,22 +118,38 @@ inline const Node* input_of(const Node& node, size_t index) {
   return index < node.num_outputs() ? node.next_edge(index).function.get() : nullptr;
 }
 
+/// Return whether a view by strides holds all elements of its base in order: autograd makes such a node for a view once
+/// the base, or the view itself, was written to in place.
+inline bool is_of_all(const torch::autograd::generated::AsStridedBackward0& view) {
+  const at::TensorGeometry& base = view.self_geometry;
+  std::int64_t count = 1;
+  for (size_t dim = view.size.size(); dim-- > 0;) {
+    const std::int64_t size = view.size[dim].maybe_as_int().value_or(0);
+    if (size != 1 && view.stride[dim].maybe_as_int() != count) return false;
+    count *= size;
+  }
+  const bool same_start = !view.storage_offset || view.storage_offset->maybe_as_int() == base.storage_offset();
+  return same_start && base.is_contiguous() && count == base.numel();
+}
+
 /// Return whether a node's result has the elements of its input in the same order.
 inline bool reshapes(const Node& node) {
   using namespace torch::autograd::generated;
   const auto& kind = typeid(node);
+  if (kind == typeid(AsStridedBackward0)) return is_of_all(static_cast<const AsStridedBackward0&>(node));
   return kind == typeid(ViewBackward0) || kind == typeid(UnsafeViewBackward0) || kind == typeid(AliasBackward0) ||
          kind == typeid(ReshapeAliasBackward0) || kind == typeid(UnsqueezeBackward0) ||
          kind == typeid(SqueezeBackward0);
 }
 
-/// Return the producer of the first input of a node, reshapes aside, and the number of its output; or null.
-inline std::pair<Node*, std::uint32_t> source_of(const Node& node) {
+/// Return the producer of an input of a node, reshapes aside, and the number of its output; or null.
+inline std::pair<Node*, std::uint32_t> source_of(const Node& node, size_t input = 0) {
   const Node* reader = &node;
-  for (int step = 0; step < kLongest && reader->num_outputs() != 0; ++step) {
-    const auto& edge = reader->next_edge(0);
+  for (int step = 0; step < kLongest && input < reader->num_outputs(); ++step) {
+    const auto& edge = reader->next_edge(input);
     if (!edge.function || !reshapes(*edge.function)) return {edge.function.get(), edge.input_nr};
     reader = edge.function.get();
+    input = 0;
   }
   return {nullptr, 0};
 }
