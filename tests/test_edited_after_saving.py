@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,6 +144,22 @@ def test_the_graphs_are_of_both_kinds() -> None:
 def test_backward_raises_where_that_of_torch_raises(graph: Graph, mode: str) -> None:
     assert raises(graph, True, mode) == raises(graph, True, None)
     assert not raises(graph, False, mode)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize(
+    "factor", [lambda x: x * 2, lambda x: F.gelu(x * 2), lambda x: (x * 2).t().reshape(32, 16).t()]
+)
+def test_a_factor_that_backward_does_not_read_is_checked(mode: str | None, factor: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    with pyactcomp.compressed(min_bytes=1, mode=mode) if mode else nullcontext():
+        y = factor(x)
+        out = y @ w
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        torch.autograd.grad(out.sum(), x)  # reads the other factor alone
 
 
 def module_raises(module: nn.Module, x: Tensor, target: str, compressed: bool) -> bool:

@@ -161,6 +161,8 @@ struct Stored {
   virtual ~Stored() { --counts().alive; }
   /// Return a tensor with the values, layout, dtype and device of the saved one.
   virtual at::Tensor restore() = 0;
+  /// Raise autograd's own error if the saved tensor was written to since; `restore` does so, too.
+  virtual void check() const {}
 };
 
 /// Return the body of a stored form of this library, or null for other objects.
@@ -267,8 +269,9 @@ struct Same : Versioned {
     shape = Layout::of(tensor).sizes;
     stored = form;
   }
+  void check() const override { seen.check(shape); }
   at::Tensor restore() override {
-    seen.check(shape);
+    check();
     return engine::restore(stored.get());
   }
 };

@@ -203,8 +203,11 @@ struct FromRecipe : Shared {
   ~FromRecipe() override {
     if (recipe && body<Recipe>(recipe.get()).latest == this) body<Recipe>(recipe.get()).latest = nullptr;
   }
-  at::Tensor restore() override {
+  void check() const override {
     if (checks) seen.check(layout.sizes);
+  }
+  at::Tensor restore() override {
+    check();
     if (!body<Recipe>(recipe.get()).exact) check_reader(constants().as_codes, kCodes, layout.sizes);
     return Shared::restore();
   }

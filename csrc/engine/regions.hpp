@@ -119,8 +119,9 @@ struct Region : Shared {
            apart == (is_dense(source) ? Layout() : Layout::in_memory_order(source));
   }
 
+  void check() const override { seen.check(layout.sizes); }
   at::Tensor restore() override {
-    seen.check(layout.sizes);
+    check();
     if (need != kExact) check_reader(form.get(), need, layout.sizes);
     return Shared::restore();
   }
@@ -137,6 +138,7 @@ struct View : Stored {
   Ref region;
   Layout layout;
   std::int64_t offset = 0;
+  void check() const override { stored_in(region.get())->check(); }
   at::Tensor restore() override {
     const at::Tensor whole = engine::restore(region.get());
     const auto* const own = dynamic_cast<const Region*>(stored_in(region.get()));

@@ -27,7 +27,10 @@ inline PyObject* unpack(PyObject*, PyObject* saved) {
   return guarded([&] {
     if (Py_TYPE(saved) != types().kept && asks_for_some()) {
       Ref unread = rare("unread", {saved});
-      if (unread.get() != Py_None) return unread.release();
+      if (unread.get() != Py_None) {
+        if (const Stored* const own = stored_in(saved)) own->check();  // as torch checks what it does not read
+        return unread.release();
+      }
     }
     return THPVariable_Wrap(restore(saved));
   });
