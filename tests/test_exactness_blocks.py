@@ -166,6 +166,9 @@ ROUTES: dict[str, Callable[[Tensor], Tensor]] = {
     "grid_sample": lambda x: F.grid_sample(
         x, x.detach()[:, :2].permute(0, 2, 3, 1) / 20 - 1, "nearest", align_corners=False
     ),
+    "grid_sample between pixels": lambda x: F.grid_sample(
+        x, x[:, :2].permute(0, 2, 3, 1) / 20 - 1, align_corners=False
+    ),
 }
 
 

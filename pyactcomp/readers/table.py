@@ -418,6 +418,8 @@ DECIDING = tuple(
         *("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine", "quantize_per_tensor"),
         *("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"),
         *("quantize_per_channel", "quantize_per_tensor_dynamic"),
+        # The slope between pixels jumps where a coordinate passes one.
+        *("grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler"),
     )
 )
 """Operators that turn values into decisions: a block that runs one must rerun from exactly the same values.
@@ -429,9 +431,8 @@ DECIDING = tuple(
 CHOOSING = {
     **{f"aten::{name}": (1, math.inf) for name in ("linalg_vector_norm", "norm", "_pdist_forward")},
     "aten::_cdist_forward": (2, math.inf),
-    **{f"aten::{name}": (2, 1) for name in ("grid_sampler_2d", "grid_sampler_3d")},
 }
-"""Operators that decide if the argument at a position has a magnitude: the largest difference, the nearest pixel."""
+"""Operators that decide if the argument at a position has a magnitude: that of the largest difference."""
 
 DIVIDING = {
     "aten::div": 1,
