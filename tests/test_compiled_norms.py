@@ -203,7 +203,7 @@ def test_a_stream_that_begins_with_a_frozen_embedding_is_packed_as_others(begins
     """A constant that no layer made may be a mask, and the sums in which it is added are no layer's."""
     torch.manual_seed(0)
     table = nn.Parameter(torch.randn(50, GROUP), requires_grad=begins == "trained")
-    weights = [nn.Parameter(torch.randn(GROUP, GROUP) / 8) for _ in range(5)]
+    weights: list[Tensor] = [nn.Parameter(torch.randn(GROUP, GROUP) / 8) for _ in range(5)]
     tokens = torch.randint(50, (256,))
 
     def normalized(x: Tensor) -> Tensor:

@@ -261,7 +261,7 @@ inline at::Tensor multiplied(const at::Tensor& x, const at::Tensor& scale, const
 ///
 /// A deviation that is off by a rounding scales rows by as much, but a mean that is off by a rounding moves rows by as
 /// much as they are far from zero.
-inline bool is_rounded(const at::Tensor& means) { return means.element_size() < at::elementSize(at::kFloat); }
+inline bool is_rounded(const at::Tensor& means) { return means.itemsize() < sizeof(float); }
 
 /// Recompute a norm of rows from its input and the saved statistics.
 ///
@@ -292,9 +292,9 @@ Ref recipe_of_rows(const Result<Kind>& of, const SavedVariable* means, const Sav
     size_t next = 2;
     at::Tensor shift, gain, offset;
     if (centred) {
-      const at::Tensor& saved = given[next++];
-      const at::Tensor means = is_rounded(saved) ? x.flatten(-dims).mean(-1, false, wide) : saved;
-      shift = means.view(deviation.sizes()).mul(deviation).neg_();
+      shift = given[next++];
+      if (is_rounded(shift)) shift = x.flatten(-dims).mean(-1, false, wide).view(deviation.sizes());
+      shift = shift.mul(deviation).neg_();
     }
     if (scaled) gain = given[next++];
     if (moved) offset = given[next];
