@@ -32,10 +32,10 @@ try:
     pyactcomp.__path__.append(str(output))
     from pyactcomp.torch_private import extensions
     from pyactcomp.allocator.build import build_torch_allocator
-    if name == "_observer":
-        extensions.build(name, package / "torch_libraries", source=root / "csrc")
-    else:
+    if name == "_torch_allocator":
         build_torch_allocator(package / "torch_libraries", source=root / "csrc")
+    else:
+        extensions.build(name, package / "torch_libraries", source=root / "csrc")
 except Exception as error:
     sys.exit(str(error))
 """
@@ -89,7 +89,7 @@ class CMakeBuild(build_ext):
         subprocess.run([_tool("cmake"), "--build", str(build)], check=True)
         # An editable install copies back only the extensions that setuptools knows, so there it goes where it stays.
         package = ROOT / "pyactcomp" if self.editable_mode else output
-        for name in ("_torch_allocator", "_observer"):
+        for name in ("_torch_allocator", "_observer", "_phantom"):
             library = [sys.executable, "-c", BUILD_FOR_TORCH, name, str(ROOT), str(output), str(package)]
             done = subprocess.run(library, stderr=subprocess.PIPE, text=True, env=_seeing_torch())
             if done.returncode != 0:

@@ -62,9 +62,9 @@ def test_torch_is_included_in_libraries_alone_that_tell_their_release_of_torch()
     assert len(text) > 5
     included = {name: set(re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)", each, re.M)) for name, each in text.items()}
     torchs = {name for name, headers in included.items() if any(re.match("(torch|ATen|c10)/", h) for h in headers)}
-    # The allocator's header, and the folders of the library that packs.
-    packing = ("observer/", "engine/", "functions/")
-    assert {name for name in torchs if not name.startswith(packing)} == {"bindings/torch_headers.hpp"}
+    # The allocator's header, and the folders of the library that packs and of phantom tensors.
+    folders = ("observer/", "engine/", "functions/", "phantom/")
+    assert {name for name in torchs if not name.startswith(folders)} == {"bindings/torch_headers.hpp"}
     while more := {name for name, headers in included.items() if headers & torchs} - torchs:
         torchs |= more
     compiled = {name for name in torchs if name.endswith((".cpp", ".cu"))}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyactcomp import torch_private
-from pyactcomp.torch_private import compiler_tests, distributed, distributed_tests
+from pyactcomp.torch_private import compiler_tests, distributed, distributed_tests, phantom_tests
 from pyactcomp.torch_private import tests as torch_private_tests
 
 
@@ -110,7 +110,7 @@ def test_current_raw_stream_follows_the_current_stream() -> None:
 def test_every_public_function_has_a_self_test() -> None:
     """What the module offers must be among what ``pyactcomp doctor`` tests."""
     offered = set(_functions(torch_private)) | {"current_raw_stream"}
-    functions = _functions(torch_private_tests) | _functions(compiler_tests)
+    functions = _functions(torch_private_tests) | _functions(compiler_tests) | _functions(phantom_tests)
     functions.pop("self_test")
     tested = {name.id for each in functions.values() for name in ast.walk(each) if isinstance(name, ast.Name)}
     assert {name for name in offered if not name.startswith("_")} - tested == set()

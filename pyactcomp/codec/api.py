@@ -24,8 +24,11 @@ IMPLS: tuple[Impl, ...] = ("auto", "cuda", "triton", "cpu", "reference")
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Implementations tried by "auto" on each type of device, fastest first.
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
+# Implementations tried by "auto" on each type of device, fastest first. "none" is there in an estimate alone.
+_PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cuda": ("none", "cuda", "triton", "reference"),
+    "cpu": ("cpu", "reference"),
+}
 
 
 class _ReferenceKernel:
@@ -172,7 +175,7 @@ def bind_form(
         As :func:`resolve`.
     """
     name = resolve(impl, device)
-    if name in ("cpu", "cuda"):
+    if name in ("none", "cpu", "cuda"):
         return cast(Kernel, _module(name).bind_form(encoding, dtype, device, narrow, comparison))
     if comparison is not None:
         return plain.bind_answers(comparison, bind(name, torch.bool, 1, 64, False, False, device))

@@ -1,4 +1,4 @@
-"""Loads and compiles the two libraries built for one torch release: the torch allocator and the observer.
+"""Loads and compiles the libraries built for one torch release: the torch allocator, the observer, phantom tensors.
 
 Each lies in a folder named by the torch it is built for and by the sources it is built from: beside the package, where
 the installation or a first use compiled it, or in the user's cache, where the package's folder is not writable.
@@ -79,6 +79,15 @@ LIBRARIES = {
         "pyactcomp build-observer",
         "a minute",
         "nothing is compressed without it",
+        fits_variants=True,
+    ),
+    "_phantom": Library(
+        "library of phantom tensors",
+        ("phantom/phantom.cpp",),
+        ("c10", "torch_cpu", "torch_python"),
+        "pyactcomp build-phantom",
+        "half a minute",
+        "nothing is estimated without it",
         fits_variants=True,
     ),
 }

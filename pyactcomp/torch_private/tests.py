@@ -60,6 +60,7 @@ from . import (
 from .compiler_tests import TESTS as _OF_THE_COMPILER
 from .distributed_tests import TESTS as _OF_DTENSORS
 from .functions import _test_clamp, _test_functions
+from .phantom_tests import TESTS as _OF_PHANTOMS
 
 
 def _test_top_hooks() -> None:
@@ -469,6 +470,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "torch._C._CUDAPluggableAllocator.set_init_fn and the like": _test_pluggable_setters,
     **_OF_THE_COMPILER,
     **_OF_DTENSORS,
+    **_OF_PHANTOMS,
 }
 
 

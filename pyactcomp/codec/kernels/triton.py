@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import PyactcompError
 from ...torch_private import current_cuda_device, current_raw_stream
 from .. import format as fmt
+from . import none
 
 if TYPE_CHECKING:
     from . import Kernel
@@ -83,6 +84,9 @@ class Launcher:
         device: torch.device,
         registers: int | None = None,
     ) -> None:
+        self._nothing = none.launches_nothing()
+        if self._nothing:
+            return
         from . import triton_direct
 
         self._direct, self._is_watched = triton_direct.direct, triton_direct.launches_are_watched
@@ -96,8 +100,8 @@ class Launcher:
         self._compiled: dict[tuple[object, ...], tuple[Any, Launch | None]] = {}
 
     def __call__(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
-        """Launch ``programs`` programs; nothing if 0."""
-        if programs == 0:
+        """Launch ``programs`` programs; nothing if 0, or in an estimate."""
+        if programs == 0 or self._nothing:
             return
         if self._interpreted:
             self._interpret(programs, tensors, scalars)

@@ -1,0 +1,211 @@
+"""Private names of torch that phantom tensors use: the dispatcher's tables, fake tensors, the answers about CUDA.
+
+In a process of its own: :func:`pretend` replaces functions of :mod:`torch.cuda` for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+#: Errors of an operator whose result depends on values, and of one without a function for shapes.
+DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+HAS_NO_SHAPES = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
+
+# Operators with kernels for CUDA and composite kernels, besides those of _foreach_: a build without CUDA would take the
+# composite ones. The tables of torch 2.11.0+cu130 are the source, and a test holds the list against a build with CUDA.
+WITH_KERNELS_FOR_CUDA = (
+    *("_chunk_cat", "_chunk_cat.out", "_grouped_mm", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims"),
+    *("any.dims_out", "convolution_backward", "linalg__powsum", "native_group_norm", "native_layer_norm"),
+    *("split_with_sizes_copy.out", "_fused_rms_norm", "mish_backward", "silu_backward"),
+)
+# Not a kernel for CUDA, but the choice between cuDNN's and others: FakeTensor knows the layouts of all.
+_WHOLE = ("convolution",)
+
+# These write metadata, not elements.
+_NOT_ELEMENTS = ("set_", "resize_", "_resize_output_", "copy_", "record_stream")
+
+
+def operators() -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
+    """Return the operators of CUDA: those that only write into arguments, the others, and the others that stay whole.
+
+    Returns
+    -------
+    tuple
+        Twice a list of pairs of name and overload; and the qualified names that composite kernels must not serve.
+    """
+    tables = {
+        key: {name for name in torch._C._dispatch_get_registrations_for_dispatch_key(key) if name.startswith("aten::")}
+        for key in ("CUDA", "CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    }
+    composite = tables["CompositeExplicitAutograd"] | tables["CompositeImplicitAutograd"]
+    known = tables["CUDA"] | tables["CPU"]
+    known |= {name for name in composite if name.startswith("aten::_foreach_")}
+    known |= {f"aten::{name}" for name in (*WITH_KERNELS_FOR_CUDA, *_WHOLE)}
+    known = {name for name in known if torch._C._dispatch_has_kernel(name)}
+    writing, others, whole = [], [], []
+    for name in sorted(known):
+        if name.partition("::")[2].split(".")[0] in _NOT_ELEMENTS:
+            continue
+        if _writes_only(_overload(name)._schema):
+            writing.append(_parts(name))
+        else:
+            others.append(_parts(name))
+            if name in composite or name.partition("::")[2] in _WHOLE:
+                whole.append(name)
+    return writing, others, whole
+
+
+def _parts(name: str) -> tuple[str, str]:
+    base, _, overload = name.partition(".")
+    return base, overload
+
+
+def _overload(name: str) -> Any:
+    base, overload = _parts(name)
+    namespace, _, operator = base.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+
+
+def _writes_only(schema: Any) -> bool:
+    """Return whether an operator only returns arguments that it writes."""
+    writes = [each.alias_info for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    returned = all(each.alias_info is not None and each.alias_info.is_write for each in schema.returns)
+    return bool(writes) and returned
+
+
+def serve_others(handler: Callable[..., Any], whole: list[str]) -> list[Any]:
+    """Let a function serve operators without a composite kernel on the neutral backend of csrc/phantom, and ``whole``.
+
+    Returns
+    -------
+    list
+        The registrations, which last as long as the list.
+    """
+    every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    every.fallback(handler, "PrivateUse3")  # type: ignore[no-untyped-call]
+    aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in whole:
+        operator = _overload(name)
+        aten.impl(name.partition("::")[2], _bound(handler, operator), "PrivateUse3")  # type: ignore[no-untyped-call]
+    return [every, aten]
+
+
+def _bound(handler: Callable[..., Any], operator: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: handler(operator, *args, **kwargs)
+
+
+def fake_mode() -> Any:
+    """Return the mode in which operators compute shapes alone."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor without memory that claims to be on a device."""
+    return FakeTensor(mode, meta, device)
+
+
+def meta_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return a storage without memory."""
+    return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that views of the same memory share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Stream:
+    cuda_stream = 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class _Generator:
+    """The generator of a device without numbers."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        pass
+
+    def initial_seed(self) -> int:
+        return 0
+
+    def get_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+    def set_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def pretend_streams() -> None:
+    """Let the functions in C that tell the current stream and device speak of one of each."""
+    native: Any = torch._C
+    native._cuda_getCurrentRawStream = lambda *_: 0
+    native._cuda_getDevice = lambda: 0
+
+
+def pretend(properties: SimpleNamespace, live: Callable[[], int]) -> None:
+    """Let :mod:`torch.cuda` speak of one device with these properties; ``live`` counts the bytes in use."""
+    cuda: Any = torch.cuda
+    capability = (properties.major, properties.minor)
+    stream = _Stream()
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: capability,
+        "get_device_name": lambda *_: properties.name,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *_, **__: properties.major >= 8,
+        "mem_get_info": lambda *_: (properties.total_memory - live(), properties.total_memory),
+        "memory_allocated": lambda *_: live(),
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "manual_seed": lambda *_: None,
+        "manual_seed_all": lambda *_: None,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "set_rng_state": lambda *_: None,
+        "stream": lambda *_: contextlib.nullcontext(),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    cuda.Stream = cuda.Event = _Stream
+    cuda.default_generators = (_Generator(),)
+    backends: Any = torch.backends.cuda
+    backends.is_built = lambda: True
+    native: Any = torch._C
+    # torch.tensor(..., device="cuda") is made on the host, and then copied.
+    native._set_only_lift_cpu_tensors(True)

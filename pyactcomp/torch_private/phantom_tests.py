@@ -1,0 +1,47 @@
+"""A test for each private name of torch in :mod:`.phantom`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import phantom
+
+
+def _test_operators() -> None:
+    writing, others, whole = phantom.operators()
+    assert ("aten::add_", "Tensor") in writing
+    assert ("aten::mm", "out") in writing
+    assert ("aten::embedding_dense_backward", "") in others
+    assert ("aten::resize_", "") not in writing
+    assert "aten::_foreach_add.List" in whole
+    if torch.version.cuda is not None:
+        # A build with CUDA confirms the list for builds without.
+        tables = {
+            key: set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+            for key in ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        }
+        both = tables["CUDA"] & (tables["CompositeExplicitAutograd"] | tables["CompositeImplicitAutograd"])
+        listed = {f"aten::{name}" for name in phantom.WITH_KERNELS_FOR_CUDA}
+        missing = {name for name in both if name.startswith("aten::") and "_foreach_" not in name} - listed
+        assert not missing, f"kernels for CUDA that the list lacks: {sorted(missing)}"
+
+
+def _test_fake() -> None:
+    mode = phantom.fake_mode()
+    storage = phantom.meta_storage(24)
+    flat = torch.empty(0, device="meta")
+    flat.set_(storage, 0, (2, 3), (3, 1))
+    claimed = phantom.fake(mode, flat, torch.device("cuda", 0))
+    with mode:
+        out = claimed.t()
+    assert out.device.type == "cuda"
+    assert tuple(out.shape) == (3, 2)
+    assert phantom.storage_key(out) == phantom.storage_key(claimed)
+
+
+TESTS: dict[str, Callable[[], None]] = {
+    "torch._C._dispatch_get_registrations_for_dispatch_key, _dispatch_has_kernel": _test_operators,
+    "torch._subclasses.fake_tensor.FakeTensor; UntypedStorage._cdata": _test_fake,
+}
