@@ -10,6 +10,7 @@ from .codec import Packed, dequantize, ops, quantize
 from .compress import compress, compressed, decompress
 from .config import Config
 from .errors import HookConflictError, ImplementationUnavailableError, PyactcompError
+from .estimate import Estimate, estimate
 from .readers import register_reader
 from .report import Report, report
 from .verify import Verification, verify
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchSize",
     "Config",
+    "Estimate",
     "HookConflictError",
     "ImplementationUnavailableError",
     "Packed",
@@ -33,6 +35,7 @@ __all__ = [
     "compressed",
     "decompress",
     "dequantize",
+    "estimate",
     "find_batch_size",
     "find_executable_batch_size",
     "functional",

@@ -16,6 +16,7 @@ from .._version import __version__
 from ..errors import PyactcompError
 from .demo.command import demo
 from .doctor import doctor
+from .estimate import estimate
 from .explain import explain
 from .replay import replay
 from .shared import console, fail
@@ -115,5 +116,13 @@ def build_observer() -> None:
     _build("_observer", lambda: extensions.build("_observer"))
 
 
-for command in (demo, doctor, replay, tune, explain):
+@app.command()
+def build_phantom() -> None:
+    """Compile the library that estimates memory without a GPU, for the installed torch."""
+    from ..torch_private import extensions
+
+    _build("_phantom", lambda: extensions.build("_phantom"))
+
+
+for command in (demo, doctor, estimate, replay, tune, explain):
     app.command()(command)

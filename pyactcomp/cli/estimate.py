@@ -1,0 +1,164 @@
+"""The command ``estimate``: print the memory that training a model takes, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Group
+from rich.table import Table
+
+from ..errors import PyactcompError
+from .shared import AsJson, console, numbers_table, print_notes, progress_bar, size_text
+
+if TYPE_CHECKING:
+    from ..estimate import Estimate, ModeEstimate
+
+_QUICK = 2.0  # seconds without a progress bar
+_ROWS_AT_PEAK = 8
+
+# The limits of every estimate.
+_UNKNOWN = (
+    "not counted: workspaces of cuDNN's convolutions and attention, other libraries' buffers (NCCL), several streams, "
+    "CUDA graphs and torch.compile. How far estimates are from measured peaks: docs/will_it_fit.md"
+)
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model type of transformers (llama), the path of a config.json or its folder, timm:NAME, "
+            "module:function or file.py:function; the function returns (model, batch[, loss]).",
+            metavar="MODEL",
+        ),
+    ],
+    batch: Annotated[int, typer.Option(help="Samples of a batch.")] = 8,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; by default 1024 or all positions.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw:fused, adamw8bit, sgd, ...")] = "adamw",
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16; by default no autocast.")] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="Some of plain, lossless, int8, int8+head, checkpoint, int8+checkpoint, int8+head+checkpoint."
+        ),
+    ] = "plain,int8,int8+checkpoint",
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, a100-40, a100-80, 4090, 3090, l4, t4, or a size: 24GiB.")
+    ] = "h100",
+    largest: Annotated[bool, typer.Option(help="Look for the largest batch and the longest sequence that fit.")] = True,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the curve of a step into this file (needs matplotlib).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate without a GPU the memory of training a model: peaks by mode, and whether they fit."""
+    from ..estimate import estimate as run
+
+    drawing = _drawing(plot)
+    progress = progress_bar()
+    task = progress.add_task("", total=None)
+    patience = threading.Timer(_QUICK, progress.start)
+    if progress.console.is_terminal:
+        patience.start()
+    try:
+        found = run(
+            model,
+            batch=batch,
+            seq=seq,
+            optimizer=optimizer,
+            dtype=dtype,
+            autocast=autocast,
+            modes=[each.strip() for each in mode.split(",")],
+            gpu=gpu,
+            largest=largest,
+            progress=lambda what: progress.update(task, description=what),
+        )
+    except PyactcompError as error:
+        reason = str(error).partition("\n")[0]
+        found = None
+    finally:
+        patience.cancel()
+        if progress.live.is_started:
+            progress.stop()
+    if found is None:
+        _refuse(reason)
+    if drawing is not None:
+        drawing(found)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        _print(found)
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _drawing(plot: Path | None) -> Callable[[Estimate], None] | None:
+    """Return the function that draws, before the estimate takes its time; None if nothing is drawn."""
+    if plot is None:
+        return None
+    if not plot.resolve().parent.is_dir():
+        _refuse(f"--plot: there is no folder {plot.resolve().parent}")
+    try:
+        from ..estimate.plot import draw
+    except ImportError as error:
+        _refuse(f"--plot needs matplotlib ({error}): pip install matplotlib")
+    return lambda found: draw(found, plot)
+
+
+def _print(found: Estimate) -> None:
+    first = found.modes[0]
+    length = "" if first.seq is None else f" x {first.seq} tokens"
+    console.print(
+        f"{found.model}, batch {first.batch}{length}, on {found.gpu} with {size_text(found.memory)}", soft_wrap=True
+    )
+    table = numbers_table([""], *(each.mode for each in found.modes))
+    for title, name in (
+        ("weights", "weights"),
+        ("gradients", "gradients"),
+        ("optimizer", "optimizer"),
+        ("activations", "activations"),
+        ("cuBLAS workspaces", "workspaces"),
+        ("CUDA context", "context"),
+        ("peak allocated", "peak_allocated"),
+        ("  of the first step", "first_step"),
+    ):
+        table.add_row(title, *(size_text(getattr(each, name)) for each in found.modes))
+    for allocator in first.peak_reserved:
+        table.add_row(f"reserved, {allocator}", *(_reserved(each, allocator) for each in found.modes))
+    if any(each.largest_batch is not None for each in found.modes):
+        table.add_row("largest batch", *(_count(each.largest_batch) for each in found.modes))
+    if any(each.longest_seq is not None for each in found.modes):
+        table.add_row("longest sequence", *(_count(each.longest_seq) for each in found.modes))
+    console.print(table)
+    for each in found.modes:
+        console.print(Group(f"alive at the peak, {each.mode}:", _alive(each)))
+    print_notes(dict.fromkeys(note for each in found.modes for note in each.notes))
+    print_notes([_UNKNOWN])
+
+
+def _reserved(each: ModeEstimate, allocator: str) -> str:
+    return f"{size_text(each.peak_reserved[allocator])} {'fits' if each.fits[allocator] else 'does not fit'}"
+
+
+def _count(number: int | None) -> str:
+    return "none fits" if number is None else f"{number:,}"
+
+
+def _alive(each: ModeEstimate) -> Table:
+    table = numbers_table(["module or phase"], "bytes")
+    rows = each.at_peak[:_ROWS_AT_PEAK]
+    for name, size in rows:
+        table.add_row(name, size_text(size))
+    rest = each.at_peak[_ROWS_AT_PEAK:]
+    if rest:
+        table.add_row(f"{len(rest)} others", size_text(sum(size for _, size in rest)))
+    return table

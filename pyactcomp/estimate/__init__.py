@@ -1,0 +1,146 @@
+"""Estimates the memory of training a model without a GPU: peaks, their tensors, and batches that fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import PyactcompError
+from .gpus import gpu_named
+from .largest import largest_batch, longest_seq
+from .optimizers import maker
+from .process import Child
+from .recorded import estimated
+from .result import ALLOCATORS, MODES, Estimate, ModeEstimate, Question
+
+__all__ = ["ALLOCATORS", "MODES", "Estimate", "ModeEstimate", "estimate"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def estimate(
+    model: str | Callable[..., Any],
+    *,
+    batch: int = 8,
+    seq: int | None = None,
+    optimizer: str = "adamw",
+    dtype: str | None = None,
+    autocast: str | None = None,
+    modes: Sequence[str] = ("plain", "int8", "int8+checkpoint"),
+    gpu: str = "h100",
+    largest: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> Estimate:
+    """Estimate the memory of training a model, without a GPU, weights or a download.
+
+    Three steps of training run in a child process on tensors that have a CUDA device and an address, and no memory.
+    Their allocations are replayed through PyTorch's allocator and this package's.
+
+    Parameters
+    ----------
+    model : str or callable
+        ``"llama"`` or another model type of transformers; the path of a ``config.json`` or of its folder;
+        ``"timm:resnet50"``; ``"module:function"`` or ``"file.py:function"``; or the function itself, defined at the top
+        of a module. The function may take ``batch`` and ``seq``, and returns ``(model, batch)``, or ``(model, batch,
+        loss)`` with a function of the output (and the batch) where the model does not return its loss.
+    batch : int
+    seq : int, optional
+        Tokens of a sequence; by default 1024, or as many as the model has positions.
+    optimizer : str
+        ``adamw``, ``adamw:fused``, ``adamw:foreach``, ``adamw8bit``, ``sgd``, ... .
+    dtype : {"float32", "bfloat16", "float16"}, optional
+        Of the weights; by default as the model is built.
+    autocast : {"bfloat16", "float16"}, optional
+        Of the regions of :class:`torch.autocast`; by default none.
+    modes : sequence of str
+        Of ``plain``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``; ``int8+head`` and
+        ``int8+head+checkpoint`` are :func:`pyactcomp.compress` with ``fuse_head=True``.
+    gpu : str
+        ``h100``, ``h200``, ``a100-40``, ``a100-80``, ``4090``, ``3090``, ``l4``, ``t4``, or a size such as ``24GiB``.
+    largest : bool
+        Whether to look for the largest batch and the longest sequence that fit, by a few more runs of each mode.
+    progress : callable, optional
+        Called with the name of each stage as it begins.
+
+    Returns
+    -------
+    Estimate
+
+    Raises
+    ------
+    PyactcompError
+        If an argument has no meaning, the model is not found, or it cannot run without values; the error says where.
+    ImplementationUnavailableError
+        If the library of phantom tensors can neither be loaded nor compiled.
+
+    Examples
+    --------
+    >>> import pyactcomp
+    >>> found = pyactcomp.estimate("bert", batch=8, seq=128, modes=["plain"], gpu="24GiB")  # doctest: +SKIP
+    >>> found["plain"].fits["pyactcomp"]  # doctest: +SKIP
+    True
+    """
+    name = model if isinstance(model, str) else _place_of(model)
+    _check(batch, seq, modes, dtype, autocast, optimizer)
+    card = gpu_named(gpu)
+    question = Question(name, batch, seq, optimizer, dtype, autocast, gpu)
+    tell = progress or (lambda _: None)
+    tell("loading the model")
+    found = []
+    with Child(question) as child:
+        for mode in modes:
+            tell(mode)
+
+            def run(size: int, length: int | None, mode: str = mode) -> ModeEstimate:
+                return estimated(child.record(mode, size, length), mode, card)
+
+            one = run(batch, seq)
+            if largest:
+                tell(f"{mode}: the largest batch")
+                one = largest_batch(one, run, card)
+                if one.seq is not None:
+                    tell(f"{mode}: the longest sequence")
+                    one = longest_seq(one, run, card)
+            found.append(one)
+    return Estimate(name, card.name, card.memory, tuple(found))
+
+
+def _check(
+    batch: object,
+    seq: object,
+    modes: Sequence[str],
+    dtype: str | None,
+    autocast: str | None,
+    optimizer: str,
+) -> None:
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise PyactcompError(f"{name} is a whole number of at least 1; got {value!r}")
+    if isinstance(modes, str) or not modes:
+        raise PyactcompError(f"modes is a list of {', '.join(MODES)}; got {modes!r}")
+    for mode in modes:
+        if mode not in MODES:
+            raise PyactcompError(f"mode is one of {', '.join(MODES)}; got {mode!r}")
+    for name, value in (("dtype", dtype), ("autocast", autocast)):
+        if value is not None and value not in DTYPES:
+            raise PyactcompError(f"{name} is one of {', '.join(DTYPES)}; got {value!r}")
+    if autocast == "float32":
+        raise PyactcompError("autocast is bfloat16 or float16; got 'float32'")
+    maker(optimizer)
+
+
+def _place_of(function: Callable[..., Any]) -> str:
+    """Return where the child process finds a function."""
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
+    if not name.isidentifier() or not module:
+        raise PyactcompError(
+            f"model is a name or a function at the top of a module, which another process can import; got {function!r}"
+        )
+    if module == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if file is None:
+            raise PyactcompError(f"the function {name} is typed into a session: put it into a file")
+        return f"{Path(file).resolve()}:{name}"
+    return f"{module}:{name}"

@@ -1,0 +1,76 @@
+"""The child process: torch with a CUDA device that is not there. Answers the questions of :mod:`.process`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+from ..codec.kernels import none
+from ..errors import PyactcompError
+from ..torch_private import phantom as private
+from .gpus import gpu_named
+from .operators import Operators
+from .programs import builder
+from .result import Question
+from .training import quiet, record
+
+
+def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Read a :class:`Question` and then (mode, batch, seq) until the end, and write an answer to each.
+
+    An answer is ``("recorded", Recorded)``, ``("refused", str)`` or ``("failed", str)``, pickled. Each mode runs in a
+    fork: so it starts with the addresses, workspaces and classes of a fresh process, and modules are imported once.
+    """
+    quiet()
+    none.launch_nothing()
+    question: Question = pickle.load(requests)
+    gpu = gpu_named(question.gpu)
+    private.pretend(gpu.properties, native.live)
+    native.set_device(gpu.major, gpu.minor, gpu.workspace)
+    try:
+        Operators.serve(native)
+        build = builder(question.model)
+    except PyactcompError as error:
+        _write(answers, ("refused", str(error)))
+        return
+    except Exception:
+        _write(answers, ("failed", traceback.format_exc()))
+        return
+    _write(answers, ("ready", None))
+    while True:
+        try:
+            mode, batch, seq = pickle.load(requests)
+        except EOFError:
+            return
+        asked = dataclasses.replace(question, batch=batch, seq=seq)
+        process = os.fork()
+        if process == 0:
+            _write(answers, _answer(native, build, asked, mode))
+            sys.stderr.flush()
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        if status != 0:
+            _write(answers, ("failed", f"the process of mode {mode} ended with status {status}"))
+
+
+def _answer(native: Any, build: Any, asked: Question, mode: str) -> tuple[str, Any]:
+    try:
+        return "recorded", record(native, build, asked, mode, native.reads)
+    except PyactcompError as error:
+        return "refused", str(error)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # an operator that refuses, inside another error
+            if isinstance(cause, PyactcompError):
+                return "refused", str(cause)
+            cause = cause.__cause__ or cause.__context__
+        return "failed", traceback.format_exc()
+
+
+def _write(answers: BinaryIO, message: tuple[str, Any]) -> None:
+    pickle.dump(message, answers)
+    answers.flush()

@@ -1,0 +1,103 @@
+"""The GPUs that an estimate knows: memory, instructions, and the context of CUDA."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from ..errors import PyactcompError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's properties as :func:`torch.cuda.get_device_properties` has them.
+
+    Attributes
+    ----------
+    name : str
+    memory : int
+        Bytes that the driver reports in all.
+    major, minor : int
+        Version of the instructions.
+    processors : int
+    optin : int
+        Shared memory of a block, in bytes.
+    context : int
+        Bytes that CUDA takes before the first tensor: code of torch's kernels, stacks, tables.
+    """
+
+    name: str
+    memory: int
+    major: int
+    minor: int
+    processors: int
+    optin: int
+    context: int = 520 * MIB
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that cuBLAS takes in each thread that multiplies matrices: torch's defaults for the instructions."""
+        return 32 * MIB if self.major >= 9 and self.major < 12 else 4096 * 1024 * 2 + 16 * 1024 * 8
+
+    @property
+    def properties(self) -> SimpleNamespace:
+        """Stand-in for torch's object."""
+        threads = 1536 if (self.major, self.minor) in ((8, 6), (8, 9)) else 1024 if self.major == 7 else 2048
+        return SimpleNamespace(
+            name=self.name,
+            major=self.major,
+            minor=self.minor,
+            total_memory=self.memory,
+            multi_processor_count=self.processors,
+            max_threads_per_multi_processor=threads,
+            warp_size=32,
+            regs_per_multiprocessor=65536,
+            shared_memory_per_block_optin=self.optin,
+            L2_cache_size=40 * MIB,
+            is_integrated=0,
+            is_multi_gpu_board=0,
+            gcnArchName="",
+            uuid="phantom",
+        )
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 85_017_755_648, 9, 0, 132, 232_448),
+    "h200": Gpu("NVIDIA H200", 150_109_880_320, 9, 0, 132, 232_448),
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_297_786_368, 8, 0, 108, 166_912),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_094_105_088, 8, 0, 108, 166_912),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 25_386_352_640, 8, 9, 128, 101_376),
+    "3090": Gpu("NVIDIA GeForce RTX 3090", 25_298_141_184, 8, 6, 82, 101_376),
+    "l4": Gpu("NVIDIA L4", 23_659_151_360, 8, 9, 58, 101_376),
+    "t4": Gpu("Tesla T4", 15_655_829_504, 7, 5, 40, 65_536),
+}
+ALIASES = {"a100": "a100-80", "rtx4090": "4090", "rtx3090": "3090"}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
+_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB, "mb": 10**6}
+
+
+def gpu_named(text: str) -> Gpu:
+    """Return a GPU by its name in :data:`GPUS`, or an H100 with as much memory as a size says.
+
+    Raises
+    ------
+    PyactcompError
+        For another text, and for less than 1 GiB.
+    """
+    key = text.strip().lower()
+    known = GPUS.get(ALIASES.get(key, key))
+    if known is not None:
+        return known
+    size = _SIZE.fullmatch(text.strip())
+    if size is None:
+        raise PyactcompError(f"gpu is one of {', '.join(GPUS)}, or a size such as 24GiB; got {text!r}")
+    memory = int(float(size[1]) * _UNITS[size[2].lower()])
+    if memory < GIB:
+        raise PyactcompError(f"a GPU has at least 1 GiB; got {text!r}")
+    h100 = GPUS["h100"]
+    return Gpu(text.strip(), memory, h100.major, h100.minor, h100.processors, h100.optin)

@@ -1,0 +1,224 @@
+"""Operators on phantom tensors: shapes by torch's fake kernels, results as phantoms.
+
+The results of an operator depend on the shapes, layouts and other arguments alone, so each combination is worked out
+once: a step repeats the operators of the last, and a block those of the block before.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PyactcompError
+from ..torch_private import phantom as private
+from .kernel_memory import PRODUCTS, blocks_of
+
+_serving: Operators | None = None
+
+
+@dataclass(frozen=True)
+class _New:
+    """A result with memory of its own; results of one operator may share it, by its number."""
+
+    memory: int
+    nbytes: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _View:
+    """A result over the memory of an argument, by the argument's index among the tensors."""
+
+    argument: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A result on the host: zeros."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Same:
+    """An argument that the operator writes and returns, by its index among the tensors; ``size`` if it gets one."""
+
+    argument: int
+    size: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    result: Any
+    blocks: list[int]
+    multiplies: bool
+
+
+class Operators:
+    """Serves operators that return new tensors.
+
+    Attributes
+    ----------
+    reads : dict of str to int
+        Operators whose answer depends on values, and how often each was asked; the answer was True.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._mode = private.fake_mode()
+        self._plans: dict[Any, _Plan] = {}
+        self.reads: dict[str, int] = {}
+        writing, others, whole = private.operators()
+        products = [each for each in writing if each[0].partition("::")[2].rstrip("_") in PRODUCTS]
+        native.register_operators([each for each in writing if each not in products], products, others)
+        self._registrations = private.serve_others(self, whole)
+
+    @classmethod
+    def serve(cls, native: Any) -> Operators:
+        """Return the operators of this process, which they serve until its end."""
+        global _serving
+        if _serving is None:
+            _serving = cls(native)
+        return _serving
+
+    def __call__(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an operator."""
+        tensors: list[Tensor] = []
+        key = (operator, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
+        plan = self._plans.get(key)
+        if plan is None:
+            if operator._schema.name == "aten::equal":
+                self.reads["equal"] = self.reads.get("equal", 0) + 1
+                return True
+            plan = self._plans[key] = self._planned(operator, args, kwargs, tensors)
+        if plan.multiplies:
+            self._native.take_workspace()
+        made: dict[int, Tensor] = {}
+        result = self._made(plan.result, tensors, made)
+        if plan.blocks:
+            self._native.temporary(plan.blocks)
+        return result
+
+    def _made(self, result: Any, tensors: list[Tensor], made: dict[int, Tensor]) -> Any:
+        kind = type(result)
+        if kind is _New:
+            base = made.get(result.memory)
+            if base is not None:
+                return self._native.alias(base, result.dtype, result.size, result.stride, result.offset)
+            out = self._native.fresh(result.nbytes, result.dtype, result.size, result.stride, result.offset)
+            made[result.memory] = out
+            return out
+        if kind is _View:
+            return self._native.alias(tensors[result.argument], result.dtype, result.size, result.stride, result.offset)
+        if kind is _Same:
+            out = tensors[result.argument]
+            return out if result.size is None else out.resize_(result.size)
+        if kind is _Host:
+            return torch.zeros(result.size, dtype=result.dtype, device="cpu")
+        if kind in (tuple, list):
+            return kind([self._made(each, tensors, made) for each in result])
+        return result
+
+    def _planned(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> _Plan:
+        metas: dict[int, torch.UntypedStorage] = {}
+        owners: dict[int, int] = {}
+        fakes: list[Tensor] = []
+        for index, tensor in enumerate(tensors):
+            storage = private.storage_key(tensor)
+            meta = metas.get(storage)
+            if meta is None:
+                meta = metas[storage] = private.meta_storage(tensor.untyped_storage().nbytes())
+                owners[meta._cdata] = index
+            flat = torch.empty(0, dtype=tensor.dtype, device="meta")
+            flat.set_(meta, tensor.storage_offset(), tensor.size(), tensor.stride())
+            fakes.append(private.fake(self._mode, flat, tensor.device))
+        given = iter(fakes)
+        fake_args = _replaced(args, given)
+        fake_kwargs = dict(_replaced(tuple(kwargs.items()), given))
+        try:
+            with torch.no_grad(), self._mode:
+                out = operator(*fake_args, **fake_kwargs)
+        except private.DEPENDS_ON_VALUES:
+            raise PyactcompError(
+                f"the model decides by values: the size of what {operator} returns depends on them{_where()}. Phantom "
+                "tensors have none: measure this model with a real batch, or give a function without that branch"
+            ) from None
+        except private.HAS_NO_SHAPES as error:
+            raise PyactcompError(
+                f"torch does not know the shapes that {operator} returns without running it{_where()} ({error}): "
+                "register a fake implementation (torch.library.register_fake)"
+            ) from None
+        identities = {id(each): index for index, each in enumerate(fakes)}
+        result = self._described(out, tensors, identities, owners, {})
+        name = operator._schema.name.partition("::")[2]
+        return _Plan(result, blocks_of(operator, args, kwargs), name in PRODUCTS)
+
+    def _described(
+        self,
+        out: Any,
+        tensors: list[Tensor],
+        identities: dict[int, int],
+        owners: dict[int, int],
+        memories: dict[int, int],
+    ) -> Any:
+        if not isinstance(out, Tensor):
+            if isinstance(out, (tuple, list)):
+                return type(out)([self._described(each, tensors, identities, owners, memories) for each in out])
+            return out
+        size = tuple(out.size())
+        if id(out) in identities:
+            index = identities[id(out)]
+            return _Same(index, None if size == tensors[index].size() else size)
+        if out.device.type == "cpu":
+            return _Host(out.dtype, size)
+        storage = out.untyped_storage()
+        stride, offset = tuple(out.stride()), int(out.storage_offset())
+        owner = owners.get(storage._cdata)
+        if owner is not None:
+            return _View(owner, out.dtype, size, stride, offset)
+        memory = memories.setdefault(storage._cdata, len(memories))
+        return _New(memory, storage.nbytes(), out.dtype, size, stride, offset)
+
+
+def _key(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the metadata of an argument, as a key, and collect the tensors in it."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        storage = private.storage_key(value)
+        first = next(i for i, each in enumerate(tensors) if private.storage_key(each) == storage)
+        return (first, value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cuda)
+    if kind in (tuple, list):
+        return tuple([_key(each, tensors) for each in value])
+    return (kind, value)
+
+
+def _replaced(value: Any, fakes: Any) -> Any:
+    if isinstance(value, Tensor):
+        return next(fakes)
+    if type(value) in (tuple, list):
+        return type(value)([_replaced(each, fakes) for each in value])
+    return value
+
+
+def _where() -> str:
+    """Return the line of the program that asked, as a clause of a sentence."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in ("/torch/", "/pyactcomp/", "<")):
+            return f", in {file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,177 @@
+"""Three steps of training on phantom tensors, recorded. Runs in the child process."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compress import compress
+from ..errors import PyactcompError
+from ..torch_private import phantom as private
+from .optimizers import maker
+from .programs import Build
+from .result import Question, Recorded
+
+STEPS = 3
+#: Labels of memory that no module asked for.
+PHASES = ("backward", "weights and batch", "optimizer")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def record(native: Any, build: Build, question: Question, mode: str, reads: Callable[[], int]) -> Recorded:
+    """Build the model, run the steps in a mode, and return the allocator's events with marks.
+
+    Raises
+    ------
+    PyactcompError
+        If the mode does not suit the model, or the model cannot run without values.
+    """
+    labels = _Labels(native)
+    marks: dict[str, int] = {}
+    parts: dict[str, int] = {}
+
+    def mark(name: str) -> None:
+        marks[name] = native.count()
+        parts[name] = native.live()
+
+    dtype = None if question.dtype is None else DTYPES[question.dtype]
+    assert question.batch is not None
+    with labels.phase("weights and batch"):
+        program = build(question.batch, question.seq, dtype)
+        model = program.model.train()
+        _apply(mode, model)
+        optimizer = maker(question.optimizer)([each for each in model.parameters() if each.requires_grad])
+    mark("built")
+    enabled = question.autocast is not None
+    region = torch.autocast("cuda", DTYPES[question.autocast or "bfloat16"], enabled=enabled)
+    gradients: tuple[int, ...] = ()
+    with labels.named(model):
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            mark(f"zeroed{step}")
+            with region:
+                loss = program.loss()
+            mark(f"forward{step}")
+            loss.backward()  # type: ignore[no-untyped-call]
+            mark(f"backward{step}")
+            parts["gradients"] = _bytes(each.grad for each in model.parameters() if each.grad is not None)
+            gradients = tuple(each.grad.data_ptr() for each in model.parameters() if each.grad is not None)
+            with labels.phase("optimizer"):
+                optimizer.step()
+            del loss
+            mark(f"step{step}")
+    state = (each for values in optimizer.state.values() for each in values.values() if isinstance(each, Tensor))
+    parts["weights"] = _bytes([*model.parameters(), *model.buffers()])
+    parts["inputs"] = _bytes(program.inputs)
+    parts["optimizer"] = _bytes(state)
+    return Recorded(
+        batch=question.batch,
+        seq=program.seq,
+        parts=parts,
+        columns=native.columns(),
+        marks=marks,
+        labels=tuple(labels.names),
+        gradients=gradients,
+        notes=_notes(reads()),
+    )
+
+
+def _notes(reads: int) -> tuple[str, ...]:
+    if not reads:
+        return ()
+    return (f"the program read {reads} values on the host in {STEPS} steps; numbers were taken to be 0, answers true",)
+
+
+def _bytes(tensors: Any) -> int:
+    """Return the bytes of tensors on the device, as the allocator rounds them; memory that is shared counts once."""
+    storages = {private.storage_key(each): each.untyped_storage().nbytes() for each in tensors if each.is_cuda}
+    return sum(-(-size // 512) * 512 for size in storages.values())
+
+
+def _apply(mode: str, model: nn.Module) -> None:
+    if mode == "lossless":
+        compress(model, mode="lossless")
+    elif mode.startswith("int8"):
+        compress(model, fuse_head="head" in mode)
+    if mode.endswith("checkpoint"):
+        _checkpoint(model)
+
+
+def _checkpoint(model: nn.Module) -> None:
+    """Checkpoint by the model's own switch, else each of the blocks that repeat."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = list(_repeating(model))
+    if not blocks:
+        raise PyactcompError(
+            "mode 'checkpoint' takes blocks that repeat, in a ModuleList or Sequential: there are none"
+        )
+    run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    for block in blocks:
+        block.forward = functools.partial(run, block.forward)
+
+
+def _repeating(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost blocks: children of one container, of one class, that have children themselves."""
+    for child in module.children():
+        blocks = list(child.children())
+        same = isinstance(child, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in blocks}) == 1
+        if same and len(blocks) > 1 and any(True for _ in blocks[0].children()):
+            yield from blocks
+        else:
+            yield from _repeating(child)
+
+
+class _Labels:
+    """Labels allocations: by the innermost module whose forward runs in the thread, else by the phase."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.names: list[str] = list(PHASES)
+        native.set_label(0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = self._native.set_label(self.names.index(name))
+        try:
+            yield
+        finally:
+            self._native.set_label(before)
+
+    @contextmanager
+    def named(self, model: nn.Module) -> Iterator[None]:
+        first = len(self.names)
+        numbers = {id(module): first + index for index, (_, module) in enumerate(model.named_modules())}
+        self.names += [name or type(model).__name__ for name, _ in model.named_modules()]
+
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            number = numbers.get(id(module))
+            if number is None:
+                return original(module, *args, **kwargs)
+            before = self._native.set_label(number)
+            try:
+                return original(module, *args, **kwargs)
+            finally:  # also after a module that raises: a checkpointed block stops in its middle
+                self._native.set_label(before)
+
+        # Not by hooks: a fused module whose children have hooks calls them, and allocates their results.
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def quiet() -> None:
+    """Silence warnings of models: they speak of a training that does not take place."""
+    warnings.simplefilter("ignore")

@@ -1,0 +1,62 @@
+"""Models that test_estimate.py estimates; the child process imports them from here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, HIDDEN, SEQ = 256, 1024, 64
+
+
+def perceptron(batch: int, seq: int = SEQ) -> tuple[nn.Module, Tensor, object]:
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    return model, torch.randn(batch, seq, WIDTH), lambda out: out.square().mean()
+
+
+class _Asks(nn.Module):
+    """Asks the questions to which only a CUDA tensor with memory, of no subclass and in no mode, answers so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        assert type(y) is Tensor
+        assert y.is_cuda
+        assert y.device == torch.device("cuda", 0)
+        assert len({t.data_ptr() for t in (x, y, self.layer.weight)}) == 3
+        assert y[2:].data_ptr() == y.data_ptr() + 2 * 8 * 4
+        assert torch.cuda.is_available()
+        assert torch.cuda.get_device_capability() == (8, 9)
+        assert torch._C._len_torch_dispatch_stack() == 0
+        with torch.autocast("cuda", torch.bfloat16):
+            assert self.layer(x).dtype is torch.bfloat16
+        assert y.sum().item() == 0.0
+        return y.mean()
+
+
+def asking(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Asks(), torch.randn(batch, 8)
+
+
+class _Selects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[y > 0].sum()  # the line that the error names
+
+
+def selecting(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Selects(), torch.randn(batch, 8)
+
+
+def without_loss(batch: int) -> tuple[nn.Module, Tensor]:
+    return nn.Linear(8, 8), torch.randn(batch, 8)
+
+
+def single(batch: int) -> nn.Module:
+    return nn.Linear(8, 8)

@@ -1,0 +1,185 @@
+"""Estimates without a GPU: bytes that follow from shapes, the device that is not there, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyactcomp
+from pyactcomp.errors import PyactcompError
+from pyactcomp.estimate.gpus import GPUS, gpu_named
+from pyactcomp.estimate.largest import largest_batch
+from pyactcomp.estimate.optimizers import AdamW8bit
+from pyactcomp.estimate.result import ModeEstimate
+
+MODELS = Path(__file__).with_name("estimate_models.py")
+BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
+MIB = 1 << 20
+LINE = 1 + next(i for i, text in enumerate(MODELS.read_text().splitlines()) if "the error names" in text)
+TOLERANCE = 0.02  # the bar of an estimate against a measurement
+
+
+def _rounded(elements: int, itemsize: int) -> int:
+    return -(-elements * itemsize // 512) * 512
+
+
+PARAMETERS = sum(_rounded(n, 4) for n in (WIDTH * HIDDEN, HIDDEN, HIDDEN * WIDTH, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def perceptron() -> pyactcomp.Estimate:
+    return pyactcomp.estimate(f"{MODELS}:perceptron", batch=BATCH, seq=SEQ, modes=["plain", "int8"], gpu="4090")
+
+
+def test_parts_of_a_step_are_those_of_its_shapes(perceptron: pyactcomp.Estimate) -> None:
+    plain = perceptron["plain"]
+    assert plain.weights == plain.gradients == PARAMETERS
+    # AdamW: two moments; its step counters are on the host.
+    assert plain.optimizer == 2 * PARAMETERS
+    rows = BATCH * SEQ
+    assert plain.inputs == 4 * rows * WIDTH
+    # Saved: the GELU's input and output, and the loss's input; and one block of 512 bytes for the loss.
+    assert plain.activations == 4 * rows * (2 * HIDDEN + WIDTH) + 512
+    # cuBLAS's default below Hopper, in the threads of forward and backward.
+    assert plain.workspaces == 2 * (4096 * 1024 * 2 + 16 * 1024 * 8)
+
+
+def test_int8_saves_codes_of_what_plain_saves(perceptron: pyactcomp.Estimate) -> None:
+    # 8 bits an element and 4 bytes for each group of 64, of the GELU's input, which recomputes its output; the input of
+    # the square, which no layer reads, stays.
+    rows = BATCH * SEQ
+    assert perceptron["int8"].activations == pytest.approx(rows * HIDDEN * 68 / 64 + 4 * rows * WIDTH, rel=TOLERANCE)
+
+
+def test_reserved_memory_is_whole_segments_above_the_peak(perceptron: pyactcomp.Estimate) -> None:
+    for each in perceptron.modes:
+        assert set(each.peak_reserved) == {"native", "expandable", "pyactcomp"}
+        for reserved in each.peak_reserved.values():
+            assert reserved % (2 * MIB) == 0
+            assert reserved >= each.peak_allocated >= each.first_step
+        assert all(each.fits.values())
+        assert each.peak_allocated == max(allocated for allocated, _ in each.curve)
+
+
+def test_what_is_alive_at_the_peak_adds_up(perceptron: pyactcomp.Estimate) -> None:
+    for each in perceptron.modes:
+        assert sum(size for _, size in each.at_peak) == each.peak_allocated
+    names = dict(perceptron["plain"].at_peak)
+    # Of the model's modules, numbers of blocks that repeat are left out, the first number is not.
+    assert names["0"] == names["1"] == 4 * BATCH * SEQ * HIDDEN
+
+
+def test_tensors_are_cudas_and_no_mode_is_active() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:asking", batch=4, modes=["plain"], gpu="4090")
+    assert "read 3 values" in found["plain"].notes[0]
+
+
+def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    values = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    command = [sys.executable, "-m", "pyactcomp", "estimate", str(tmp_path), "--batch", "4", "--seq", "256", "--json"]
+    command += ["--mode", "plain,checkpoint,int8", "--dtype", "bfloat16", "--gpu", "24GiB", "--no-largest"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    modes = {each["mode"]: each for each in json.loads(ran.stdout)["modes"]}
+    attention = 256 * 256 * 2 + 256 * 128 * 2
+    layer = attention + 3 * 256 * 512 + 2 * 256
+    count = 4 * layer + 2 * 1024 * 256 + 256
+    assert modes["plain"]["gradients"] == pytest.approx(2 * count, rel=1e-2)  # blocks of 512 bytes
+    assert modes["checkpoint"]["activations"] < modes["int8"]["activations"] < modes["plain"]["activations"]
+    # A checkpointed block saves its input: 2 bytes an element; above the blocks, what plain saves too.
+    tokens = 4 * 256
+    saved = modes["plain"]["activations"] - modes["checkpoint"]["activations"]
+    # A block of Llama in bfloat16 saves at least the inputs of its seven products and of its gate.
+    assert saved > 4 * 2 * tokens * (3 * 256 + 2 * 512)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("nothing", [], ["'nothing' is no model type", "Nothing is downloaded", "config.json"]),
+        (f"{MODELS}:missing", [], ["has no function 'missing'"]),
+        (f"{MODELS.with_name('no_such.py')}:build", [], ["there is no file"]),
+        (
+            f"{MODELS}:selecting",
+            [],
+            ["decides by values", "aten.index.Tensor", f"estimate_models.py:{LINE}", "real batch"],
+        ),
+        (f"{MODELS}:without_loss", [], ["a tensor of shape (8, 8), not a loss", "(model, batch, loss)"]),
+        (f"{MODELS}:single", [], ["returns (model, batch)", "Linear"]),
+        ("bert", ["--gpu", "big"], ["gpu is one of", "24GiB", "'big'"]),
+        ("bert", ["--mode", "plain,int3"], ["mode is one of plain", "'int3'"]),
+        ("bert", ["--optimizer", "adamw:slow"], ["optimizer is one of", "'adamw:slow'"]),
+        ("bert", ["--batch", "0"], ["batch is a whole number", "got 0"]),
+        ("bert", ["--dtype", "int8"], ["dtype is one of", "'int8'"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(model: str, options: list[str], words: list[str]) -> None:
+    for name in ("typer", "rich", "humanize"):
+        pytest.importorskip(name)
+    from typer.testing import CliRunner
+
+    from pyactcomp.cli.commands import app
+
+    ran = CliRunner().invoke(app, ["estimate", model, "--mode", "plain", *options])
+    assert ran.exit_code == 2
+    assert ran.stdout == ""
+    assert ran.stderr.count("\n") == 1
+    assert all(word in ran.stderr for word in words), ran.stderr
+
+
+def test_functions_that_a_child_cannot_import_are_refused() -> None:
+    for function in (lambda batch: None, Path("x").exists, dataclasses.replace(GPUS["t4"]).__eq__):
+        with pytest.raises(PyactcompError, match="a function at the top of a module"):
+            pyactcomp.estimate(function)
+
+
+def test_gpus_are_found_by_name_and_by_size() -> None:
+    assert gpu_named("H100") is GPUS["h100"]
+    assert gpu_named("a100") is GPUS["a100-80"]
+    assert gpu_named("24GiB").memory == 24 << 30
+    assert gpu_named("24 GB").memory == 24 * 10**9
+    for wrong in ("0GiB", "24", "-1GiB", "24XB"):
+        with pytest.raises(PyactcompError, match="GiB"):
+            gpu_named(wrong)
+
+
+def _with_reserved(size: int, reserved: int, room: int) -> ModeEstimate:
+    return ModeEstimate(
+        "plain", size, None, 0, 0, 0, 0, 0, 0, 0, reserved, reserved, {"pyactcomp": reserved},
+        {"pyactcomp": reserved <= room}, (), (),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [0, 5 << 30])
+@pytest.mark.parametrize("each", [700 * MIB, 30 * MIB, 9 << 30, 40 << 30])
+def test_largest_batch_is_the_last_that_fits(fixed: int, each: int) -> None:
+    gpu = dataclasses.replace(GPUS["4090"], context=0)
+    asked = []
+
+    def run(size: int, seq: int | None) -> ModeEstimate:
+        asked.append(size)
+        return _with_reserved(size, -(-(fixed + size * each) // (2 * MIB)) * 2 * MIB, gpu.memory)
+
+    found = largest_batch(run(8, None), run, gpu).largest_batch
+    expected = (gpu.memory // (2 * MIB) * 2 * MIB - fixed) // each
+    assert found == (expected or None)
+    assert found is None or found in asked
+    assert len(asked) <= 7  # the first, one for the line, and what the line misses by rounding
+
+
+def test_8_bit_optimizer_has_the_state_of_bitsandbytes() -> None:
+    large, small = torch.nn.Parameter(torch.zeros(64, 100)), torch.nn.Parameter(torch.zeros(100))
+    optimizer = AdamW8bit([large, small])
+    large.grad, small.grad = torch.zeros_like(large), torch.zeros_like(small)
+    optimizer.step()
+    assert [each.nbytes for each in optimizer.state[large].values()] == [6400, 6400, 4 * 25, 4 * 25]
+    assert [each.nbytes for each in optimizer.state[small].values()] == [400, 400]
