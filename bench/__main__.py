@@ -55,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     breadth.add_argument("--limit-s", type=float, help="seconds that one pair may take")
     context = suites.add_parser("context", parents=[training], help="language models of 8 B: the longest sequence")
     context.add_argument("--memory-gib", type=float, help="the cap, by default 80")
+    estimate = suites.add_parser("estimate", parents=[measuring], help="estimated peaks against measured ones")
+    estimate.add_argument("--measure", action="store_true", help="measure the pairs, on a GPU")
     report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         breadth,
         codec,
         context,
+        estimate,
         frontier,
         holds,
         mlp,
@@ -147,6 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             breadth.run(options, args.limit, args.workers, args.limit_s or breadth.LIMIT_S)
         except breadth.UnknownPairError as problem:
             top.error(str(problem))
+    elif args.suite == "estimate":
+        if args.measure and device != "cuda":
+            top.error("--measure needs a GPU; without it, estimates are compared with committed measurements")
+        estimate.run(options, args.measure)
     elif args.suite == "codec":
         codec.run(options)
     elif args.suite == "overhead":

@@ -11,6 +11,7 @@ from . import (
     alloc_traces,
     breadth_report,
     context_report,
+    estimate,
     frontier_report,
     holds_report,
     pairs_report,
@@ -121,6 +122,7 @@ TABLES = {
     **pairs_report.TABLES,
     "sharded": ("sharded", sharded.sharded_table),
     **context_report.TABLES,
+    "estimate": ("estimate", estimate.estimate_table),
 }
 """The suite and the table of each block."""
 
