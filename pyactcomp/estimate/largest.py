@@ -38,9 +38,9 @@ def longest_seq(one: ModeEstimate, run: Run, gpu: Gpu) -> ModeEstimate:
 
 
 def _largest(start: int, one: ModeEstimate, at: Callable[[int], ModeEstimate | None], gpu: Gpu) -> int | None:
-    """Return the largest size that was run and fits, with the next one run or measured not to fit.
+    """Return the largest size that was run and fits; the next one does not fit, by a run or by the line.
 
-    A line through the last two runs tells the next size to run. A size is only returned after a run.
+    A line through two runs tells the next size to run.
     """
     room = gpu.memory - gpu.context
     fits: int | None = None
@@ -66,6 +66,8 @@ def _largest(start: int, one: ModeEstimate, at: Callable[[int], ModeEstimate | N
         else:
             (a, x), (b, y) = sorted(known.items())[-2:] if high is None else _around(known, room)
             guess = a + (room - x) * (b - a) // (y - x) if y > x else 2 * max(known)
+            if fits is not None and fits == max(known) and guess <= fits:
+                break  # the line through two runs, of which this is one, leaves no room for more
         guess = max(guess, low + 1)
         if high is not None:
             guess = min(guess, high - 1)
