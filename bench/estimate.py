@@ -21,7 +21,6 @@ from pyactcomp.errors import PyactcompError
 
 from .rows import GIB, ROOT, Options, Row, failure, read
 from .tables import section, table
-from .workload import Workload
 from .workloads import WORKLOADS
 
 MODES = {
@@ -121,10 +120,6 @@ def _mode(row: Row) -> str:
 
 
 def _predict(options: Options) -> None:
-    from pyactcomp.estimate import estimate
-
-    from .estimate_programs import MODELS
-
     store = options.store("estimate")
     wanted = [row for row in _truth(options) if options.selects(row["model"], row["mode"])]
     wanted += [
@@ -132,38 +127,65 @@ def _predict(options: Options) -> None:
         for row in store.rows()
         if row.get("kind") == "measured" and options.selects(row["model"])
     ]
-    for model in dict.fromkeys(row["model"] for row in wanted):
-        for row in (each for each in wanted if each["model"] == model):
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in wanted:
+        key = {name: row[name] for name in ("model", "batch", "mode", "optimizer")}
+        if options.again or not store.has(kind="predicted", allocator=row.get("allocator"), **key):
+            groups.setdefault((row["model"], row["batch"], row["optimizer"], row["device"]), []).append(row)
+    for rows in groups.values():
+        if not options.budget.allows(PAIR_S):
+            return
+        began = time.monotonic()
+        found = _estimates(rows)
+        seconds = round((time.monotonic() - began) / len(found), 1)
+        for row in rows:
             key = {name: row[name] for name in ("model", "batch", "mode", "optimizer")}
-            if not options.again and store.has(kind="predicted", allocator=row.get("allocator"), **key):
-                continue
-            if not options.budget.allows(PAIR_S):
-                return
-            began = time.monotonic()
-            workload: Workload = MODELS[model]
-            try:
-                found = estimate(
-                    f"bench.estimate_programs:{model}",
-                    batch=row["batch"],
-                    optimizer=row["optimizer"],
-                    autocast="bfloat16" if workload.autocast else None,
-                    modes=[row["mode"]],
-                    gpu=GPUS[row["device"]],
-                )[row["mode"]]
-            except PyactcompError as error:
-                store.append({"kind": "predicted", **key, **failure(error)})
-                print(key, str(error).splitlines()[0], flush=True)
+            one = found[row["mode"]]
+            if isinstance(one, PyactcompError):
+                store.append({"kind": "predicted", **key, **failure(one)})
+                print(key, str(one).splitlines()[0], flush=True)
                 continue
             out = {
-                **{"kind": "predicted", **key, "status": "ok", "device_of": row["device"]},
-                **{"measured": row["measured"], "measured_at": row["measured_at"], "allocated": found.peak_allocated},
-                **{"error": found.peak_allocated / row["measured"] - 1, "reserved": found.peak_reserved},
-                **{"seconds": round(time.monotonic() - began, 1), "allocator": row.get("allocator")},
+                **{"kind": "predicted", **key, "status": "ok", "device_of": row["device"], "seconds": seconds},
+                **{"measured": row["measured"], "measured_at": row["measured_at"], "allocated": one.peak_allocated},
+                **{"error": one.peak_allocated / row["measured"] - 1, "reserved": one.peak_reserved},
+                **{"activations": one.activations, "allocator": row.get("allocator")},
             }
             if "measured_reserved" in row:
-                out["reserved_error"] = found.peak_reserved[row["allocator"]] / row["measured_reserved"] - 1
+                out["reserved_error"] = one.peak_reserved[row["allocator"]] / row["measured_reserved"] - 1
             store.append(out)
-            print(f"{model:22} {row['mode']:16} {out['error']:+.2%}  {out['seconds']} s", flush=True)
+            print(f"{row['model']:22} {row['mode']:16} {out['error']:+.2%}  {seconds} s", flush=True)
+
+
+def _estimates(rows: list[Row]) -> dict[str, Any]:
+    """Return the estimate of each mode of one model, or the error; all in one process if there is none."""
+    from pyactcomp.estimate import estimate
+
+    from .estimate_programs import MODELS
+
+    def ask(modes: list[str]) -> dict[str, Any]:
+        first = rows[0]
+        found = estimate(
+            f"bench.estimate_programs:{first['model']}",
+            batch=first["batch"],
+            optimizer=first["optimizer"],
+            autocast="bfloat16" if MODELS[first["model"]].autocast else None,
+            modes=modes,
+            gpu=GPUS[first["device"]],
+        )
+        return {each.mode: each for each in found.modes}
+
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    try:
+        return ask(modes)
+    except PyactcompError:
+        alone: dict[str, Any] = {}
+        for mode in modes:
+            try:
+                alone.update(ask([mode]))
+            except PyactcompError as error:
+                alone[mode] = error
+        return alone
 
 
 def _measure(options: Options) -> None:

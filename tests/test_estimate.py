@@ -114,6 +114,7 @@ def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None
             ["decides by values", "aten.index.Tensor", f"estimate_models.py:{LINE}", "real batch"],
         ),
         (f"{MODELS}:without_loss", [], ["a tensor of shape (8, 8), not a loss", "(model, batch, loss)"]),
+        (f"{MODELS}:fixed", [], ["takes the number of samples, as batch", "()"]),
         (f"{MODELS}:single", [], ["returns (model, batch)", "Linear"]),
         ("bert", ["--gpu", "big"], ["gpu is one of", "24GiB", "'big'"]),
         ("bert", ["--mode", "plain,int3"], ["mode is one of plain", "'int3'"]),

@@ -43,8 +43,8 @@ def estimate(
     model : str or callable
         ``"llama"`` or another model type of transformers; the path of a ``config.json`` or of its folder;
         ``"timm:resnet50"``; ``"module:function"`` or ``"file.py:function"``; or the function itself, defined at the top
-        of a module. The function may take ``batch`` and ``seq``, and returns ``(model, batch)``, or ``(model, batch,
-        loss)`` with a function of the output (and the batch) where the model does not return its loss.
+        of a module. The function takes ``batch``, and ``seq`` if there are sequences, and returns ``(model, batch)``,
+        or ``(model, batch, loss)`` where the model does not return its loss: a function of the output (and the batch).
     batch : int
     seq : int, optional
         Tokens of a sequence; by default 1024, or as many as the model has positions.

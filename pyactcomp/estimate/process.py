@@ -6,8 +6,10 @@ loaded first, in a new process. Builds of torch with and without CUDA take the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +85,7 @@ class Child:
                 stderr=self._errors,
                 env=environment,
                 pass_fds=[writing],
+                start_new_session=True,
             )
         finally:
             os.close(writing)
@@ -107,8 +110,9 @@ class Child:
         return recorded
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, and the fork of it that may be running."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._answers.close()
         self._errors.close()
@@ -123,11 +127,9 @@ class Child:
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the answer is missing then, and tells why
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer is missing then, and tells why
 
     def _receive(self) -> Any:
         try:

@@ -34,7 +34,7 @@ class Program:
 Build = Callable[[int, "int | None", "torch.dtype | None"], Program]
 
 
-def builder(model: str | Callable[..., Any]) -> Build:
+def builder(model: str) -> Build:
     """Return the function of batch, sequence length and dtype that builds a program.
 
     Raises
@@ -42,8 +42,6 @@ def builder(model: str | Callable[..., Any]) -> Build:
     PyactcompError
         If the model cannot be found; the error names the missing file.
     """
-    if callable(model):
-        return _of_function(model)
     kind, _, rest = model.partition(":")
     if kind == "timm" and rest:
         return _of_timm(rest)
@@ -77,15 +75,17 @@ def _function(where: str, name: str) -> Callable[..., Any]:
 
 
 def _of_function(function: Callable[..., Any]) -> Build:
-    takes = inspect.signature(function).parameters
+    name, takes = getattr(function, "__name__", str(function)), inspect.signature(function).parameters
+    if "batch" not in takes:
+        raise PyactcompError(f"the function {name} takes the number of samples, as batch; it takes {tuple(takes)}")
 
     def build(batch: int, seq: int | None, dtype: torch.dtype | None) -> Program:
-        given = {name: value for name, value in (("batch", batch), ("seq", seq)) if name in takes and value is not None}
-        made = function(**given)
+        if seq is not None and "seq" not in takes:
+            raise PyactcompError(f"the function {name} takes no seq, and seq={seq} was given")
+        made = function(batch=batch) if seq is None else function(batch=batch, seq=seq)
         if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
             raise PyactcompError(
-                f"the function {getattr(function, '__name__', function)} returns (model, batch) or (model, batch, "
-                f"loss); it returned {type(made).__name__}"
+                f"the function {name} returns (model, batch) or (model, batch, loss); it returned {type(made).__name__}"
             )
         model = made[0].to("cuda")
         if dtype is not None:

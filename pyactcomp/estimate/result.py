@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ class Question:
 
     Attributes
     ----------
-    model : str or callable
+    model : str
         As :func:`pyactcomp.estimate` takes it.
     batch, seq : int or None
     optimizer : str
@@ -25,7 +24,7 @@ class Question:
     gpu : str
     """
 
-    model: str | Callable[..., Any]
+    model: str
     batch: int | None
     seq: int | None
     optimizer: str
