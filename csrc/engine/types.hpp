@@ -197,6 +197,9 @@ inline PyObject* region_nbytes(Region& form) { return PyLong_FromLongLong(form.b
 inline PyObject* region_narrowed(Region& form) { return truth(form.narrowed()); }
 inline PyObject* region_unchanged(Region& form) { return truth(!form.seen.moved()); }
 inline PyObject* region_address(Region& form) { return PyLong_FromVoidPtr(const_cast<void*>(form.address)); }
+inline PyObject* region_buffer(Region& form) {
+  return form.buffer ? THPVariable_Wrap(form.buffer.tensor()) : Py_NewRef(Py_None);
+}
 inline PyGetSetDef region_attributes[] = {
     {"dtype", attribute<Region, region_dtype>, nullptr, "Dtype of the tensor.", nullptr},
     {"form", attribute<Region, region_form>, nullptr, "The form of the stored bytes.", nullptr},
@@ -206,6 +209,7 @@ inline PyGetSetDef region_attributes[] = {
     {"unchanged", attribute<Region, region_unchanged>, nullptr, "Whether the original was not written to since.",
      nullptr},
     {"address", attribute<Region, region_address>, nullptr, "Address of the original.", nullptr},
+    {"buffer", attribute<Region, region_buffer>, nullptr, "The stored bytes as a tensor; None without.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

@@ -79,11 +79,11 @@ def name_of_hooks(hooks: SavedTensorHooks) -> str:
     return f"{hooks[0].__module__}.{getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)}"
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """Return the dense tensors inside a tensor, elements and indices; mostly the tensor alone."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return [part for each in inner if isinstance(each, Tensor) for part in _parts(each)]
+        return [part for each in inner if isinstance(each, Tensor) for part in dense_parts(each)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -94,7 +94,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in _parts(tensor))
+    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in dense_parts(tensor))
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -257,7 +257,7 @@ class Recorder:
         self.saved.append(SavedTensor(self.module, shape, name, saved, unique, stored, kept, unknown))
 
     def _unique_bytes(self, tensor: Tensor) -> int:
-        return sum(self._unique_part_bytes(part) for part in _parts(local_tensor(tensor)))
+        return sum(self._unique_part_bytes(part) for part in dense_parts(local_tensor(tensor)))
 
     def _unique_part_bytes(self, part: Tensor) -> int:
         try:

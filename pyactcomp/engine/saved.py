@@ -125,6 +125,7 @@ if TYPE_CHECKING:
         nbytes: int
         narrowed: bool
         unchanged: bool
+        buffer: Tensor | None
 
         def is_of(self, tensor: Tensor) -> bool:
             """Return whether a tensor has the memory that was packed."""

@@ -282,6 +282,33 @@ def saved_as_it_is(node: Node, name: str) -> Tensor | None:
     return tensor.detach()
 
 
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def held_by_node(node: Node) -> Iterator[object]:
+    """Yield what a node holds for backward: tensors, or what a hook packed in their place; runs no unpack hook."""
+    for name in _names_of_saved(type(node)):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # of a Python function whose backward has run
+            continue
+        for each in saved if isinstance(saved, tuple) else (saved,):
+            if each.data is not None:
+                yield each.data
+
+
+def function_of(node: Node) -> type | None:
+    """Return the torch.autograd.Function of a node, or None for an operator's."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def on_top(mode: object) -> bool:
+    """Return whether a torch function mode is this thread's innermost."""
+    return bool(function_modes()) and torch._C._get_function_stack_at(function_modes() - 1) is mode
+
+
 def source_dtype(node: Node) -> torch.dtype | None:
     """Return the dtype of the first input of ``node``, or None if the input needs no gradient."""
     producer, number = node.next_functions[0]

@@ -31,8 +31,10 @@ from . import (
     draw_from_generator,
     forward_ad_active,
     function_mode_active,
+    function_of,
     graph_is_retained,
     has_no_memory,
+    held_by_node,
     history_enabled,
     hooks_on_top,
     inside_functorch,
@@ -40,6 +42,7 @@ from . import (
     module_hooks_are_global,
     never_traced,
     normalises_by_cudnn,
+    on_top,
     owns_alone,
     pluggable_setters,
     profiled_range,
@@ -141,8 +144,10 @@ def _test_function_mode() -> None:
     assert not function_mode_active()
     with torch.device("cpu"):
         assert not function_mode_active()
-        with torch.overrides.BaseTorchFunctionMode():
+        with torch.overrides.BaseTorchFunctionMode() as mode:
             assert function_mode_active()
+            assert on_top(mode)
+        assert not on_top(mode)
 
 
 def _test_dispatch_mode() -> None:
@@ -319,6 +324,37 @@ def _test_saved_form() -> None:
     assert result.shape == x.shape
 
 
+def _test_held_by_node() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    out = x.exp()
+    node: Any = out.grad_fn
+    assert [each.data_ptr() for each in held_by_node(node)] == [out.data_ptr()]  # type: ignore[attr-defined]
+    with torch.autograd.graph.save_on_cpu():
+        packed: Any = x.exp().grad_fn
+    assert [type(each) for each in held_by_node(packed)] == [tuple]
+    torch.autograd.grad(out.sum(), x)
+    assert list(held_by_node(node)) == []
+    indexed: Any = x[torch.tensor([0])].grad_fn
+    assert len(list(held_by_node(indexed))) == 1
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a * 2)
+            return a * 3
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 3
+
+    of_python: Any = Keeps.apply(x)  # type: ignore[no-untyped-call]
+    assert len(list(held_by_node(of_python.grad_fn))) == 1
+    assert function_of(of_python.grad_fn) is Keeps
+    assert function_of(node) is None
+    of_python.backward(torch.ones(2))
+    assert list(held_by_node(of_python.grad_fn)) == []
+
+
 def _test_graph_is_retained() -> None:
     seen: list[bool] = []
     x = torch.zeros(2, requires_grad=True)
@@ -460,6 +496,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "Tensor._base": _test_base,
     "names and edges of autograd nodes": _test_node_names,
     "Node._raw_saved_*: SavedTensor.data and unpack_hook; Node.metadata": _test_saved_form,
+    "Node._raw_saved_* of every kind of node, _forward_cls": _test_held_by_node,
     "torch._C._autograd._get_current_graph_task_keep_graph": _test_graph_is_retained,
     "torch._C._current_autograd_node, while saved tensors are unpacked": _test_running_node,
     "Node._input_metadata": _test_source_dtype,
