@@ -11,6 +11,7 @@ from .compress import compress, compressed, decompress
 from .config import Config
 from .errors import HookConflictError, ImplementationUnavailableError, PyactcompError
 from .estimate import Estimate, estimate
+from .live import Memory, Watch, memory, watch
 from .readers import register_reader
 from .report import Report, report
 from .verify import Verification, verify
@@ -24,10 +25,12 @@ __all__ = [
     "Estimate",
     "HookConflictError",
     "ImplementationUnavailableError",
+    "Memory",
     "Packed",
     "PyactcompError",
     "Report",
     "Verification",
+    "Watch",
     "__version__",
     "allocator",
     "checkpoint",
@@ -39,12 +42,14 @@ __all__ = [
     "find_batch_size",
     "find_executable_batch_size",
     "functional",
+    "memory",
     "ops",
     "quantize",
     "register_reader",
     "report",
     "use_checkpoint",
     "verify",
+    "watch",
 ]
 
 
