@@ -1,6 +1,8 @@
-"""A device in place of CUDA for tests: tensors of the CPU lie in blocks of PyTorch's allocator, the real core."""
+"""A device in place of CUDA for tests, with blocks of the allocator's core, and a driver in place of NVML."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,3 +74,29 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     for module in (breakdown, monitor):
         monkeypatch.setattr(module, "find_device", lambda given, model: device)
     return device
+
+
+class Driver(SimpleNamespace):
+    """In place of nvidia-ml-py: two GPUs, and processes on the second."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, processes: dict[int, int | None]) -> None:
+        running = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes.items()]
+        super().__init__(
+            nvmlInit=lambda: None,
+            nvmlDeviceGetCount=lambda: 2,
+            nvmlDeviceGetHandleByIndex=lambda index: index,
+            nvmlDeviceGetName=lambda handle: b"H100",
+            nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}00",
+            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=30 << 30, total=80 << 30),
+            nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=50),
+            nvmlDeviceGetComputeRunningProcesses=lambda handle: running if handle == 1 else [],
+            nvmlSystemGetProcessName=self.name_of,
+        )
+
+    def name_of(self, pid: int) -> str:
+        if pid == 7:
+            raise self.NVMLError
+        return "python"

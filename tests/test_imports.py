@@ -17,7 +17,7 @@ ALLOWED = {
     "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
     | {"checkpoint", "climb", "estimate", "live", "verify"},
     "__main__": {"cli"},
-    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "snapshots"}
+    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "snapshots"}
     | {"torch_private"},
     "estimate": {"_core", "codec", "compress", "errors", "snapshots", "torch_private"},
     "integrations": {"checkpoint", "compress", "errors", "report"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_stand_in import CONTEXT, StandIn, stand_in
+from live_stand_in import CONTEXT, Driver, StandIn, stand_in
 from torch import nn
 
 import pyactcomp
@@ -183,32 +183,6 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text
     for call in (pyactcomp.memory, pyactcomp.watch):
         with pytest.raises(error, match=text):
             call(**arguments)
-
-
-class Driver(SimpleNamespace):
-    """In place of nvidia-ml-py: two GPUs, and processes on the second."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, processes: dict[int, int | None]) -> None:
-        running = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes.items()]
-        super().__init__(
-            nvmlInit=lambda: None,
-            nvmlDeviceGetCount=lambda: 2,
-            nvmlDeviceGetHandleByIndex=lambda index: index,
-            nvmlDeviceGetName=lambda handle: b"H100",
-            nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}00",
-            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=30 << 30, total=80 << 30),
-            nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=50),
-            nvmlDeviceGetComputeRunningProcesses=lambda handle: running if handle == 1 else [],
-            nvmlSystemGetProcessName=self.name_of,
-        )
-
-    def name_of(self, pid: int) -> str:
-        if pid == 7:
-            raise self.NVMLError
-        return "python"
 
 
 @pytest.mark.parametrize(

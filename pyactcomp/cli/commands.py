@@ -20,6 +20,7 @@ from .estimate import estimate
 from .explain import explain
 from .replay import replay
 from .shared import console, fail
+from .top import top
 from .tune import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compress the activations saved for backward.")
@@ -124,5 +125,5 @@ def build_phantom() -> None:
     _build("_phantom", lambda: extensions.build("_phantom"))
 
 
-for command in (demo, doctor, estimate, replay, tune, explain):
+for command in (demo, doctor, estimate, replay, tune, explain, top):
     app.command()(command)
