@@ -20,7 +20,7 @@ ALLOWED = {
     "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "snapshots"}
     | {"torch_private"},
     "estimate": {"_core", "codec", "compress", "errors", "snapshots", "torch_private"},
-    "integrations": {"checkpoint", "compress", "errors", "report"},
+    "integrations": {"checkpoint", "compress", "errors", "live", "report"},
     "live": {"engine", "errors", "torch_private"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
     "climb": {"_core", "errors"},

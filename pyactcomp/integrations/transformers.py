@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +14,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..checkpoint import STORES, Store, use_checkpoint
 from ..compress import MODULE_OPTIONS, compress, compressed, decompress
 from ..errors import check_choice
+from ..live import Watch
 from ..report import Report, report
+from .watching import watch_options
 
 # The callback that compressed a model: a training that was interrupted leaves the model compressed.
 _compressed_by: WeakKeyDictionary[Module, CompressionCallback] = WeakKeyDictionary()
@@ -28,6 +31,10 @@ class CompressionCallback(TrainerCallback):
         How to store the inputs of checkpointed blocks, as in :func:`pyactcomp.use_checkpoint`; needs
         ``gradient_checkpointing=True`` in the trainer's arguments or another way to checkpoint. Without, they are
         stored as ``mode`` says.
+    watch : bool or dict
+        Watch the memory of each step; a dict has options of :func:`pyactcomp.watch`, as in ``{"steps": 10}``. The
+        figures are in ``trainer.state.log_history``, and go to callbacks that the trainer calls later: list
+        ``TensorBoardCallback()`` or ``WandbCallback()`` after this callback, with ``report_to=[]``.
     **options
         Options of :func:`pyactcomp.compress`. ``fuse_head=True`` takes the loss of the *model* in chunks. With
         ``label_smoothing_factor`` or ``compute_loss_func`` the trainer computes the loss from the model's logits, and
@@ -37,6 +44,8 @@ class CompressionCallback(TrainerCallback):
     ----------
     report : Report or None
         Report of the first training step, set at the end of training; until then call :func:`pyactcomp.report`.
+    watch : Watch or None
+        The watch of the last training, with ``watch``.
 
     Raises
     ------
@@ -57,12 +66,16 @@ class CompressionCallback(TrainerCallback):
     0
     """
 
-    def __init__(self, *, checkpoint: Store | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, checkpoint: Store | None = None, watch: bool | Mapping[str, Any] = False, **options: Any
+    ) -> None:
         if checkpoint is not None:
             check_choice("checkpoint", checkpoint, STORES)
         self.checkpoint = checkpoint
         self.options = options
         self.report: Report | None = None
+        self.watch: Watch | None = None
+        self._watch_options = watch_options(watch)
 
     def cover_loss(self, trainer: Trainer) -> None:
         """Compress the tensors ``trainer.compute_loss`` saves outside the model; raise if the trainer offloads."""
@@ -88,6 +101,20 @@ class CompressionCallback(TrainerCallback):
             except ValueError:
                 self._decompress(model)
                 raise
+        if self._watch_options is not None:
+            self.watch = Watch(model, kwargs.get("optimizer"), manual=True, **self._watch_options).start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End a step of the watch."""
+        if self.watch is not None:
+            self.watch.step()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the watch's figures to what is logged, and to the trainer's history."""
+        if self.watch is not None:
+            scalars = self.watch.scalars()
+            kwargs["logs"].update(scalars)
+            state.log_history[-1].update(scalars)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,6 +124,8 @@ class CompressionCallback(TrainerCallback):
         if model is not None:
             self.report = report(model)
             self._decompress(model)
+        if self.watch is not None:
+            self.watch.stop()
 
     def _decompress(self, model: Module) -> None:
         """Undo ``use_checkpoint`` too."""
@@ -109,7 +138,10 @@ class CompressionCallback(TrainerCallback):
             return
         if self.options.get("fuse_head"):
             _refuse_head(args, model)
-        if _compressed_by.pop(model, None) is not None:  # by the callback of a training that was interrupted
+        earlier = _compressed_by.pop(model, None)
+        if earlier is not None:  # the callback of a training that was interrupted
+            if earlier.watch is not None:
+                earlier.watch.stop()
             with suppress(RuntimeError):  # if the program has decompressed the model since
                 decompress(model)
         compress(model, **self.options)
