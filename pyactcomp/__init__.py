@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from . import functional
 from ._version import __version__
 from .checkpoint import checkpoint, use_checkpoint
-from .climb import BatchSize, find_batch_size, find_executable_batch_size
+from .climb import BatchSize, Ladder, Rung, find_batch_size, find_executable_batch_size
 from .codec import Packed, dequantize, ops, quantize
 from .compress import compress, compressed, decompress
 from .config import Config
@@ -25,10 +25,12 @@ __all__ = [
     "Estimate",
     "HookConflictError",
     "ImplementationUnavailableError",
+    "Ladder",
     "Memory",
     "Packed",
     "PyactcompError",
     "Report",
+    "Rung",
     "Verification",
     "Watch",
     "__version__",

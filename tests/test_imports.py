@@ -23,7 +23,7 @@ ALLOWED = {
     "integrations": {"checkpoint", "compress", "errors", "live", "report"},
     "live": {"engine", "errors", "torch_private"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
-    "climb": {"_core", "errors"},
+    "climb": {"_core", "checkpoint", "compress", "errors"},
     "report": {"compiled", "compress", "engine", "fusions"},
     "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "readers"},
     "checkpoint": {"config", "engine", "errors", "readers", "torch_private"},

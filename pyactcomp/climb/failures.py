@@ -49,11 +49,12 @@ class Outcome(Generic[T]):
     failure: str | None
 
 
-def attempt(call: Callable[[], T]) -> Outcome[T]:
+def attempt(call: Callable[[], T], describe: Callable[[BaseException], object] | None = None) -> Outcome[T]:
     """Call a function; if memory runs out, free what the call held, and return the error's text.
 
     An error holds its traceback, a traceback its frames, and a frame its variables: the activations and the graph of
-    the failed step. All go before this function returns. Any other error is raised as it is.
+    the failed step. All go before this function returns, but after ``describe``, which takes the error, was called. Any
+    other error is raised as it is.
     """
     failure: str | None = None
     try:
@@ -62,6 +63,8 @@ def attempt(call: Callable[[], T]) -> Outcome[T]:
         if not is_out_of_memory(error):
             raise
         failure = f"{type(error).__name__}: {error}"
+        if describe is not None:
+            describe(error)
         for each in _chain(error):
             traceback.clear_frames(each.__traceback__)
             each.__traceback__ = None
@@ -90,5 +93,10 @@ def gpu_in_use() -> bool:
 def free() -> None:
     """Free what only cycles of Python objects hold, and give cached memory back."""
     gc.collect()
+    give_back()
+
+
+def give_back() -> None:
+    """Give the memory that the allocator caches back to the GPU."""
     if gpu_in_use():
         torch.cuda.empty_cache()
