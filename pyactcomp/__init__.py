@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import functional
+from . import functional, offload
 from ._version import __version__
 from .checkpoint import checkpoint, use_checkpoint
 from .climb import BatchSize, Ladder, Rung, find_batch_size, find_executable_batch_size
@@ -45,6 +45,7 @@ __all__ = [
     "find_executable_batch_size",
     "functional",
     "memory",
+    "offload",
     "ops",
     "quantize",
     "register_reader",

@@ -14,6 +14,27 @@ kernels: object
 class Comparison:
     def __init__(self, relation: str, low: float, high: float, yes: float, no: float) -> None: ...
 
+class DelayedLink:
+    link: object
+    capturing: bool
+    pinned: int
+    pins: int
+    queued: int
+    live_events: int
+    clock: float
+    rate: float
+    def measure(self, size: int, rounds: int) -> tuple[float, float]: ...
+    def __init__(self, when: str = "late", seed: int = 0, host_memory: int = ...) -> None: ...
+
+class CudaLink:
+    link: object
+    streams: tuple[int, int]
+    repeat: int
+    is_integrated: bool
+    pci_address: str
+    def __init__(self, device: int) -> None: ...
+    def measure(self, size: int, rounds: int) -> tuple[float, float]: ...
+
 class Kernel:
     """One stored form of one dtype on one device; ``where`` is the stream on CUDA, else the most threads."""
 

@@ -27,6 +27,7 @@ from .compiled.blocks import called, reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip, Tile
 from .engine.classes import give_class
 from .engine.marks import FUSING
+from .engine.offloading import refuse_without_link
 from .engine.recompute import offer_exact_layer_norm, offer_norm
 from .engine.session import Session, close_abandoned
 from .engine.silence import stop_watches
@@ -335,6 +336,7 @@ def compress(
     keep_weight_copies: bool = False,
     on_conflict: OnConflict = "raise",
     compile_blocks: bool = False,
+    offload: bool | float | str = False,
 ) -> Module:
     """Compress the tensors saved by autograd in the forward of ``model``, to 8 bits or without loss.
 
@@ -347,7 +349,7 @@ def compress(
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
     mode, fuse, fuse_head, tile, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, \
-keep_weight_copies, on_conflict, compile_blocks
+keep_weight_copies, on_conflict, compile_blocks, offload
         As in :class:`Config`.
 
     Returns
@@ -359,7 +361,8 @@ keep_weight_copies, on_conflict, compile_blocks
     ------
     TypeError, ValueError
         If the model is not a Module, or an option is unknown or has a wrong value, or with ``compile_blocks`` no block
-        repeats. After this or any other exception the model is unchanged.
+        repeats, or with ``offload`` the model is not on a GPU. After this or any other exception the model is
+        unchanged.
     PyactcompError
         If the model, a module inside or a model around it is already compressed, the model shares a module with a
         compressed model, or ``impl`` cannot run.
@@ -397,6 +400,7 @@ keep_weight_copies, on_conflict, compile_blocks
         keep_weight_copies=keep_weight_copies,
         on_conflict=on_conflict,
         compile_blocks=compile_blocks,
+        offload=offload,
     )
     prepare()
     if any(_sessions(model)):
@@ -404,6 +408,7 @@ keep_weight_copies, on_conflict, compile_blocks
     _check_not_shared(model)
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
+    refuse_without_link(config.offload, (parameter.device for parameter in model.parameters()))
     config = _check_blocks(model, config, skipped)
     before = _forms(model)
     try:
@@ -519,6 +524,7 @@ def compressed(
     attention: Exactness = "exact",
     keep_weight_copies: bool = False,
     on_conflict: OnConflict = "raise",
+    offload: bool | float | str = False,
 ) -> Compressed:
     """Compress the tensors saved by autograd inside a ``with`` block, including a loss outside the model.
 
@@ -527,7 +533,8 @@ def compressed(
     model : Module, optional
         The model whose parameters and buffers must never be compressed; also names parameters in errors. Without a
         model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
-    mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict
+    mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict, \
+offload
         As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
         ``fuse``, ``fuse_head``, ``tile`` and ``compile_blocks``.
 
@@ -564,7 +571,10 @@ def compressed(
         attention=attention,
         keep_weight_copies=keep_weight_copies,
         on_conflict=on_conflict,
+        offload=offload,
     )
+    if model is not None:
+        refuse_without_link(offload, (parameter.device for parameter in model.parameters()))
     if model is None and config.skip:
         raise ValueError("skip names modules of a model: call compressed(model, skip=...)")
     prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -75,6 +76,10 @@ class Config:
     compile_blocks : bool
         Compile the blocks that repeat in the model, each by itself, with torch.compile; equal blocks share one
         compilation. The rest of the model runs as without.
+    offload : False, "auto", float or str
+        Move stored bytes to pinned host memory during forward, and back before backward reads them: as many as the
+        measured link has time for, a share of the bytes from 0 to 1, or all that fits a size of host memory such as
+        ``"12GiB"``. The model must be on a GPU.
 
     Raises
     ------
@@ -98,6 +103,7 @@ class Config:
     keep_weight_copies: bool = False
     on_conflict: OnConflict = "raise"
     compile_blocks: bool = False
+    offload: bool | float | str = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -130,6 +136,12 @@ class Config:
                 f"impl={self.impl!r}"
             )
         check_tile(self.tile)
+        check_offload(self.offload)
+        if self.offload and self.compile_blocks:
+            raise ValueError(
+                f"offload={self.offload!r} moves what eager modules store, and compile_blocks=True leaves little of "
+                "that: drop one of the two"
+            )
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)
         object.__setattr__(self, "skip", _skip_tuple(self.skip))
@@ -138,6 +150,45 @@ class Config:
     def bits(self) -> int:
         """Bits of a code, in lossless mode of the codes that ``unknown`` and ``attention`` ask for."""
         return _BITS[self.mode]
+
+
+SMALLEST_HOST = 64 << 20
+"""The least host memory that ``offload`` may name: what stays on the device in any case, the smallest window."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*")
+_OFFLOADS = "False, 'auto', a share of the stored bytes from 0 to 1, or a size of host memory such as '12GiB'"
+
+
+def check_offload(offload: object) -> None:
+    """Raise unless ``offload`` is False, "auto", a share or a size above zero."""
+    if offload is True:
+        raise ValueError(f"offload must be {_OFFLOADS}, got True: offload=1.0 moves everything")
+    if isinstance(offload, str):
+        if offload != "auto" and not host_limit_of(offload):
+            raise ValueError(f"offload must be {_OFFLOADS}, got {offload!r}")
+        if (host_limit_of(offload) or SMALLEST_HOST) < SMALLEST_HOST:
+            raise ValueError(
+                f"offload={offload!r} is less than the {SMALLEST_HOST >> 20} MiB of stored bytes that stay on the "
+                "device in any case, so nothing is won: give the host memory of some layers, such as offload='12GiB'"
+            )
+    elif not isinstance(offload, (int, float)):
+        raise TypeError(f"offload must be {_OFFLOADS}, got {offload!r}")
+    elif not 0 <= offload <= 1:
+        raise ValueError(f"offload must be {_OFFLOADS}, got {offload!r}")
+
+
+def host_limit_of(offload: float | str) -> int | None:
+    """Return the bytes of host memory that an ``offload`` names, None if it names none."""
+    found = _SIZE.fullmatch(offload) if isinstance(offload, str) else None
+    if found is None:
+        return None
+    number, unit = found.groups()
+    return int(float(number) * (1024 if "i" in unit else 1000) ** (" KMGT".index(unit[0])))
+
+
+def share_of(offload: float | str) -> float:
+    """Return the share of the stored bytes that an ``offload`` lets go at first."""
+    return 1.0 if isinstance(offload, str) else float(offload)
 
 
 def _skip_tuple(skip: object) -> tuple[Skip, ...]:

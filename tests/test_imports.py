@@ -15,22 +15,23 @@ PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 # Room, or file that stands by itself -> the rooms that it may import; top first.
 ALLOWED = {
     "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
-    | {"checkpoint", "climb", "estimate", "live", "verify"},
+    | {"checkpoint", "climb", "estimate", "live", "offload", "verify"},
     "__main__": {"cli"},
-    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "snapshots"}
+    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "offload", "snapshots"}
     | {"torch_private"},
     "estimate": {"_core", "codec", "compress", "errors", "snapshots", "torch_private"},
     "integrations": {"checkpoint", "compress", "errors", "live", "report"},
     "live": {"engine", "errors", "torch_private"},
+    "offload": {"engine", "errors"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
     "climb": {"_core", "checkpoint", "compress", "errors"},
-    "report": {"compiled", "compress", "engine", "fusions"},
+    "report": {"compiled", "compress", "engine", "errors", "fusions"},
     "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "readers"},
     "checkpoint": {"config", "engine", "errors", "readers", "torch_private"},
     "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
     "functional": {"codec", "engine", "errors", "readers", "torch_private"},
-    "engine": {"codec", "config", "errors", "readers", "torch_private"},
+    "engine": {"_core", "codec", "config", "errors", "readers", "torch_private"},
     "config": {"codec", "errors"},
     "readers": {"codec", "errors", "torch_private"},
     "codec": {"_core", "errors", "torch_private"},

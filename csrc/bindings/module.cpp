@@ -5,6 +5,7 @@
 
 #include "bindings/allocator.hpp"
 #include "bindings/kernels.hpp"
+#include "bindings/links.hpp"
 #include "bindings/recording.hpp"
 #include "bindings/replay.hpp"
 #include "common/check.hpp"
@@ -29,6 +30,7 @@ PYBIND11_MODULE(_core, module) {
   py::register_local_exception_translator(&raise_as_pyactcomp_error);
 
   pac::bindings::bind_kernels(module);
+  pac::bindings::bind_links(module);
   pac::bindings::bind_allocator(module);
   pac::bindings::bind_recording(module);
   pac::bindings::bind_replay(module);

@@ -17,6 +17,7 @@ namespace pac::alloc {
   X(cuDeviceGetCount)                  \
   X(cuDeviceGetAttribute)              \
   X(cuDeviceCanAccessPeer)             \
+  X(cuDeviceGetPCIBusId)               \
   X(cuDevicePrimaryCtxRetain)          \
   X(cuDevicePrimaryCtxRelease)         \
   X(cuCtxPushCurrent)                  \
@@ -31,9 +32,12 @@ namespace pac::alloc {
   X(cuEventQuery)                      \
   X(cuEventSynchronize)                \
   X(cuEventDestroy)                    \
+  X(cuEventElapsedTime)                \
   X(cuStreamGetCtx)                    \
   X(cuStreamCreate)                    \
   X(cuStreamSynchronize)               \
+  X(cuStreamWaitEvent)                 \
+  X(cuStreamIsCapturing)               \
   X(cuStreamDestroy)                   \
   X(cuMemHostAlloc)                    \
   X(cuMemFreeHost)                     \

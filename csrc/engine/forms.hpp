@@ -108,6 +108,7 @@ class Memory {
   }
   /// Return the memory, or an empty storage once it is freed.
   c10::Storage lock() const { return c10::Storage(storage_.lock()); }
+  const c10::StorageImpl* address() const { return storage_._unsafe_get_target(); }
 
  private:
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_{c10::intrusive_ptr<c10::StorageImpl>()};
@@ -214,8 +215,8 @@ struct Sharing {
 /// operator that saves its own output would otherwise hold itself, out of gc's reach.
 struct Kept : Stored {
   Buffer buffer;
-  Memory memory;  ///< of a leaf, whose `.data` may change
-  std::uint32_t version = 0;
+  Version seen;
+  Memory memory;
   bool leaf = false;
   Ref sharing;  ///< of a tensor kept exact for its reader: other readers of the same memory share it
   const c10::StorageImpl* place = nullptr;
@@ -230,20 +231,30 @@ struct Kept : Stored {
   /// Let other readers of the same memory find this form.
   void share(const Ref& with) {
     sharing = with;
-    place = buffer.tensor().storage().unsafeGetStorageImpl();
+    place = memory.address();
     body<Sharing>(with.get()).held[place] = this;
   }
 
   void hold(const at::Tensor& tensor) {
-    version = version_of(tensor);
+    seen = Version(tensor);
     leaf = tensor.is_leaf() && tensor.has_storage();
     buffer = Buffer(tensor.is_leaf() ? tensor : observer::bare_tensor(tensor));
-    if (leaf) memory = Memory(tensor);
+    memory = Memory(tensor);
   }
-  bool unchanged() const { return version_of(buffer.tensor()) == version; }
+  /// Return whether a tensor has the memory held, with the elements saved.
+  bool is_of(const at::Tensor& tensor) const { return memory.is_of(tensor) && version_of(tensor) == seen.saved; }
+  bool unchanged() const { return !seen.moved(); }
+  Layout layout() const {
+    return {{buffer.sizes().begin(), buffer.sizes().end()}, {buffer.strides().begin(), buffer.strides().end()}};
+  }
+  /// Let the memory leave the device. Who assigned to a leaf's `.data` would then find the memory saved.
+  void leave(Tape& tape, std::int64_t stream) {
+    buffer.leave(tape, stream);
+    if (buffer.may_be_away()) leaf = false;
+  }
   at::Tensor restore() override {
     if (buffer && !unchanged()) {
-      const Ref tensor(THPVariable_Wrap(buffer.tensor())), expected(PyLong_FromUnsignedLong(version));
+      const Ref tensor(THPVariable_Wrap(buffer.tensor())), expected(PyLong_FromUnsignedLong(seen.saved));
       rare("check_version", {tensor.get(), expected.get()});
     }
     return buffer.tensor();

@@ -1,8 +1,16 @@
 // The saved-tensor hooks of one forward pass: decide how each tensor is stored, and store it.
+//
+// Longer than 400 lines: the decisions are one chain, in which each case hands over to the next.
 #pragma once
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "engine/decisions.hpp"
 #include "engine/memory.hpp"
@@ -24,13 +32,15 @@ class Hooks {
   long skipping = 0;    ///< skipped modules whose forward is running
   long casts_left = 0;  ///< casts whose parameter to look for
   bool lossless = false, stochastic = false;
-  bool gathers = false;  ///< whether the process is one of several, which may gather shards
-  bool waits = false;    ///< whether inputs of a checkpointed block wait for their form
+  bool gathers = false;   ///< whether the process is one of several, which may gather shards
+  bool waits = false;     ///< whether inputs of a checkpointed block wait for their form
+  bool offloads = false;  ///< whether stored bytes may leave the device
 
   /// Let go of all that the forward needed alone.
   void drop() {
     for (Ref* each : {&frame, &packing, &recorder, &module, &decisions}) *each = Ref();
     owned_ = Owned();
+    tapes_.clear();
   }
 
   /// The pack hook: return the stored form of a saved tensor.
@@ -115,6 +125,7 @@ class Hooks {
         added -= found.buffer.nbytes();
         found.store(source, how, seed());
         added += found.buffer.nbytes();
+        note_place(leave(found, source));
         ++found.uses;
         return shared;
       }
@@ -126,23 +137,68 @@ class Hooks {
     made_now.store(source, how, seed());
     regions[{source.data_ptr(), source.numel()}] = &made_now;
     added += made_now.buffer.nbytes();
+    note_place(leave(made_now, source));
     return object;
   }
 
   /// Keep a tensor for a reason, named as in engine/policy.py.
   Ref keep(const Given& given, const char* reason, PyObject* reading = nullptr) {
+    Kept& form = *made<Kept>(types().kept);
+    Ref object(form.self);
+    form.hold(given.tensor);
+    note_place(may_leave(given.tensor, reason) && leave(form, given.tensor));
     if (recorder) {
       const Ref name(PyUnicode_FromString(reason));
       method("_report_kept", {given.object, name.get(), reading ? reading : Py_None});
     }
-    Kept& form = *made<Kept>(types().kept);
-    Ref object(form.self);
-    form.hold(given.tensor);
     return object;
   }
 
  private:
   Owned owned_;
+  std::vector<std::pair<c10::Device, Ref>> tapes_;  ///< of each device met; None where nothing leaves
+
+  /// Return whether memory kept for a reason may leave: not that of the model, nor what an optimizer or user may own.
+  bool may_leave(const at::Tensor& tensor, const std::string& reason) const {
+    if (!offloads || reason == "PARAMETER" || reason == "LEAF" || reason == "SMALL") return false;
+    const bool leaf = tensor.is_leaf() && tensor.requires_grad();
+    return !leaf && tensor.layout() == at::kStrided && tensor.has_storage() && observer::is_exact(tensor) &&
+           was_made_on_this_stream(tensor);
+  }
+
+  /// Memory goes back to the pool of the stream that allocated it, which may not wait for this stream before it uses
+  /// the memory again. Of a tensor without a producer nobody knows the stream, but who shares such a tensor between
+  /// streams has told the allocator.
+  static bool was_made_on_this_stream(const at::Tensor& tensor) {
+    const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
+    const auto& node = owner.grad_fn();
+    if (!tensor.is_cuda() || !node) return true;
+    const c10::impl::VirtualGuardImpl streams(tensor.device().type());
+    return node->input_metadata(owner.output_nr()).stream() == streams.getStream(tensor.device());
+  }
+
+  /// Put the stored bytes of a form on the tape of their device, if there is one; return whether they are on it.
+  template <class Kind>
+  bool leave(Kind& form, const at::Tensor& source) {
+    if (!offloads || !packing || observer::special()) return false;
+    const c10::Device device = source.device();
+    auto known = std::find_if(tapes_.begin(), tapes_.end(), [&](const auto& each) { return each.first == device; });
+    if (known == tapes_.end()) {
+      const Ref place = checked(THPDevice_New(device));
+      tapes_.emplace_back(device, checked(PyObject_CallMethod(packing.get(), "tape", "O", place.get())));
+      known = std::prev(tapes_.end());
+    }
+    PyObject* const tape = known->second.get();
+    if (Py_TYPE(tape) == types().tape) form.leave(body<Tape>(tape), stream_of(source));
+    if (!form.buffer.may_be_away()) return false;
+    Read::leave(source.storage().unsafeGetStorageImpl(), body<Tape>(tape), stream_of(source));
+    return true;
+  }
+
+  /// Tell the recorder where the bytes of the tensor that it records next go.
+  void note_place(bool leaves) {
+    if (recorder && offloads) checked(PyObject_CallMethod(recorder.get(), "note_place", "i", leaves));
+  }
 
   Ref method(const char* name, std::initializer_list<PyObject*> arguments) {
     c10::SmallVector<PyObject*, 5> all{frame.get()};
@@ -162,8 +218,8 @@ class Hooks {
   const char* reason_to_keep(const at::Tensor& tensor, const Given& saved) {
     if (tensor.layout() != at::kStrided) return "TENSOR_LAYOUT";
     if (tensor.is_nested()) return "NESTED";
-    // Lossless mode copies almost nothing, so the owner matters only to a report.
-    const bool copies = !lossless || recorder || tensor.scalar_type() == at::kBool;
+    // Lossless mode copies almost nothing, so the owner matters only to a report, or where kept memory leaves.
+    const bool copies = !lossless || recorder || offloads || tensor.scalar_type() == at::kBool;
     if (copies && owned_.owns(tensor, module.get())) return "PARAMETER";
     const at::TensorBase& owner = saved.tensor.is_view() ? saved.tensor._base() : saved.tensor;
     if (is_parameter(owner)) return "PARAMETER";
@@ -315,6 +371,7 @@ class Hooks {
     const auto known = regions.find({tensor.data_ptr(), tensor.numel()});
     if (known != regions.end() && known->second->still_holds(tensor, known->second->stream)) {
       known->second->hold(tensor, Ref::borrowed(constants().itself));
+      if (may_leave(tensor, "READING")) leave(*known->second, tensor);
     }
     return stored;
   }
@@ -323,7 +380,7 @@ class Hooks {
   bool is_held(const at::Tensor& tensor) const {
     const auto& held = body<Sharing>(sharing.get()).held;
     const auto known = held.find(tensor.storage().unsafeGetStorageImpl());
-    return known != held.end() && known->second->version == version_of(tensor);
+    return known != held.end() && known->second->is_of(tensor);
   }
 
   /// Store a tensor in a form of fewer bits.

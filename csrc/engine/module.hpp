@@ -1,6 +1,7 @@
 // The Python class of the hooks, and all classes of the engine in the module.
 #pragma once
 
+#include "engine/tape_types.hpp"
 #include "engine/unpack.hpp"
 
 namespace pac::engine {
@@ -129,6 +130,10 @@ inline PyObject* hooks_waits(Hooks& hooks) { return truth(hooks.waits); }
 inline int hooks_set_waits(PyObject* self, PyObject* value, void*) {
   return guarded_status([&] { body<Hooks>(self).waits = PyObject_IsTrue(value) == 1; });
 }
+inline PyObject* hooks_offloads(Hooks& hooks) { return truth(hooks.offloads); }
+inline int hooks_set_offloads(PyObject* self, PyObject* value, void*) {
+  return guarded_status([&] { body<Hooks>(self).offloads = PyObject_IsTrue(value) == 1; });
+}
 inline PyGetSetDef hooks_attributes[] = {
     {"frame", attribute<Hooks, hooks_frame>, nullptr, "The frame that opens and closes the hooks.", nullptr},
     {"recorder", attribute<Hooks, hooks_recorder>, nullptr, "The record of this forward for a report, or None.",
@@ -138,6 +143,8 @@ inline PyGetSetDef hooks_attributes[] = {
      nullptr},
     {"waits", attribute<Hooks, hooks_waits>, hooks_set_waits,
      "Whether inputs of a checkpointed block wait for their form.", nullptr},
+    {"offloads", attribute<Hooks, hooks_offloads>, hooks_set_offloads, "Whether stored bytes may leave the device.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -238,6 +245,7 @@ inline void add_classes(PyObject* module) {
     if (PyModule_AddType(module, type) != 0) throw PythonError();
   }
   if (PyModule_AddFunctions(module, recipe_functions) != 0) throw PythonError();
+  add_offload_classes(module);
 }
 
 }  // namespace pac::engine

@@ -88,8 +88,19 @@ struct Recipe {
     stored_.push_back({Weak(operand.form.get()), operand.leaf ? operand.form : Ref()});
   }
   /// Note a tensor that the computation holds: a write before backward raises autograd's error.
-  void read_unpacked(const at::Tensor& operand) { unpacked_.emplace_back(operand, version_of(operand)); }
-  const std::vector<std::pair<at::Tensor, std::uint32_t>>& unpacked() const { return unpacked_; }
+  void read_unpacked(const at::Tensor& operand) {
+    unpacked_.push_back({std::make_unique<const Read>(operand), Version(operand)});
+  }
+  /// Let the function in Python read a tensor that is given to it, before the dtype.
+  void read_stored(const at::Tensor& operand) {
+    read_unpacked(operand);
+    ++given_;
+  }
+  std::vector<at::Tensor> unpacked() const {
+    std::vector<at::Tensor> all;
+    for (const auto& [read, seen] : unpacked_) all.push_back(read->tensor());
+    return all;
+  }
 
   /// Return the stored operands, to hold as long as `compute` may be called; null for each that backward has freed.
   std::vector<Ref> forms() const {
@@ -153,20 +164,28 @@ struct Recipe {
     Ref held;
   };
   std::vector<Source> stored_;
-  std::vector<std::pair<at::Tensor, std::uint32_t>> unpacked_;
+  struct Unpacked {
+    std::unique_ptr<const Read> read;
+    Version seen;
+  };
+  std::vector<Unpacked> unpacked_;  ///< first those that are given to a function in Python
+  std::size_t given_ = 0;
   Memory memory_;
   std::uint32_t version_ = 0;
   WeakTensor out_{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 
   at::Tensor run(at::ScalarType wanted) const {
-    for (const auto& [tensor, version] : unpacked_) {
-      if (version_of(tensor) == version) continue;
-      const Ref object(THPVariable_Wrap(tensor)), expected(PyLong_FromUnsignedLong(version));
+    for (const auto& [read, seen] : unpacked_) {
+      if (!seen.moved()) continue;
+      const Ref object(THPVariable_Wrap(read->tensor())), expected(PyLong_FromUnsignedLong(seen.saved));
       rare("check_version", {object.get(), expected.get()});
     }
     if (python) {
-      const Ref kind(dtype_object(wanted));
-      return tensor_in(rare("recompute", {python.get(), kind.get()}).get());
+      const Ref kind(dtype_object(wanted)), given = checked(PyTuple_New(static_cast<Py_ssize_t>(given_)));
+      for (std::size_t i = 0; i < given_; ++i) {
+        PyTuple_SET_ITEM(given.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(unpacked_[i].read->tensor()));
+      }
+      return tensor_in(rare("recompute", {python.get(), given.get(), kind.get()}).get());
     }
     std::vector<at::Tensor> operands;
     for (const Ref& form : forms()) operands.push_back(restore(form.get()));

@@ -104,7 +104,7 @@ inline Operand operand_of(const SavedVariable& saved) {
   if (type == types().kept) {
     Kept& kept = body<Kept>(form.get());
     if (!kept.leaf) return {form};
-    const at::Tensor& leaf = kept.buffer.tensor();
+    const at::Tensor leaf = kept.buffer.tensor();
     return kept.unchanged() && kept.memory.is_of(leaf) ? memory_of_leaf(observer::bare_tensor(leaf)) : Operand();
   }
   const bool known = type == types().region || type == types().view || type == types().from_recipe;
@@ -115,7 +115,9 @@ inline Operand operand_of(const SavedVariable& saved) {
 inline Operand constant_of(const SavedVariable& saved) {
   Ref form = form_of(saved);
   if (!form || Py_TYPE(form.get()) != types().kept) return {};
-  const at::Tensor& tensor = body<Kept>(form.get()).buffer.tensor();
+  const Buffer& buffer = body<Kept>(form.get()).buffer;
+  if (buffer.may_be_away()) return {std::move(form)};  // nor is it a parameter
+  const at::Tensor tensor = buffer.tensor();
   return tensor.requires_grad() || is_parameter(tensor) ? Operand() : Operand{std::move(form)};
 }
 
@@ -134,7 +136,7 @@ inline Ref stored_result(const observer::Node& node) {
 }
 
 inline Layout layout_of_result(PyObject* form) {
-  return Py_TYPE(form) == types().kept ? Layout::of(body<Kept>(form).buffer.tensor()) : body<Region>(form).layout;
+  return Py_TYPE(form) == types().kept ? body<Kept>(form).layout() : body<Region>(form).layout;
 }
 
 inline Ref recipe_for(const at::Tensor& out, Compute compute, const std::vector<Operand>& operands, bool exact) {
@@ -163,7 +165,7 @@ struct Result {
   Operand lasting(Operand operand) const {
     if (!operand.leaf || !may_be_freed) return operand;
     constexpr std::int64_t kCopied = 64;
-    const at::Tensor& leaf = body<Kept>(operand.form.get()).buffer.tensor();
+    const at::Tensor leaf = body<Kept>(operand.form.get()).buffer.tensor();
     const bool copied = leaf.storage().nbytes() > 0 && leaf.numel() * kCopied <= out.numel();
     return copied ? memory_of_leaf(leaf.clone()) : Operand();
   }
@@ -238,7 +240,7 @@ inline Ref recipe_of_rows_taken(const Result<generated::IndexBackward0>& of) {
   const auto& indices = of.node.indices_;
   const Operand rows = indices.size() == 1 ? constant_of(indices[0]) : Operand();
   const Operand source = rows ? recomputed_source(of.node) : Operand();
-  if (!source || body<Kept>(rows.form.get()).buffer.tensor().scalar_type() != at::kLong) return {};
+  if (!source || body<Kept>(rows.form.get()).buffer.scalar_type() != at::kLong) return {};
   std::vector<std::int64_t> sizes;
   for (const c10::SymInt& size : of.node.self_sym_sizes) sizes.push_back(size.expect_int());
   const auto compute = [sizes](at::ScalarType, Tensors given) {

@@ -107,6 +107,9 @@ struct Region : Shared {
     need = kExact;
   }
 
+  /// Let the stored bytes leave the device.
+  void leave(Tape& tape, std::int64_t current) { buffer.leave(tape, current); }
+
   bool has_gaps() const { return !apart.sizes.empty(); }
 
   /// Return whether the buffer holds the exact elements in a narrower dtype.

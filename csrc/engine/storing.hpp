@@ -5,11 +5,15 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "codec/kernel_table.hpp"
 #include "engine/python.hpp"
+#include "engine/streams.hpp"
+#include "engine/tape.hpp"
 #include "observer/tensors.hpp"
 
 namespace pac::engine {
@@ -18,16 +22,34 @@ namespace pac::engine {
 enum Need : long { kShape, kBits, kCodes, kRelative, kExact };
 
 /// The memory of one stored tensor: its codes, or its elements as they are. Nothing else owns stored bytes.
+///
+/// The memory is held, or on a tape: then it leaves the device, and `tensor` brings it back.
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(at::Tensor held) : held_(std::move(held)) {}
-  const at::Tensor& tensor() const { return held_; }
-  std::int64_t nbytes() const { return held_.defined() ? static_cast<std::int64_t>(held_.nbytes()) : 0; }
-  explicit operator bool() const { return held_.defined(); }
+  at::Tensor tensor() const { return placed_ ? placed_->tensor() : held_; }
+  at::ScalarType scalar_type() const { return placed_ ? placed_->dtype.toScalarType() : held_.scalar_type(); }
+  at::IntArrayRef sizes() const { return placed_ ? at::IntArrayRef(placed_->sizes) : held_.sizes(); }
+  at::IntArrayRef strides() const { return placed_ ? at::IntArrayRef(placed_->strides) : held_.strides(); }
+  bool may_be_away() const { return placed_ != nullptr; }
+  std::int64_t nbytes() const {
+    return static_cast<std::int64_t>(placed_ ? placed_->nbytes : held_.defined() ? held_.nbytes() : 0);
+  }
+  explicit operator bool() const { return placed_ || held_.defined(); }
+
+  /// Put the memory on a tape, unless it stays.
+  void leave(Tape& tape, std::int64_t stream) {
+    if (placed_ || !held_.defined()) return;
+    std::shared_ptr<Piece> piece = tape.adopt(held_, stream);
+    if (!piece) return;
+    placed_ = std::make_unique<const Placed>(std::move(piece), held_);
+    held_ = at::Tensor();
+  }
 
  private:
   at::Tensor held_;
+  std::unique_ptr<const Placed> placed_;
 };
 
 inline bool is_dense(const at::TensorBase& tensor) {
@@ -44,17 +66,39 @@ inline Rows rows_for(const Bound& bound, const at::TensorBase& tensor) {
   return rows.length % kVector == 0 && rows.gap % kVector == 0 && tensor.numel() < kMost ? rows : Rows{};
 }
 
-/// Return the current stream of a CUDA device as an integer, by torch's own function: no function of this module is
-/// compiled for CUDA, so that one build fits torch's builds with and without it.
-inline std::int64_t current_stream(int device) {
-  const Ref index(PyLong_FromLong(device));
-  return integer(checked(PyObject_CallOneArg(constants().current_raw_stream, index.get())).get());
-}
+/// A tensor that a recipe reads, and that autograd may save too: then both have the memory on the tape.
+class Read {
+ public:
+  explicit Read(const at::Tensor& tensor) : buffer_(tensor), place_(tensor.storage().unsafeGetStorageImpl()) {
+    all().emplace(place_, this);
+  }
+  Read(const Read&) = delete;
+  Read& operator=(const Read&) = delete;
+  ~Read() {
+    const auto [begin, end] = all().equal_range(place_);
+    for (auto each = begin; each != end; ++each) {
+      if (each->second != this) continue;
+      all().erase(each);
+      return;
+    }
+  }
+  at::Tensor tensor() const { return buffer_.tensor(); }
 
-/// Return the current stream of a tensor's device as an integer; 0 on other devices than CUDA's.
-inline std::int64_t stream_of(const at::TensorBase& tensor) {
-  return tensor.is_cuda() ? current_stream(tensor.get_device()) : 0;
-}
+  /// Let go of a memory that a stored form has put on a tape.
+  static void leave(const c10::StorageImpl* place, Tape& tape, std::int64_t stream) {
+    const auto [begin, end] = all().equal_range(place);
+    for (auto each = begin; each != end; ++each) each->second->buffer_.leave(tape, stream);
+  }
+
+ private:
+  Buffer buffer_;
+  const c10::StorageImpl* place_;
+
+  static std::unordered_multimap<const c10::StorageImpl*, Read*>& all() {
+    static auto& instance = *std::make_unique<std::unordered_multimap<const c10::StorageImpl*, Read*>>().release();
+    return instance;
+  }
+};
 
 /// Return the kernels of pyactcomp._core.
 inline const KernelTable& kernels() {
@@ -138,14 +182,15 @@ struct StoringBody {
 
   /// Return the tensor that a buffer holds, in any dense layout of as many elements.
   at::Tensor decode(const Buffer& buffer, at::IntArrayRef sizes, at::IntArrayRef strides) const {
-    const at::Tensor out = observer::empty(sizes, strides, carrier, buffer.tensor());
+    const at::Tensor stored = buffer.tensor();
+    const at::Tensor out = observer::empty(sizes, strides, carrier, stored);
     if (bound) {
       run(*bound, out, [&](const pac::Place& place) {
-        return bound->kernel->decode(bound->format, buffer.tensor().const_data_ptr(), out.mutable_data_ptr(),
-                                     out.numel(), place);
+        return bound->kernel->decode(bound->format, stored.const_data_ptr(), out.mutable_data_ptr(), out.numel(),
+                                     place);
       });
     } else {
-      const Ref packed(THPVariable_Wrap(buffer.tensor())), target(THPVariable_Wrap(out));
+      const Ref packed(THPVariable_Wrap(stored)), target(THPVariable_Wrap(out));
       rare("decode", {kernel.get(), packed.get(), target.get()});
     }
     return carrier == dtype ? out : out.to(dtype);

@@ -11,7 +11,7 @@ namespace pac::engine {
 /// The classes, made once when the module is imported.
 struct Types {
   PyTypeObject *storing, *sharing, *stored, *kept, *versioned, *same, *shapeless, *recast, *shared, *region, *view,
-      *decisions, *hooks, *recipe, *from_recipe;
+      *decisions, *hooks, *recipe, *from_recipe, *tape;
 };
 
 inline Types& types() {
@@ -91,8 +91,8 @@ inline int kept_init(PyObject* self, PyObject* arguments, PyObject*) {
 }
 
 inline PyObject* kept_tensor(Kept& form) { return THPVariable_Wrap(form.buffer.tensor()); }
-inline PyObject* kept_version(Kept& form) { return PyLong_FromUnsignedLong(form.version); }
-inline PyObject* kept_layout(Kept& form) { return layout_object(Layout::of(form.buffer.tensor())); }
+inline PyObject* kept_version(Kept& form) { return PyLong_FromUnsignedLong(form.seen.saved); }
+inline PyObject* kept_layout(Kept& form) { return layout_object(form.layout()); }
 inline PyObject* kept_unchanged(Kept& form) { return truth(form.unchanged()); }
 inline PyObject* kept_is_leaf(Kept& form) { return truth(form.leaf); }
 inline PyObject* kept_has_its_memory(Kept& form) { return truth(form.leaf && form.memory.is_of(form.buffer.tensor())); }
@@ -213,15 +213,20 @@ inline PyGetSetDef region_attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-// Recipe(output, compute or None, operands that `compute` reads unpacked).
+// Recipe(output, compute or None, tensors that are given to `compute`, other operands that it reads unpacked).
 
 inline int recipe_init(PyObject* self, PyObject* arguments, PyObject*) {
   return guarded_status([&] {
-    PyObject *out = nullptr, *compute = nullptr, *operands = nullptr;
-    if (!PyArg_ParseTuple(arguments, "OOO!", &out, &compute, &PyTuple_Type, &operands)) throw PythonError();
+    PyObject *out = nullptr, *compute = nullptr, *stored = nullptr, *operands = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OOO!O!", &out, &compute, &PyTuple_Type, &stored, &PyTuple_Type, &operands)) {
+      throw PythonError();
+    }
     Recipe& recipe = body<Recipe>(self);
     recipe.describe(tensor_in(out));
     if (compute != Py_None) recipe.python = Ref::borrowed(compute);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(stored); ++i) {
+      recipe.read_stored(tensor_in(PyTuple_GET_ITEM(stored, i)));
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(operands); ++i) {
       recipe.read_unpacked(tensor_in(PyTuple_GET_ITEM(operands, i)));
     }
@@ -261,10 +266,10 @@ inline PyObject* recipe_dtype(Recipe& recipe) { return dtype_object(recipe.dtype
 inline PyObject* recipe_depth(Recipe& recipe) { return PyLong_FromLong(recipe.depth); }
 inline PyObject* recipe_exact(Recipe& recipe) { return truth(recipe.exact); }
 inline PyObject* recipe_operands(Recipe& recipe) {
-  Ref all = checked(PyTuple_New(static_cast<Py_ssize_t>(recipe.unpacked().size())));
+  const std::vector<at::Tensor> unpacked = recipe.unpacked();
+  Ref all = checked(PyTuple_New(static_cast<Py_ssize_t>(unpacked.size())));
   Py_ssize_t place = 0;
-  for (const auto& [tensor, version] : recipe.unpacked())
-    PyTuple_SET_ITEM(all.get(), place++, THPVariable_Wrap(tensor));
+  for (const at::Tensor& tensor : unpacked) PyTuple_SET_ITEM(all.get(), place++, THPVariable_Wrap(tensor));
   return all.release();
 }
 inline PyGetSetDef recipe_attributes[] = {

@@ -73,14 +73,20 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-/// Return uninitialised memory on the device of `beside`. Redispatch, because no callback observes a redispatch: boxing
-/// the arguments for our callback takes longer than a cached allocation.
+/// Return uninitialised memory on a device. Redispatch, because no callback observes a redispatch: boxing the arguments
+/// for our callback takes longer than a cached allocation.
+inline at::Tensor empty_with_gil(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtype,
+                                 c10::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  if (special() || !(device.is_cpu() || device.is_cuda())) return at::empty_strided(shape, stride, options);
+  const c10::DispatchKeySet keys(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  return at::redispatch::empty_strided(keys, shape, stride, options);
+}
+
+/// Return uninitialised memory on the device of `beside`.
 inline at::Tensor empty(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtype, const at::Tensor& beside) {
   const WithoutGil released;
-  const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
-  if (special() || !(beside.is_cpu() || beside.is_cuda())) return at::empty_strided(shape, stride, options);
-  const c10::DispatchKeySet keys(beside.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
-  return at::redispatch::empty_strided(keys, shape, stride, options);
+  return empty_with_gil(shape, stride, dtype, beside.device());
 }
 
 /// buffer(tensor, nbytes): return uninitialised bytes on the device of a tensor.

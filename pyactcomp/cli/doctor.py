@@ -34,6 +34,8 @@ def _print_findings(findings: dict[str, Any]) -> None:
         grid.add_row(
             device["device"], device["name"] + (f", {humanize.naturalsize(memory, binary=True)}" if memory else "")
         )
+        if device["link"]:
+            grid.add_row("", f"link: {device['link']}")
     console.print(grid)
 
     table = Table(box=box.SIMPLE)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import codec
+from .. import codec, offload
 from .._version import __version__
 from ..codec import reference
 from ..errors import PyactcompError
@@ -31,7 +31,7 @@ def examine() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``versions``: name to version or None; ``devices``: a list of ``device``, ``name``, ``memory_bytes``;
+        ``versions``: name to version or None; ``devices``: a list of ``device``, ``name``, ``memory_bytes``, ``link``;
         ``implementations``: name to ``device``, ``unavailable_reason`` and ``self_test``, each None or a
         sentence (``self_test`` is None if the test passed or could not run); ``allocator``: ``unavailable_reason``,
         ``torch_subclass`` and ``settings``, each None or a sentence (why the subclass is not there, the error in
@@ -120,7 +120,12 @@ def _versions() -> dict[str, str | None]:
 
 def _devices() -> list[dict[str, Any]]:
     devices: list[dict[str, Any]] = [
-        {"device": "cpu", "name": f"{platform.machine()}, {torch.get_num_threads()} threads", "memory_bytes": None}
+        {
+            "device": "cpu",
+            "name": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "memory_bytes": None,
+            "link": None,
+        }
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -129,9 +134,21 @@ def _devices() -> list[dict[str, Any]]:
                 "device": f"cuda:{index}",
                 "name": f"{properties.name}, sm_{properties.major}{properties.minor}",
                 "memory_bytes": properties.total_memory,
+                "link": _link(torch.device("cuda", index)),
             }
         )
     return devices
+
+
+def _link(device: torch.device) -> str:
+    """Return the rates of a GPU's link to the host, or why offload cannot use it."""
+    try:
+        rates = offload.link(device)
+        remote = offload.is_remote(device)
+    except PyactcompError as error:
+        return str(error)
+    far = "; no CPU of this process is near the GPU: bind the process to the GPU's NUMA node" if remote else ""
+    return f"{rates.to_host / 1e9:.0f} GB/s to the host, {rates.to_device / 1e9:.0f} back{far}"
 
 
 def _implementation(name: str, device_type: str) -> dict[str, str | None]:

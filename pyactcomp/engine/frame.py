@@ -62,6 +62,9 @@ class Frame:
             distributed,
             casts,
         )
+        if packing.offloading is not None:
+            packing.offloading.look()
+            self.hooks.offloads = True
         self._context: Any = torch.autograd.graph.saved_tensors_hooks(*self.pair())
 
     def pair(self) -> tuple[Any, Any]:

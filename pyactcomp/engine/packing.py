@@ -34,6 +34,7 @@ from ..torch_private import never_traced
 from . import saved
 from .halves import form_kernel
 from .marks import compiled_mark
+from .offloading import offloading_of
 from .policy import CARRIER
 
 # So few elements are kept: an error of one of them is the error of the gradient, 5 % for a pair that is interpolated.
@@ -51,11 +52,17 @@ class Packing:
         self.lossless = config.mode == "lossless"
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
+        self.offloading = offloading_of(config.offload, config.min_bytes)
 
     @functools.cached_property
     def decisions(self) -> saved.Decisions:
         """What the library remembers of :meth:`form_for`, :meth:`storing` and :meth:`narrow_storing`."""
         return saved.Decisions()
+
+    @never_traced
+    def tape(self, device: torch.device) -> object:
+        """Return the tape for stored bytes that leave a device, None where none do."""
+        return None if self.offloading is None else self.offloading.tape(device)
 
     @never_traced
     def next_seed(self) -> int:

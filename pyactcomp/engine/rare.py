@@ -63,9 +63,9 @@ def refuse_modified(
 
 
 @for_library
-def recompute(compute: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+def recompute(compute: Callable[..., Tensor], stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Recompute the output of a function written in Python."""
-    return compute(dtype)
+    return compute(*stored, dtype)
 
 
 @for_library
@@ -137,6 +137,34 @@ def decode(kernel: Kernel, packed: Tensor, out: Tensor) -> None:
 def refuse_failed_kernel(text: str) -> None:
     """Raise the error of a kernel that failed."""
     raise PyactcompError(f"a kernel of the codec failed: {text}")
+
+
+@for_library
+def refuse_failed_copy(text: str) -> None:
+    """Raise the error of a copy between device and host that failed."""
+    raise PyactcompError(f"a copy of stored bytes between device and host failed: {text}")
+
+
+@for_library
+def refuse_capture() -> None:
+    """Raise the error of a copy that a graph being captured would contain."""
+    raise PyactcompError(
+        "a CUDA graph is being captured, and offload would copy stored bytes to the host in it: a replay would write "
+        "to host memory that other steps use meanwhile. Capture a model compressed without offload, or run this one "
+        "without the graph."
+    )
+
+
+@for_library
+def warn_of_short_host(pinned: int, available: int) -> None:
+    """Warn that host memory is too short for the stored bytes; once a configuration."""
+    warnings.warn(
+        f"offload found no more pinned host memory: {pinned / 2**30:.1f} GiB are pinned, {available / 2**30:.1f} GiB "
+        "of the host's memory are available, of which it takes at most 60 %. The other stored bytes stay on the "
+        "device. Give the process more host memory (the container's limit, `ulimit -l`), or ask for less with "
+        "offload=0.5 or offload='8GiB'.",
+        stacklevel=2,
+    )
 
 
 @for_library

@@ -21,10 +21,10 @@ from .marks import PACKS, RECIPE, Packs
 from .policy import PLAIN
 from .record import is_recording
 
-Compute = Callable[[torch.dtype], Tensor]
+Compute = Callable[..., Tensor]
 
 
-def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
+def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor, stored: tuple[Tensor, ...] = ()) -> None:
     """Offer a recipe for ``out``: operators that save ``out``, a view or autocast's cast of ``out`` store the recipe.
 
     Call this in the ``forward`` of an autograd function, with the context and the output, and :func:`withdraw` in its
@@ -37,15 +37,20 @@ def offer(ctx: Any, out: Tensor, compute: Compute, *operands: Tensor) -> None:
     out : Tensor
         The output. Must be dense and the owner of the storage.
     compute : callable
-        Maps a dtype (the dtype of ``out``, or the target of an autocast cast) to a tensor with the values and shape of
-        ``out``, in any layout, whose memory belongs to the caller. Must never hold ``out`` or the graph.
+        Maps the tensors of ``stored`` and a dtype (the dtype of ``out``, or the target of an autocast cast) to a tensor
+        with the values and shape of ``out``, in any layout, whose memory belongs to the caller. Must never hold ``out``
+        or the graph.
     *operands : Tensor
         Tensors read unpacked by ``compute``, such as a weight: a write before backward raises autograd's error.
+    stored : tuple of Tensor
+        Tensors that the function saves too, such as codes. ``compute`` is given them and must not hold them: their
+        memory may leave the device meanwhile.
     """
     if being_traced():  # no hook will use the recipe, and sizes may be symbols
         return
     observer().note_offering(type(ctx))
-    RECIPE.set(ctx, saved.Recipe(out, None, ()) if saves_are_dropped() else saved.Recipe(out, compute, operands))
+    dropped = saves_are_dropped()
+    RECIPE.set(ctx, saved.Recipe(out, None, (), ()) if dropped else saved.Recipe(out, compute, stored, operands))
 
 
 def withdraw(ctx: Any) -> None:

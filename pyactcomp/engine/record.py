@@ -41,6 +41,8 @@ class SavedTensor:
         Why the tensor was not compressed; None if it was.
     unknown_reader : str or None
         The operator or function that saved the tensor, if kept because the table of readers has no row.
+    where : {"device", "host"}
+        Where the stored bytes wait for backward: with ``offload`` most go to the host during the forward.
     """
 
     module: str
@@ -51,6 +53,7 @@ class SavedTensor:
     stored_bytes: int
     kept: str | None
     unknown_reader: str | None = None
+    where: str = "device"
 
     @property
     def restored_bytes(self) -> int:
@@ -150,6 +153,7 @@ class Recorder:
         self.is_dry = False
         self.hooks_inside: str | None = None
         self._run: object = None
+        self._leaves = False
         self._opened = 0
         self._modules = [""]
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
@@ -214,6 +218,11 @@ class Recorder:
         self._run = None
 
     @never_traced
+    def note_place(self, leaves: int) -> None:
+        """Record whether the stored bytes of the next tensor leave the device."""
+        self._leaves = bool(leaves)
+
+    @never_traced
     def add(self, tensor: Tensor, kept: str | None, packed: int = 0, unknown: str | None = None) -> None:
         """Record a saved tensor: kept for a reason, or packed in ``packed`` bytes of its own.
 
@@ -254,7 +263,9 @@ class Recorder:
         unknown: str | None = None,
     ) -> None:
         name = str(dtype).removeprefix("torch.")
-        self.saved.append(SavedTensor(self.module, shape, name, saved, unique, stored, kept, unknown))
+        where = "host" if self._leaves and stored else "device"
+        self._leaves = False
+        self.saved.append(SavedTensor(self.module, shape, name, saved, unique, stored, kept, unknown, where))
 
     def _unique_bytes(self, tensor: Tensor) -> int:
         return sum(self._unique_part_bytes(part) for part in dense_parts(local_tensor(tensor)))

@@ -157,7 +157,11 @@ if TYPE_CHECKING:
         exact: bool
 
         def __init__(
-            self, out: Tensor, compute: Callable[[torch.dtype], Tensor] | None, operands: tuple[Tensor, ...]
+            self,
+            out: Tensor,
+            compute: Callable[..., Tensor] | None,
+            stored: tuple[Tensor, ...],
+            operands: tuple[Tensor, ...],
         ) -> None: ...
         def compute(self, dtype: torch.dtype) -> Tensor:
             """Recompute the output in the original layout, or raise autograd's error if an operand was written to."""
@@ -207,6 +211,7 @@ if TYPE_CHECKING:
         sharing: Sharing
         skipping: int
         waits: bool
+        offloads: bool
 
         def __init__(
             self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, cast
 
 import torch
@@ -27,7 +26,7 @@ class _FusedGelu(torch.autograd.Function):
         ctx.kernels = kernels = launch.gelu(x, tanh, how)
         out, packed = kernels.forward(x)
         ctx.save_for_backward(packed)
-        recompute.offer(ctx, out, functools.partial(kernels.recompute, packed))
+        recompute.offer(ctx, out, kernels.recompute, stored=(packed,))
         return out
 
     @staticmethod
@@ -47,10 +46,11 @@ class _Gelu(torch.autograd.Function):
         ctx.restore = restore
         ctx.save_for_backward(kept)
         out = gelu_of_torch(x, approximate=approximate)
-        source = kept.detach()
-        recompute.offer(
-            ctx, out, lambda dtype: gelu_of_torch(restore(source), approximate=approximate).to(dtype), source
-        )
+
+        def compute(source: Tensor, dtype: torch.dtype) -> Tensor:
+            return gelu_of_torch(restore(source), approximate=approximate).to(dtype)
+
+        recompute.offer(ctx, out, compute, stored=(kept.detach(),))
         return out
 
     @staticmethod

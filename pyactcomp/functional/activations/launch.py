@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,10 +173,8 @@ def silu_mul(
         of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
         return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
 
-    # The recipe holds no graph.
-    saved = tuple([t.detach() for t in kept]) if exact else kept
-
-    def compute(dtype: torch.dtype) -> Tensor:
+    def compute(*given: Any) -> Tensor:
+        *saved, dtype = given
         result = on.empty(dtype)
         sources = saved if up_again is None else (*saved, on.arrange(up_again.peek()))
         if exact:
@@ -231,9 +230,8 @@ def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, T
     """
     x = dense(x)
     on = elementwise(x)
-    source = x.detach()
 
-    def compute(dtype: torch.dtype) -> Tensor:
+    def compute(source: Tensor, dtype: torch.dtype) -> Tensor:
         out = on.empty(dtype)
         on.launch(gelu_kernels, "new_gelu_kernel", (wide,), (source, out))
         return out
@@ -244,4 +242,4 @@ def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, T
         on.launch(gelu_kernels, "new_gelu_backward_kernel", (wide,), tensors)
         return on.as_torch(grad_x, grad)
 
-    return compute(torch.float32 if wide else x.dtype), x, backward, compute
+    return compute(x.detach(), torch.float32 if wide else x.dtype), x, backward, compute

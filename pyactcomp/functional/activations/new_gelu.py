@@ -42,18 +42,17 @@ class _NewGelu(torch.autograd.Function):
             # Autocast on CUDA computes pow in float32; promotion makes all later operators float32.
             out, kept, ctx.fused_backward, compute = launch.new_gelu(x, x.is_cuda and state.enabled)
             ctx.save_for_backward(kept)
-            recompute.offer(ctx, out, compute, kept.detach())
+            recompute.offer(ctx, out, compute, stored=(kept.detach(),))
             return out
         ctx.fused_backward, ctx.autocast = None, state
         ctx.save_for_backward(x)
         out = _chain(x)
-        source = x.detach()
 
-        def compute_eagerly(dtype: torch.dtype) -> Tensor:
+        def compute_eagerly(source: Tensor, dtype: torch.dtype) -> Tensor:
             with torch.no_grad(), state.entered():
                 return _chain(source).to(dtype)
 
-        recompute.offer(ctx, out, compute_eagerly, source)
+        recompute.offer(ctx, out, compute_eagerly, stored=(x.detach(),))
         return out
 
     @staticmethod

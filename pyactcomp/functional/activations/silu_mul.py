@@ -26,7 +26,7 @@ class _SiluMul(torch.autograd.Function):
 
             out, kept, ctx.fused_backward, compute = launch.silu_mul(gate, up, up_again, inplace, how)
             ctx.save_for_backward(*kept)
-            recompute.offer(ctx, out, compute, *([t.detach() for t in kept] if exact else kept))
+            recompute.offer(ctx, out, compute, stored=tuple(t.detach() for t in kept) if exact else kept)
             return out
         ctx.fused_backward = None
         saves = [how.keep(gate)] if up_again is not None else [how.keep(gate), how.second().keep(up)]
@@ -34,13 +34,13 @@ class _SiluMul(torch.autograd.Function):
         ctx.restores = restores
         ctx.save_for_backward(*kept)
         out = silu_of_torch(gate) * up
-        sources = [t.detach() for t in kept]
 
-        def compute_eagerly(dtype: torch.dtype) -> Tensor:
+        def compute_eagerly(*given: Any) -> Tensor:
+            *sources, dtype = given
             restored, *other = (restore(t) for restore, t in zip(restores, sources, strict=True))
             return (silu_of_torch(restored) * (other[0] if up_again is None else up_again.peek())).to(dtype)
 
-        recompute.offer(ctx, out, compute_eagerly, *sources)
+        recompute.offer(ctx, out, compute_eagerly, stored=tuple(t.detach() for t in kept))
         return out
 
     @staticmethod

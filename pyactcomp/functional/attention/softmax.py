@@ -39,7 +39,7 @@ class _Softmax(torch.autograd.Function):
         ctx.save_for_backward(kept)
         if how.bits is not None:
             # The product with the values saves the output too: let it share these codes.
-            offer(ctx, out, lambda dtype: restore(kept).to(dtype))
+            offer(ctx, out, lambda kept, dtype: restore(kept).to(dtype), stored=(kept,))
         return out
 
     @staticmethod

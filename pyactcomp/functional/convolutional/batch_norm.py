@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -82,9 +81,14 @@ class _BatchNorm(torch.autograd.Function):
             mean, rstd = norm.statistics(x, running, momentum, eps)
             out, kept, signs, codes = norm.apply(x, residual, mean, rstd, weight, bias)
             if codes is None:
-                offer(ctx, out, functools.partial(norm.recompute, kept, gamma, beta, signs), *operands)
+                signed = signs is not None
+
+                def redo(kept: Tensor, *rest: Any) -> Tensor:
+                    return norm.recompute(kept, gamma, beta, *(rest if signed else (None, *rest)))
+
+                offer(ctx, out, redo, *operands, stored=(kept,) if signs is None else (kept, signs))
             else:
-                offer(ctx, out, functools.partial(norm.restore, codes))
+                offer(ctx, out, norm.restore, stored=(codes,))
         else:
             y, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
             out = y.to(x.dtype)
@@ -109,17 +113,18 @@ class _BatchNorm(torch.autograd.Function):
             ctx.restore, ctx.restore_mask, ctx.layout = restore, restore_signs, layout_of(x)
             if recomputes:
 
-                def compute(dtype: torch.dtype) -> Tensor:
+                def compute(kept: Tensor, *rest: Any) -> Tensor:
+                    *signs, dtype = rest
                     y = restore(kept)
                     if gamma is not None:
                         y = y * gamma.view(channels)
                     if beta is not None:
                         y = y + beta.view(channels)
-                    if signs is not None:
-                        y = torch.where(restore_signs(signs), y.clamp_min(_SMALLEST), 0.0)
+                    if signs:
+                        y = torch.where(restore_signs(signs[0]), y.clamp_min(_SMALLEST), 0.0)
                     return y.to(dtype)
 
-                offer(ctx, out, compute, *operands)
+                offer(ctx, out, compute, *operands, stored=(kept,) if signs is None else (kept, signs))
         ctx.save_for_backward(kept, mean if how.bits is None else None, rstd, weight, signs)
         begin(ctx, None if how.bits is None else x, out if relu else None)
         return out

@@ -13,7 +13,7 @@ from ...engine.recompute import offer, stable_copies
 from ...torch_private import under_checkpoint
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
-from .launch import Norm, are_contiguous, norm_of, serves
+from .launch import are_contiguous, norm_of, serves
 from .rms_norm import check_rows, rms_norm
 
 
@@ -52,9 +52,12 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx.version = saved.Versioned(total) if itself and under_checkpoint() else None
         ctx.weight = gamma
         ctx.save_for_backward(packed, rstd)
-        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, out.size())
-        read = packed if itself else None, gamma
-        offer(ctx, out, compute, *[t for t in read if t is not None])
+        size = out.size()
+
+        def compute(packed: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+            return norm.recompute(packed, rstd, gamma, None, size, dtype)
+
+        offer(ctx, out, compute, *(() if gamma is None else (gamma,)), stored=(packed, rstd))
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return out, total

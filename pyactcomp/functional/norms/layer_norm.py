@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -62,8 +61,12 @@ class _FusedLayerNorm(torch.autograd.Function):
         ctx.norm, ctx.noise, ctx.weight = norm, noise, gamma
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.save_for_backward(packed, rstd, rows)
-        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, beta, out.size())
-        offer(ctx, out, compute, *[t for t in (packed if itself else None, gamma, beta) if t is not None])
+        size = out.size()
+
+        def compute(packed: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+            return norm.recompute(packed, rstd, gamma, beta, size, dtype)
+
+        offer(ctx, out, compute, *[t for t in (gamma, beta) if t is not None], stored=(packed, rstd))
         return out
 
     @staticmethod
@@ -132,12 +135,15 @@ class _LayerNorm(torch.autograd.Function):
             kept, restore = (x, same) if itself else how.keep_rows(x, math.prod(shape))
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
-            compute = functools.partial(
-                _recompute, kept, restore, None if exact else rstd, gamma, beta, shape, eps, ctx.wide
-            )
+            wider, deviation = ctx.wide, None if exact else rstd
+
+            def compute(kept: Tensor, wanted: torch.dtype) -> Tensor:
+                made = _recompute(kept, restore, deviation, gamma, beta, shape, eps, wider)
+                return made.to(dtype).to(wanted)
+
             parameters = [t for t in (gamma, beta) if t is not None]
             if out.is_contiguous():
-                offer(ctx, out, lambda wanted: compute().to(dtype).to(wanted), kept, *parameters)
+                offer(ctx, out, compute, *parameters, stored=(kept,))
         return out
 
     @staticmethod

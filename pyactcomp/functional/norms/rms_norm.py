@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -59,8 +58,12 @@ class _FusedRmsNorm(torch.autograd.Function):
         out = out if result is None else result
         ctx.norm, ctx.dtype, ctx.weight = norm, x.dtype, gamma
         ctx.save_for_backward(packed, rstd)
-        compute = functools.partial(Norm.recompute, norm, packed, rstd, gamma, None, out.size())
-        offer(ctx, out, compute, *[t for t in (packed if itself else None, gamma) if t is not None])
+        size = out.size()
+
+        def compute(packed: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+            return norm.recompute(packed, rstd, gamma, None, size, dtype)
+
+        offer(ctx, out, compute, *(() if gamma is None else (gamma,)), stored=(packed, rstd))
         return out
 
     @staticmethod
@@ -105,7 +108,12 @@ class _RmsNorm(torch.autograd.Function):
         out = _scaled(wide, rstd, weight, x.dtype).to(dtype) if result is None else result
         if out.is_contiguous():
             parameters = () if gamma is None else (gamma,)
-            offer(ctx, out, functools.partial(_recompute, kept, ctx.restore, rstd, gamma), kept, *parameters)
+            restore = ctx.restore
+
+            def compute(kept: Tensor, dtype: torch.dtype) -> Tensor:
+                return _recompute(kept, restore, rstd, gamma, dtype)
+
+            offer(ctx, out, compute, *parameters, stored=(kept,))
         return out
 
     @staticmethod

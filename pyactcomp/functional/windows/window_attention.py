@@ -76,8 +76,8 @@ class _WindowAttention(torch.autograd.Function):
 
         ctx.save_for_backward(kept, exact, mask)
         source = kept.detach()
-        operands = (source, exact) if mask is None else (source, exact, mask)
-        offer(ctx, out, lambda dtype: recompute(source).to(dtype), *operands)
+        operands = (exact,) if mask is None else (exact, mask)
+        offer(ctx, out, lambda source, dtype: recompute(source).to(dtype), *operands, stored=(source,))
         return out
 
     @staticmethod

@@ -1,0 +1,431 @@
+// Stored bytes that leave the device during forward and come back before backward asks for them.
+//
+// The tape has the memory of the stored tensors of one device, piece by piece, in the order of packing:
+//
+//   HERE -> LEAVING   once an eighth of a window was packed since: copied to the host, behind the work queued so far
+//   LEAVING -> AWAY   once a window was packed since: the packing stream waits for the copy, and the memory is freed
+//   AWAY -> COMING    while less than a window is on the device: copied back, the last packed first
+//   COMING -> BACK    when backward asks: the stream that reads waits for the copy
+//
+// A piece that is HERE or LEAVING when backward asks is read where it is. The host never waits, and nothing depends on
+// how far the device has come: the memory on the device is a function of the program. It comes from, and goes back to,
+// the pool of the stream that computes; the wait before it goes back is what keeps a slow link from falling behind.
+//
+// All functions are called with the GIL, which is the tape's lock. An allocation may call Python, which may free other
+// pieces: what is in use across one is held by a shared pointer.
+//
+// Longer than 400 lines: each step above reads and writes the same few counters, and is read beside the others.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/forwards.hpp"
+#include "engine/piece.hpp"
+#include "engine/streams.hpp"
+
+namespace pac::engine {
+
+/// The pieces of one configuration on one device: Tape(arena, window, share, min_bytes).
+class Tape {
+ public:
+  using State = Piece::State;
+  using Pieces = std::vector<std::shared_ptr<Piece>>;
+
+  struct Counts {
+    std::uint64_t packed = 0, sent = 0, left = 0, brought = 0, prefetched = 0, late = 0, stayed = 0, held = 0;
+    std::uint64_t packed_bytes = 0, sent_bytes = 0, left_bytes = 0, brought_bytes = 0, stayed_bytes = 0, held_bytes = 0;
+  };
+  /// What lay where after a piece was packed or read.
+  struct Sample {
+    bool backward;
+    std::size_t on_device, on_host, allocated;  ///< the last: all that the device's allocator gave out, 0 if unknown
+  };
+
+  PyObject* self = nullptr;
+  Ref arena_object;
+  HostArena* arena = nullptr;
+  std::size_t window = 0;  ///< 0: one layer, as the sizes of the last forward tell
+  double share = 1;
+  std::size_t min_bytes = 0;
+  Counts counts;
+
+  Tape() = default;
+  Tape(const Tape&) = delete;
+  Tape& operator=(const Tape&) = delete;
+  ~Tape() {
+    if (arena) forwards_.drop_all(link());
+  }
+
+  /// Put the memory of a stored tensor on the tape; null if it stays where it is.
+  std::shared_ptr<Piece> adopt(const at::Tensor& tensor, std::int64_t current) {
+    const std::size_t nbytes = tensor.storage().nbytes();
+    if (nbytes < min_bytes || !tensor.storage().data()) return nullptr;
+    bury();
+    const auto known = known_.find(tensor.storage().unsafeGetStorageImpl());
+    if (known != known_.end()) {
+      const Piece& piece = *known->second;
+      // Parts of one memory may have counters of their own, as those of unsafe_split do. What this tensor's says
+      // matters once the memory was copied; memory written to since then is held by the tensor itself.
+      const bool unwritten = torch::autograd::impl::version_counter(tensor).current_version() == 0;
+      const bool shares = piece.version.current_version() == piece.saved && (piece.state == State::kHere || unwritten);
+      return shares ? known->second->shared_from_this() : nullptr;
+    }
+    const bool forward = !torch::autograd::get_current_node();
+    if (backward_ && forward) begin_forward();
+    if (forward) forwards_.begin(link(), current);
+    if (sizes_.size() < kMostSamples) sizes_.push_back(nbytes);
+    ++counts.packed;
+    counts.packed_bytes += nbytes;
+    seen_ += static_cast<double>(nbytes);
+    if (taken_ + static_cast<double>(nbytes) > share * seen_ + 1) {
+      ++counts.stayed;
+      counts.stayed_bytes += nbytes;
+      return nullptr;
+    }
+    taken_ += static_cast<double>(nbytes);
+    auto piece = std::make_shared<Piece>(Ref::borrowed(self), *this, tensor, current);
+    piece->index = ++last_;
+    pieces_[piece->index] = piece.get();
+    known_[piece->memory.unsafeGetStorageImpl()] = piece.get();
+    on_device_ += nbytes;
+    unsent_ += nbytes;
+    const std::size_t hold = limit() / 8;
+    if (unsent_ >= hold + std::min(kBatch, hold)) send(hold);
+    release();
+    release_held(kTries);
+    sample(piece->device);
+    warn_of_short_host();
+    return piece;
+  }
+
+  /// Return the memory of a piece, to be read by work queued on the current stream from here on.
+  c10::Storage need(Piece& piece) {
+    const auto alive = piece.shared_from_this();
+    bury();
+    const std::int64_t current = stream_at(piece.device);
+    if (piece.state == State::kAway) {
+      ++counts.late;
+      bring({alive}, current);
+    }
+    if (piece.brought && (piece.state == State::kComing || current != piece.stream)) {
+      check_copy(link(), link().wait(current, piece.brought->event()));
+      piece.state = State::kBack;
+    }
+    // Held meanwhile, the memory is not among what goes.
+    c10::Storage memory = piece.memory;
+    if (!torch::autograd::get_current_node()) return memory;
+    if (!std::exchange(backward_, true)) {
+      forwards_.end(link(), current);
+      release_held(held_.size());  // what the forward alone held, as transformers' cache holds keys and values
+    }
+    // What another stream reads is no memory to free behind this one.
+    if (piece.state == State::kBack && current == piece.stream) {
+      piece.asked = ++asked_;
+      read_.emplace_back(piece.index, piece.asked);
+    }
+    evict();
+    prefetch(piece.index, current);
+    sample(piece.device);
+    return memory;
+  }
+
+  /// Return the time of the oldest forward that is over and was not asked for, see Forwards.
+  std::optional<Forwards::Timing> next_timing(bool finish) { return forwards_.next(link(), finish); }
+
+  Link& link() const { return arena->link(); }
+  std::size_t on_device() const { return on_device_; }
+  std::size_t alive() const { return pieces_.size(); }
+  std::size_t limit() const { return window ? window : planned_; }
+  /// The samples of the last forward and its backward.
+  const std::vector<Sample>& samples() const { return samples_; }
+
+  /// Free what was under way when it died during a capture.
+  void bury() {
+    if (dead_.empty() || link().is_capturing(dead_.front().stream)) return;
+    for (const Dead& each : dead_) link().wait(each.stream, each.moved->event());
+    dead_.clear();
+  }
+
+ private:
+  friend struct Piece;
+
+  struct Dead {
+    c10::Storage memory;
+    When moved;
+    std::int64_t stream;
+  };
+
+  static constexpr std::size_t kBatch = std::size_t{32} << 20;
+  static constexpr std::size_t kFirstWindow = std::size_t{1} << 30;
+  static constexpr std::size_t kSmallestWindow = std::size_t{64} << 20;
+  static constexpr int kLookAhead = 256;
+  static constexpr std::size_t kTries = 16;
+  static constexpr std::size_t kMostSamples = std::size_t{1} << 16;
+
+  static std::int64_t stream_at(c10::Device device) { return device.is_cuda() ? current_stream(device.index()) : 0; }
+
+  void refuse_capture(std::int64_t stream) {
+    if (link().is_capturing(stream)) rare("refuse_capture", {});
+  }
+
+  void warn_of_short_host() {
+    if (!arena->is_short() || warned_) return;
+    warned_ = true;
+    const Ref pinned(PyLong_FromSize_t(arena->pinned())), available(PyLong_FromSize_t(link().available()));
+    rare("warn_of_short_host", {pinned.get(), available.get()});
+  }
+
+  void sample(c10::Device device) {
+    if (samples_.size() < kMostSamples) samples_.push_back({backward_, on_device_, arena->taken(), allocated(device)});
+  }
+
+  std::size_t allocated(c10::Device device) {
+    if (!device.is_cuda() || !has_counters_) return 0;
+    try {
+      auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+      if (allocator)
+        return static_cast<std::size_t>(allocator->getDeviceStats(device.index()).allocated_bytes[0].current);
+    } catch (const c10::Error&) {  // a pluggable allocator counts nothing
+    }
+    has_counters_ = false;
+    return 0;
+  }
+
+  /// Let a piece stay for as long as it lives.
+  void stay(Piece& piece) {
+    if (piece.counts()) on_device_ -= piece.nbytes;
+    piece.state = State::kStays;
+  }
+
+  /// Send the oldest pieces, until at most `left` bytes are unsent.
+  void send(std::size_t left) {
+    std::vector<Piece*> leaving;
+    for (auto next = pieces_.lower_bound(unsent_from_); next != pieces_.end() && unsent_ > left; ++next) {
+      Piece& piece = *next->second;
+      unsent_from_ = next->first + 1;
+      unsent_ -= piece.nbytes;
+      // Who resized the memory, as FSDP does with its own, will use it again.
+      auto block = piece.memory.nbytes() == piece.nbytes ? arena->take(piece.nbytes) : std::nullopt;
+      if (!block) {
+        ++counts.stayed;
+        counts.stayed_bytes += piece.nbytes;
+        stay(piece);
+        continue;
+      }
+      piece.block = std::move(*block);
+      leaving.push_back(&piece);
+    }
+    // Pieces packed on one stream go together.
+    for (auto begin = leaving.begin(); begin != leaving.end();) {
+      const std::int64_t stream = (*begin)->packed_on;
+      const auto end = std::find_if(begin, leaving.end(), [&](const Piece* p) { return p->packed_on != stream; });
+      copy_out({begin, end}, stream, {begin, leaving.end()});
+      begin = end;
+    }
+  }
+
+  void copy_out(const std::vector<Piece*>& pieces, std::int64_t stream, const std::vector<Piece*>& rest) {
+    std::vector<Link::Copy> copies;
+    for (const Piece* each : pieces) {
+      const Link::Event after = each->block.after ? each->block.after->event() : 0;
+      copies.push_back({const_cast<void*>(each->memory.data()), each->block.address, each->nbytes, after});
+    }
+    Link::Event done = 0;
+    try {
+      refuse_capture(stream);
+      check_copy(link(), link().send(stream, copies.data(), copies.size(), &done));
+    } catch (...) {
+      for (Piece* each : rest) {
+        arena->give(std::exchange(each->block, {}), nullptr);
+        stay(*each);
+      }
+      throw;
+    }
+    const When sent = std::make_shared<const Moment>(link(), done);
+    for (Piece* each : pieces) {
+      each->state = State::kLeaving;
+      each->sent = sent;
+      ++counts.sent;
+      counts.sent_bytes += each->nbytes;
+    }
+  }
+
+  /// Free the memory of the oldest pieces, until no more than a window is on the device.
+  void release() {
+    const Moment* waited = nullptr;
+    while (on_device_ > limit()) {
+      const auto next = pieces_.lower_bound(kept_from_);
+      // The last one is still in the hands of who packs it.
+      if (next == pieces_.end() || next->first == last_) return;
+      Piece& piece = *next->second;
+      if (piece.state == State::kHere) send(0);
+      kept_from_ = piece.index + 1;
+      if (piece.state != State::kLeaving) continue;
+      if (piece.sent.get() != waited) {
+        refuse_capture(piece.stream);
+        forwards_.wait(link(), piece.stream, piece.sent->event());
+      }
+      waited = piece.sent.get();
+      if (drop(piece)) continue;
+      // Somebody else holds the memory, perhaps for a while only, as a residual or a skip connection.
+      stay(piece);
+      held_.push_back(piece.index);
+      ++counts.held;
+      counts.held_bytes += piece.nbytes;
+    }
+  }
+
+  /// Free what somebody else held, once nobody does: look at so many pieces.
+  void release_held(std::size_t most) {
+    for (std::size_t tries = std::min(held_.size(), most); tries > 0; --tries) {
+      const std::uint64_t index = held_.front();
+      held_.pop_front();
+      const auto known = pieces_.find(index);
+      if (known != pieces_.end() && !drop(*known->second)) held_.push_back(index);
+    }
+  }
+
+  /// Let go of a piece's memory on the device; false, and nothing changed, if somebody else holds it.
+  bool drop(Piece& piece) {
+    auto weak = piece.memory.getWeakStorageImpl();
+    const c10::StorageImpl* const address = piece.memory.unsafeGetStorageImpl();
+    piece.memory = c10::Storage();
+    if (auto held = weak.lock()) {
+      piece.memory = c10::Storage(std::move(held));
+      return false;
+    }
+    known_.erase(address);
+    if (piece.counts()) on_device_ -= piece.nbytes;
+    if (!piece.brought) {
+      ++counts.left;
+      counts.left_bytes += piece.nbytes;
+    }
+    piece.state = State::kAway;
+    return true;
+  }
+
+  /// Copy pieces back to memory of the current stream's pool.
+  void bring(const Pieces& pieces, std::int64_t current) {
+    refuse_capture(current);
+    std::vector<c10::Storage> memories;
+    std::vector<Link::Copy> copies;
+    for (const auto& each : pieces) {
+      const at::Tensor fresh =
+          observer::empty_with_gil({static_cast<std::int64_t>(each->nbytes)}, {1}, at::kByte, each->device);
+      memories.push_back(fresh.storage());
+      // The stream that packed has waited for the copy to the host; another one may not have.
+      const Link::Event after = each->packed_on == current ? 0 : each->sent->event();
+      copies.push_back({memories.back().mutable_data(), each->block.address, each->nbytes, after});
+    }
+    std::vector<Link::Event> done(pieces.size(), 0);
+    check_copy(link(), link().bring(current, copies.data(), copies.size(), done.data()));
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      Piece& piece = *pieces[i];
+      piece.brought = std::make_shared<const Moment>(link(), done[i]);
+      piece.memory = std::move(memories[i]);
+      piece.stream = current;
+      piece.state = State::kComing;
+      known_[piece.memory.unsafeGetStorageImpl()] = &piece;
+      on_device_ += piece.nbytes;
+      ++counts.brought;
+      counts.brought_bytes += piece.nbytes;
+    }
+  }
+
+  /// Bring what was packed before, the last first, as long as the window has room.
+  void prefetch(std::uint64_t before, std::int64_t current) {
+    Pieces wanted;
+    std::size_t room = limit() - std::min(limit(), on_device_);
+    int looked = 0;
+    for (auto next = pieces_.lower_bound(before); next != pieces_.begin() && looked < kLookAhead; ++looked) {
+      Piece& piece = *(--next)->second;
+      if (piece.state != State::kAway) continue;
+      // Memory for a reader on another stream must be of that stream's pool.
+      if (piece.packed_on != current) continue;
+      if (piece.nbytes > room) break;
+      room -= piece.nbytes;
+      wanted.push_back(piece.shared_from_this());
+    }
+    if (wanted.empty()) return;
+    counts.prefetched += wanted.size();
+    bring(wanted, current);
+  }
+
+  /// Where a graph is retained: give back what backward has read, a while later. The copies on the host stay valid.
+  void evict() {
+    for (std::size_t i = read_.size(); i > 0 && on_device_ > 2 * limit(); --i) {
+      const auto [index, asked] = read_.front();
+      read_.pop_front();
+      const auto known = pieces_.find(index);
+      if (known == pieces_.end() || known->second->asked != asked || known->second->state != State::kBack) continue;
+      if (!drop(*known->second)) read_.emplace_back(index, asked);
+    }
+    while (!read_.empty() && pieces_.count(read_.front().first) == 0) read_.pop_front();
+  }
+
+  void begin_forward() {
+    backward_ = false;
+    read_.clear();
+    if (sizes_.size() > 1) planned_ = std::max(bytes_of_layer(sizes_), kSmallestWindow);
+    sizes_.clear();
+    samples_.clear();
+    forwards_.abandon(link());
+    if (pieces_.empty()) seen_ = taken_ = 0;
+  }
+
+  void forget(Piece& piece) {
+    if (piece.counts()) on_device_ -= piece.nbytes;
+    if (piece.index >= unsent_from_) unsent_ -= piece.nbytes;
+    pieces_.erase(piece.index);
+    if (piece.memory) {
+      const auto known = known_.find(piece.memory.unsafeGetStorageImpl());
+      if (known != known_.end() && known->second == &piece) known_.erase(known);
+    }
+    if (const Moment* const moved = piece.under_way()) {
+      // The memory goes back to the stream's pool: behind the copy.
+      if (link().is_capturing(piece.stream)) {
+        dead_.push_back({piece.memory, piece.state == State::kLeaving ? piece.sent : piece.brought, piece.stream});
+      } else {
+        link().wait(piece.stream, moved->event());
+      }
+    }
+    if (piece.block.address) arena->give(piece.block, piece.brought);
+  }
+
+  std::map<std::uint64_t, Piece*> pieces_;
+  std::unordered_map<const c10::StorageImpl*, Piece*> known_;  ///< by the memory on the device
+  std::deque<std::pair<std::uint64_t, std::uint64_t>> read_;   ///< pieces brought and read, in the order of reading
+  std::deque<std::uint64_t> held_;                             ///< pieces on the host whose memory others hold
+  std::vector<Dead> dead_;
+  Forwards forwards_;
+  std::vector<std::size_t> sizes_;  ///< of all that this forward packed
+  std::vector<Sample> samples_;
+  std::uint64_t last_ = 0, unsent_from_ = 1, kept_from_ = 1, asked_ = 0;
+  std::size_t on_device_ = 0, unsent_ = 0, planned_ = kFirstWindow;
+  double seen_ = 0, taken_ = 0;
+  bool backward_ = false, warned_ = false, has_counters_ = true;
+};
+
+inline Piece::~Piece() { tape.forget(*this); }
+
+inline at::Tensor Placed::tensor() const {
+  auto made = c10::make_intrusive<c10::TensorImpl>(piece->tape.need(*piece), keys, dtype);
+  made->set_storage_offset(offset);
+  made->set_sizes_and_strides(sizes, strides);
+  made->set_version_counter(version);
+  return at::Tensor(std::move(made));
+}
+
+}  // namespace pac::engine

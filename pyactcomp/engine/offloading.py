@@ -1,0 +1,233 @@
+"""Where the stored bytes of one configuration go: a tape and host memory for each device.
+
+The library moves the bytes, ``csrc/engine/offload.hpp``; this module decides whether, how much, and over which link.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import host_limit_of, share_of
+from ..torch_private import never_traced
+from . import saved
+
+UNBOUNDED = 2**62
+
+links: dict[torch.device, Any] = {}
+"""Links of this process by device. A test puts one of no device here."""
+
+_alive: weakref.WeakSet[Offloading] = weakref.WeakSet()
+
+
+@functools.cache
+def reason_without_link(device: torch.device) -> str | None:
+    """Return why nothing can leave a device, or None."""
+    if device in links:
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"the device is {device}, and offload moves memory of NVIDIA GPUs alone"
+    from .. import _core
+
+    if not hasattr(_core, "CudaLink"):
+        return "pyactcomp was built without cuda.h: set CUDA_HOME, or install nvidia-cuda-runtime, and install it again"
+    if link_of(device).is_integrated:
+        return f"{device} shares its memory with the host, so nothing is won by moving stored bytes"
+    return None
+
+
+def link_of(device: torch.device) -> Any:
+    """Return the link of a device; the first call makes its two streams."""
+    if device not in links:
+        from .. import _core
+
+        links[device] = _core.CudaLink(device.index)
+    return links[device]
+
+
+class Rates(NamedTuple):
+    """Rates of a link, in bytes a second."""
+
+    to_host: float
+    to_device: float
+
+
+@functools.cache
+def rates_of(device: torch.device) -> Rates:
+    """Return the measured rates of a device's link: four copies of 64 MiB each way, in about 20 ms."""
+    return Rates(*link_of(device).measure(64 << 20, 4))
+
+
+_PCI = Path("/sys/bus/pci/devices")
+
+
+def is_remote(pci_address: str, devices: Path = _PCI) -> bool | None:
+    """Return whether no CPU of this process is near the device at an address; None if the system does not tell.
+
+    Copies then cross the link between the sockets, at a lower rate.
+    """
+    try:
+        text = (devices / pci_address.lower() / "local_cpulist").read_text().strip()
+    except OSError:
+        return None
+    near: set[int] = set()
+    for span in filter(None, text.split(",")):
+        first, _, last = span.partition("-")
+        near.update(range(int(first), int(last or first) + 1))
+    return near.isdisjoint(os.sched_getaffinity(0)) if near else None
+
+
+class Sample(NamedTuple):
+    """What lay where after a tensor was stored, or read by backward."""
+
+    backward: bool
+    device_bytes: int
+    host_bytes: int
+    allocated_bytes: int
+    """All that the device's allocator gave out; 0 where nobody counts."""
+
+
+_PATIENCE = 0.01  # of a forward
+_MARGIN = 0.97  # of the rate: copies are not spread quite evenly
+_IN_A_ROW = 3
+
+
+class Waits:
+    """How long the forwards of one tape waited for copies, and the share that ``offload="auto"`` takes from that.
+
+    The first forward compiles and warms up. The second, which lets everything go, decides: if it waited, the link moved
+    the bytes in the time that the forward took, and can move in the rest of that time only the same part of the bytes.
+    From the third forward on the share stays, and so does the memory of each step, unless three forwards in a row wait.
+
+    Attributes
+    ----------
+    seconds, waited : float
+        Of all forwards that are over.
+    """
+
+    def __init__(self, tape: Any, adapts: bool) -> None:
+        self._tape = tape
+        self._adapts = adapts
+        self._forwards = 0
+        self._kept: list[float] = []
+        self.seconds = self.waited = 0.0
+
+    def look(self) -> None:
+        """Read the times of forwards that are over.
+
+        With ``"auto"`` the host waits once, as the third forward begins, for the end of the second: the device has the
+        whole backward to do meanwhile.
+        """
+        while (timing := self._tape.next_timing(self._adapts and self._forwards == 1)) is not None:
+            seconds, waited = timing
+            self.seconds += seconds
+            self.waited += waited
+            self._forwards += 1
+            if self._adapts and self._forwards > 1 and seconds > 0:
+                self._decide((seconds - waited) / seconds)
+
+    def _decide(self, worked: float) -> None:
+        """Lower the share, given the part of a forward in which the stream did not wait."""
+        self._kept = [*self._kept, worked] if worked < 1 - _PATIENCE else []
+        if self._kept and (self._forwards == 2 or len(self._kept) == _IN_A_ROW):
+            self._tape.share *= _MARGIN * max(self._kept)
+            self._kept = []
+
+
+class Offloading:
+    """What leaves the devices under one configuration."""
+
+    def __init__(self, offload: float | str, min_bytes: int) -> None:
+        self.share = share_of(offload)
+        self._adapts = offload == "auto"
+        self.host_limit = host_limit_of(offload)
+        self._min_bytes = min_bytes
+        self._tapes: dict[torch.device, Any] = {}
+        self._arenas: dict[torch.device, Any] = {}
+        self._waits: dict[torch.device, Waits] = {}
+        _alive.add(self)
+
+    def tape(self, device: torch.device) -> Any:
+        """Return the tape of a device, None where nothing leaves."""
+        if device not in self._tapes:
+            if reason_without_link(device) is not None:
+                return self._tapes.setdefault(device, None)
+            native = saved.library()
+            limit = UNBOUNDED if self.host_limit is None else self.host_limit
+            arena = self._arenas[device] = native.HostArena(link_of(device), limit)
+            tape = self._tapes[device] = native.Tape(arena, WINDOW, self.share, self._min_bytes)
+            self._waits[device] = Waits(tape, self._adapts)
+        return self._tapes[device]
+
+    def look(self) -> None:
+        """Between forwards: read how long those that are over have waited, and adapt the share."""
+        for waits in self._waits.values():
+            waits.look()
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Return the counts of each device, by its name."""
+        self.look()
+        found = {}
+        for device, arena in self._arenas.items():
+            host = {"pinned_bytes": arena.pinned, "host_bytes": arena.taken, "host_peak_bytes": arena.peak}
+            waits = self._waits[device]
+            times = {"forward_seconds": waits.seconds, "waited_seconds": waits.waited}
+            found[str(device)] = {**self._tapes[device].statistics(), **host, "pins": arena.pins, **times}
+        return found
+
+    def samples(self) -> dict[str, list[Sample]]:
+        """Return what lay where during the last step, for each device."""
+        return {str(device): [Sample(*each) for each in self._tapes[device].samples()] for device in self._arenas}
+
+    def window_bytes(self) -> int:
+        """Return how many stored bytes stay on the devices."""
+        return int(sum(counts["window_bytes"] for counts in self.statistics().values()))
+
+    def lines(self) -> list[str]:
+        """Return a line for each device for the report."""
+        found = []
+        for device, counts in self.statistics().items():
+            gone = counts["left_bytes"] / max(counts["packed_bytes"], 1)
+            share = self._tapes[torch.device(device)].share
+            names = ("window_bytes", "host_peak_bytes", "pinned_bytes", "held_bytes")
+            window, host, pinned, held = (f"{counts[name] / 2**20:.0f} MiB" for name in names)
+            waited = counts["waited_seconds"] / max(counts["forward_seconds"], 1e-9)
+            found.append(
+                f"Offload: {gone:.1%} of the bytes stored so far left {device}, {share:.0%} are to leave; window "
+                f"{window}; on the host {host} at most, {pinned} pinned; sent but held elsewhere {held}; forwards "
+                f"waited {waited:.1%} of their time; {counts['late']:.0f} of {counts['brought']:.0f} came late."
+            )
+        return found
+
+    def trim(self) -> int:
+        """Give host memory without stored bytes back; return how many bytes."""
+        return sum(arena.trim() for arena in self._arenas.values())
+
+
+WINDOW = 0
+"""Bytes to hold on a device; 0 takes one layer's, as the sizes of the last forward tell."""
+
+
+def all_alive() -> list[Offloading]:
+    """Return what this process has configured."""
+    return list(_alive)
+
+
+@never_traced
+def offloading_of(offload: bool | float | str, min_bytes: int) -> Offloading | None:
+    """Return what leaves under the value of the option, None if nothing does."""
+    return Offloading(offload, min_bytes) if offload else None
+
+
+def refuse_without_link(offload: bool | float | str, devices: Iterable[torch.device]) -> None:
+    """Raise ValueError if stored bytes are to leave a device that they cannot leave."""
+    for device in set(devices) if offload else ():
+        reason = reason_without_link(device)
+        if reason is not None and device.type != "meta":
+            raise ValueError(f"offload={offload!r} cannot work: {reason}. Drop offload, or move the model first")
