@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import torch
@@ -15,9 +15,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 
-from .config import Config
+from .config import Config, check_offload
 from .engine.frame import frame_of
 from .engine.inputs import InputsFrame
+from .engine.offloading import refuse_without_link
 from .engine.packing import Packing
 from .engine.record import name_of_hooks
 from .engine.session import close_abandoned, close_frame
@@ -33,6 +34,7 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     store: Store = "int8",
+    offload: bool | float | str = False,
     use_reentrant: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -52,6 +54,9 @@ def checkpoint(
     store : {"int8", "exact"}
         How to store the inputs. With ``"exact"`` gradients are bitwise those of torch's function: booleans take one
         bit, a float that was cast from a narrower dtype takes that dtype, and the rest stays.
+    offload : False, "auto", float or str
+        Move the stored inputs to pinned host memory, and back before backward reads them, as in
+        :class:`pyactcomp.Config`. All calls with one value share the host memory.
     use_reentrant : bool
         As in torch, where you have to pass it; here ``False`` without.
     **kwargs
@@ -68,16 +73,16 @@ def checkpoint(
     TypeError
         If ``function`` cannot be called.
     ValueError
-        For another ``store``.
+        For another ``store`` or ``offload``, or with ``offload`` a tensor that is not on a GPU.
     HookConflictError
         If other saved-tensor hooks are active, such as ``save_on_cpu``: of two pairs only the innermost runs.
 
     Notes
     -----
     Inside a model compressed by :func:`pyactcomp.compress` in int8, ``store="int8"`` leaves the inputs to the model's
-    own hooks and options. Inside another checkpointed function torch saves no inputs, so ``store`` has no effect there.
-    A graph of torch.compile that contains the whole call saves the inputs itself, in codes only if the model is
-    compressed by :func:`pyactcomp.compress`; compile ``function`` instead.
+    own hooks and options, and to its ``offload``, if it has one. Inside another checkpointed function torch saves no
+    inputs, so ``store`` has no effect there. A graph of torch.compile that contains the whole call saves the inputs
+    itself, in codes only if the model is compressed by :func:`pyactcomp.compress`; compile ``function`` instead.
 
     Examples
     --------
@@ -87,15 +92,27 @@ def checkpoint(
     >>> pyactcomp.checkpoint(block, x).sum().backward()
     """
     check_choice("store", store, STORES)
+    check_offload(offload)
+    refuse_without_link(offload, (each.device for each in args if isinstance(each, Tensor)))
     if not callable(function):
         raise TypeError(f"checkpoint expects a function or a module, and its arguments after it; got {function!r}")
     run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
-    return _run(run, store, function, *args, **kwargs)
+    return _run(run, _Storing(store, offload), function, *args, **kwargs)
 
 
-def _run(run: Callable[..., Any], store: Store, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+class _Storing(NamedTuple):
+    """How to store the inputs of checkpointed blocks."""
+
+    store: Store
+    offload: bool | float | str
+
+    def __repr__(self) -> str:
+        return f"store={self.store!r}" + (f", offload={self.offload!r}" if self.offload else "")
+
+
+def _run(run: Callable[..., Any], how: _Storing, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a checkpoint function inside hooks that store what the function saves of ``args``."""
-    frame = None if torch.compiler.is_compiling() else _frame_for(store)
+    frame = None if torch.compiler.is_compiling() else _frame_for(how)
     if frame is None:
         return run(function, *args, **kwargs)
     frame.open(None)
@@ -105,14 +122,14 @@ def _run(run: Callable[..., Any], store: Store, function: Any, /, *args: Any, **
         close_frame(frame)
     if not frame.inputs and not frame.others and any(isinstance(each, Tensor) and each.requires_grad for each in args):
         raise HookConflictError(
-            f"store={store!r} stored nothing: the checkpoint function {getattr(run, '__qualname__', run)} opens "
+            f"{how!r} stored nothing: the checkpoint function {getattr(run, '__qualname__', run)} opens "
             "saved-tensor hooks of its own, which take the inputs first, as with offload=True in transformers. Enable "
             "checkpointing without them"
         )
     return out
 
 
-def _frame_for(store: Store) -> InputsFrame | None:
+def _frame_for(how: _Storing) -> InputsFrame | None:
     """Return the hooks to open around a checkpoint function, or None where they have nothing to store."""
     if not torch.is_grad_enabled() or os.environ.get("PYACTCOMP_DISABLE") == "1":
         return None
@@ -129,15 +146,16 @@ def _frame_for(store: Store) -> InputsFrame | None:
             "the innermost runs: use one of the two, torch.utils.checkpoint.checkpoint inside these hooks or "
             "pyactcomp.checkpoint without them"
         )
-    packing = _packing(store)
+    packing = _packing(how)
     if around is not None and around.packing.lossless == packing.lossless:
-        return None
+        if around.packing.offloading is not None or not how.offload:
+            return None
     return InputsFrame(packing, around)
 
 
 @functools.cache
-def _packing(store: Store) -> Packing:
-    return Packing(Config(mode="int8" if store == "int8" else "lossless", fuse=False))
+def _packing(how: _Storing) -> Packing:
+    return Packing(Config(mode="int8" if how.store == "int8" else "lossless", fuse=False, offload=how.offload))
 
 
 class StoredCheckpoint:
@@ -151,16 +169,16 @@ class StoredCheckpoint:
         Whether to call the function without hooks.
     """
 
-    def __init__(self, run: Callable[..., Any], store: Store) -> None:
+    def __init__(self, run: Callable[..., Any], how: _Storing) -> None:
         self.run = run
-        self.store = store
+        self.how = how
         self.paused = False
 
     def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function that the module had."""
         if self.paused:
             return self.run(function, *args, **kwargs)
-        return _run(self.run, self.store, function, *args, **kwargs)
+        return _run(self.run, self.how, function, *args, **kwargs)
 
 
 # An attribute of a module that holds the function which checkpoints, and the attribute that says whether it is called.
@@ -221,7 +239,7 @@ class CheckpointHandle(contextlib.AbstractContextManager["CheckpointHandle"]):
         self.remove()
 
 
-def use_checkpoint(model: Module, store: Store = "int8") -> CheckpointHandle:
+def use_checkpoint(model: Module, store: Store = "int8", offload: bool | float | str = False) -> CheckpointHandle:
     """Store the inputs of a model's checkpointed blocks in 8 bits; call it once checkpointing is enabled.
 
     Serves every model whose blocks transformers, diffusers or torch's ``checkpoint_wrapper`` checkpoint, and so
@@ -233,7 +251,9 @@ def use_checkpoint(model: Module, store: Store = "int8") -> CheckpointHandle:
     model : Module
         Changed in place, before or after :func:`pyactcomp.compress`, or without it.
     store : {"int8", "exact"}
-        As in :func:`checkpoint`. A second call with another value replaces the first.
+        As in :func:`checkpoint`. A second call with other values replaces the first.
+    offload : False, "auto", float or str
+        As in :func:`checkpoint`.
 
     Returns
     -------
@@ -243,7 +263,8 @@ def use_checkpoint(model: Module, store: Store = "int8") -> CheckpointHandle:
     Raises
     ------
     TypeError, ValueError
-        If the model is not a Module, for another ``store``, or if no module checkpoints; the model is unchanged.
+        If the model is not a Module, for another ``store`` or ``offload``, with ``offload`` a model that is not on a
+        GPU, or if no module checkpoints; the model is unchanged.
 
     Notes
     -----
@@ -263,6 +284,8 @@ def use_checkpoint(model: Module, store: Store = "int8") -> CheckpointHandle:
     if not isinstance(model, Module):
         raise TypeError(f"use_checkpoint expects a torch.nn.Module, got {type(model).__name__}")
     check_choice("store", store, STORES)
+    check_offload(offload)
+    refuse_without_link(offload, (parameter.device for parameter in model.parameters()))
     found = list(_places(model))
     if not found:
         raise ValueError(
@@ -274,7 +297,7 @@ def use_checkpoint(model: Module, store: Store = "int8") -> CheckpointHandle:
     places = []
     for module, name, function in found:
         run = function.run if isinstance(function, StoredCheckpoint) else function
-        ours = by_function.setdefault(id(run), StoredCheckpoint(run, store))
+        ours = by_function.setdefault(id(run), StoredCheckpoint(run, _Storing(store, offload)))
         places.append((module, name, ours, function))
     for module, name, ours, _ in places:
         setattr(module, name, ours)

@@ -77,7 +77,7 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
         compress(pl_module, **self.options)
         if self.checkpoint is not None:
             try:
-                use_checkpoint(pl_module, store=self.checkpoint)
+                use_checkpoint(pl_module, store=self.checkpoint, offload=self.options.get("offload", False))
             except ValueError:
                 decompress(pl_module)
                 raise

@@ -97,7 +97,7 @@ class CompressionCallback(TrainerCallback):
         self._compress(args, model)
         if self.checkpoint is not None:  # the trainer has enabled checkpointing by now
             try:
-                use_checkpoint(model, store=self.checkpoint)
+                use_checkpoint(model, store=self.checkpoint, offload=self.options.get("offload", False))
             except ValueError:
                 self._decompress(model)
                 raise
