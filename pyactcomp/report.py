@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch.nn import Module
 
@@ -12,8 +13,10 @@ from .compiled.graphs import GraphRecord
 from .compiled.marks import graphs_of
 from .compress import Compressed, compressed_model, session_of
 from .engine import policy
+from .engine.offloading import Sample
 from .engine.record import SavedTensor, of_graph
 from .engine.session import Session
+from .errors import PyactcompError
 from .fusions import fused_modules, left_alone
 
 _MODULE_ROWS = 20
@@ -29,6 +32,7 @@ class Line:
     unique_bytes: int = 0
     stored_bytes: int = 0
     restored_bytes: int = 0
+    host_bytes: int = 0
 
     def add(self, tensor: SavedTensor) -> None:
         """Add a tensor to the sums."""
@@ -37,6 +41,7 @@ class Line:
         self.unique_bytes += tensor.unique_bytes
         self.stored_bytes += tensor.stored_bytes
         self.restored_bytes += tensor.restored_bytes
+        self.host_bytes += tensor.stored_bytes if tensor.where == "host" else 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,12 @@ class Report:
         forward.
     graphs : tuple of GraphRecord
         The graphs compiled by torch.compile and compressed, with every value that each saves for backward.
+    offloaded : tuple of str
+        What left each device under ``offload``, in all steps so far; see also :func:`pyactcomp.offload.statistics`.
+    window_bytes : int
+        The stored bytes that ``offload`` leaves on the devices, at most.
+    step : dict of str to sequence of Sample
+        By device, what lay where during the last step under ``offload``; :meth:`plot` draws it.
 
     Notes
     -----
@@ -74,6 +85,9 @@ class Report:
     fused: tuple[tuple[str, str], ...] = ()
     left_alone: tuple[tuple[str, str, str], ...] = ()
     graphs: tuple[GraphRecord, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    window_bytes: int = 0
+    step: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
     _total: Line = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,21 +113,27 @@ class Report:
         return self._total.stored_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes held for backward on the host: ``stored_bytes`` has them too."""
+        return self._total.host_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Upper estimate of the bytes held by a step on top of the model.
 
         While backward runs in a module, memory holds the stored tensors of this and all earlier modules, the restored
         tensors of this module, two restored tensors shared with neighbours, the incoming and outgoing gradients (taken
-        to be as large as the module's saved tensors), and the parameter gradients of the later modules.
+        to be as large as the module's saved tensors), and the parameter gradients of the later modules. Of the bytes
+        that leave for the host, at most a window is on the device.
         """
         stored = peak = 0
         shared = sorted((t.restored_bytes for t in self.tensors if t.kept not in policy.ALIVE_ANYWAY), reverse=True)
         behind = sum(self.gradient_bytes.values())
         for line in self.modules:
-            stored += line.stored_bytes
+            stored += line.stored_bytes - line.host_bytes
             peak = max(peak, stored + line.restored_bytes + line.saved_bytes + behind)
             behind -= self.gradient_bytes.get(line.name, 0)
-        return peak + sum(shared[:2])
+        return peak + sum(shared[:2]) + min(self.host_bytes, self.window_bytes)
 
     @property
     def modules(self) -> tuple[Line, ...]:
@@ -145,30 +165,77 @@ class Report:
         if rest.tensors:
             rows.append((f"({len(largest) - _MODULE_ROWS} more modules)", rest))
         rows.append(("total", self._total))
-        table = _table("module", rows)
+        table = _table("module", rows, on_host=self.host_bytes > 0)
         table += f"\n\nA step holds at most about {self.peak_bytes / 2**20:.0f} MiB on top of the model."
         if self.fused:
             kinds = Counter(kind for _, kind in self.fused)
             table += "\nFused: " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) + "."
+        table += "".join(f"\n{line}" for line in self.offloaded)
         for name, kind, reason in self.left_alone[:_MODULE_ROWS]:
             table += f"\nNot fused: {name or '(root)'}, {kind}: {reason}."
         if self.kept:
             table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
         return "\n\n".join((*head, table, *map(str, self.graphs)))
 
+    def plot(self, path: str | Path) -> None:
+        """Draw the bytes on the device and on the host over the last step.
 
-_SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes", "restored_bytes")
+        Parameters
+        ----------
+        path : str or Path
+            The picture: a name that matplotlib knows, such as ``"step.png"``.
+
+        Raises
+        ------
+        PyactcompError
+            If nothing was offloaded so far.
+        ModuleNotFoundError
+            If matplotlib is not installed.
+        """
+        steps = {device: samples for device, samples in self.step.items() if samples}
+        if not steps:
+            raise PyactcompError(
+                "there is no step to draw: compress the model with offload, and run a training step before report()"
+            )
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 3.6 * len(steps)), dpi=150, layout="constrained")
+        for axes, (device, samples) in zip(
+            figure.subplots(len(steps), squeeze=False)[:, 0], steps.items(), strict=True
+        ):
+            most = max(max(each[1:]) for each in samples)
+            scale, unit = next((s, u) for s, u in _UNITS if most >= s or s == 1)
+            for name, text in _PLOTTED:
+                values = [getattr(each, name) / scale for each in samples]
+                if any(values):
+                    axes.step(range(len(values)), values, where="post", label=text.format(device))
+            turn = next((i for i, each in enumerate(samples) if each.backward), len(samples))
+            axes.axvline(turn, color="0.6", linestyle=":", label="backward begins")
+            axes.set(xlabel="tensors stored, then read", ylabel=unit, ylim=(0, None), xlim=(0, len(samples) - 1))
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        figure.savefig(path)
 
 
-def _table(title: str, rows: list[tuple[str, Line]]) -> str:
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+_PLOTTED = (
+    ("allocated_bytes", "allocated on {}"),
+    ("device_bytes", "stored, on {}"),
+    ("host_bytes", "stored, on the host"),
+)
+_SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes", "restored_bytes", "host_bytes")
+
+
+def _table(title: str, rows: list[tuple[str, Line]], *, on_host: bool = False) -> str:
     cells: list[tuple[str, ...]] = [
         (title, "tensors", "saved MiB", "unique MiB", "stored MiB", "ratio", "restored MiB")
+        + (("on host MiB",) if on_host else ())
     ]
     for name, line in rows:
         ratio = f"{line.unique_bytes / line.stored_bytes:.2f}" if line.stored_bytes else "-"
         counts = (line.saved_bytes, line.unique_bytes, line.stored_bytes, line.restored_bytes)
         *sizes, restored = (f"{count / 2**20:.2f}" for count in counts)
-        cells.append((name, str(line.tensors), *sizes, ratio, restored))
+        host = (f"{line.host_bytes / 2**20:.2f}",) if on_host else ()
+        cells.append((name, str(line.tensors), *sizes, ratio, restored, *host))
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -214,7 +281,7 @@ def report(target: Module | Compressed) -> Report:
     session: Session = target.session if isinstance(target, Compressed) else session_of(target)
     compiled = graphs_of(target) if isinstance(target, Module) else None
     graphs = () if compiled is None else tuple(compiled.records)
-    recorder, note = session.recorder, session.silence
+    recorder, note, offloading = session.recorder, session.silence, session.offloading
     tensors = [] if recorder is None else recorder.saved
     if recorder is None:
         if graphs:
@@ -231,4 +298,7 @@ def report(target: Module | Compressed) -> Report:
         if isinstance(target, Module)
         else (),
         graphs=graphs,
+        offloaded=() if offloading is None else tuple(offloading.lines()),
+        window_bytes=0 if offloading is None else offloading.window_bytes(),
+        step={} if offloading is None else offloading.samples(),
     )
