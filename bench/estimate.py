@@ -28,7 +28,6 @@ MODES = {
     "ckpt": "checkpoint",
     "lossless": "lossless",
     "int8": "int8",
-    "int8-nohead": "int8",
     "int8+ckpt": "int8+checkpoint",
 }
 """Methods of ``bench frontier`` that are modes of an estimate; ours takes the head of a language model too."""
@@ -115,7 +114,7 @@ def _truth(options: Options) -> list[Row]:
 
 def _mode(row: Row) -> str:
     mode = MODES[row["method"]]
-    headed = mode.startswith("int8") and row["method"] != "int8-nohead" and WORKLOADS[row["workload"]].language_model
+    headed = mode.startswith("int8") and WORKLOADS[row["workload"]].language_model
     return mode.replace("int8", "int8+head") if headed else mode
 
 

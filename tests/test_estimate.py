@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import pyactcomp
 from pyactcomp.errors import PyactcompError
@@ -17,6 +18,7 @@ from pyactcomp.estimate.gpus import GPUS, gpu_named
 from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
+from pyactcomp.estimate.training import _repeating
 
 MODELS = Path(__file__).with_name("estimate_models.py")
 BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
@@ -175,6 +177,21 @@ def test_largest_batch_is_the_last_that_fits(fixed: int, each: int) -> None:
     assert found == (expected or None)
     assert found is None or found in asked
     assert len(asked) <= 7  # the first, one for the line, and what the line misses by rounding
+
+
+def test_checkpointing_takes_blocks_of_stages_and_not_stages() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def stage() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.ModuleDict({"blocks": nn.Sequential(*(block() for _ in range(3)))}))
+
+    stages = nn.Sequential(*(stage() for _ in range(2)))
+    model = nn.ModuleDict({"stages": stages, "head": nn.Linear(8, 2)})
+    assert list(_repeating(model)) == [each for one in stages for each in one[1]["blocks"]]
+    # Most of a block's parameters are not in the two parts that repeat: it stays whole.
+    parts = [nn.ModuleDict({"wide": nn.Linear(64, 64), "two": nn.Sequential(block(), block())}) for _ in range(2)]
+    assert list(_repeating(nn.ModuleDict({"parts": nn.ModuleList(parts)}))) == parts
 
 
 def test_8_bit_optimizer_has_the_state_of_bitsandbytes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from .programs import Build
 from .result import Question, Recorded
 
 STEPS = 3
+# The share of a module's parameters above which the blocks inside make it a stage.
+_STAGE = 0.8
 #: Labels of memory that no module asked for.
 PHASES = ("backward", "weights and batch", "optimizer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,14 +122,23 @@ def _checkpoint(model: nn.Module) -> None:
 
 
 def _repeating(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost blocks: children of one container, of one class, that have children themselves."""
+    """Yield the blocks: children of one container, of one class, that have children themselves.
+
+    A stage that consists of such blocks is no block: its blocks are.
+    """
     for child in module.children():
         blocks = list(child.children())
         same = isinstance(child, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in blocks}) == 1
         if same and len(blocks) > 1 and any(True for _ in blocks[0].children()):
-            yield from blocks
+            for block in blocks:
+                inner = list(_repeating(block))
+                yield from inner if _size(inner) > _STAGE * _size([block]) else [block]
         else:
             yield from _repeating(child)
+
+
+def _size(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 class _Labels:
