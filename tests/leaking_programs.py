@@ -1,4 +1,4 @@
-"""Training programs for the leak check: twelve that leak, by the mistakes that people make, and clean ones.
+"""Training programs for the leak check: twelve that leak, by the mistakes that people make, and thirteen clean ones.
 
 Each calls ``step()`` at the end of a step. The line that makes what leaks ends in ``# leaks``.
 """
@@ -363,6 +363,17 @@ def frozen_and_penalty(step: Step) -> None:
         step()
 
 
+def replay_buffer(step: Step) -> None:
+    model, optimizer = built()
+    replayed = [torch.randn(16) for _ in range(4 * STEPS)]
+    for number in range(STEPS):
+        replayed[3 * number] = torch.randn(16)
+        optimizer.zero_grad()
+        model(torch.stack(replayed[::7])).mean().backward()
+        optimizer.step()
+        step()
+
+
 LEAKING = (
     list_of_losses,
     graph_kept_by_a_metric,
@@ -390,4 +401,5 @@ CLEAN = (
     copies_and_checkpoints,
     least_recently_used,
     frozen_and_penalty,
+    replay_buffer,
 )

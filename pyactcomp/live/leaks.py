@@ -80,11 +80,10 @@ class _Group:
     newest: Any = None  # a weak reference
     oldest: Any = None
 
-    def grows(self) -> tuple[str, list[int]] | None:
-        for name, values in (("tensors", self.old[_YOUNG:]), ("bytes", self.nbytes[1:]), ("graph", self.nodes[1:])):
-            if grows(values):
-                return name, values
-        return None
+    def growing(self) -> list[tuple[str, list[int]]]:
+        """Return the first that grows of number, size and graph, with the values; nothing if none does."""
+        series = {"tensors": self.old[_YOUNG:], "bytes": self.nbytes[1:], "graph": self.nodes[1:]}
+        return [(name, values) for name, values in series.items() if grows(values)][:1]
 
 
 def grows(values: Sequence[int]) -> bool:
@@ -139,7 +138,15 @@ class LeakCheck:
         """Return the lines whose tensors grew over the counted steps; none before the fewest steps of a check."""
         if self.steps < FEWEST_STEPS:
             return Leaks()
-        found = {key: growth for key, group in self._groups.items() if (growth := group.grows()) is not None}
+        # A buffer whose entries a line replaces one by one has more tensors of this line, and no more tensors.
+        totals = [sum(counts) for counts in zip(*(group.old for group in self._groups.values()), strict=True)]
+        more = totals[-1] - totals[_YOUNG]
+        found = {
+            key: (kind, values)
+            for key, group in self._groups.items()
+            for kind, values in group.growing()
+            if kind != "tensors" or 2 * more >= values[-1] - values[0]
+        }
         # Of the results that hold a growing graph, the first is the cause: the graphs of the others contain its graph.
         graphs = {key: self._nodes(key) for key in found}
         causes = [
