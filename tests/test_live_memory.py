@@ -198,6 +198,11 @@ def test_other_processes(processes: dict[int, int | None], others: int | None, m
     monkeypatch.setattr(nvml, "_library", lambda: Driver(processes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="100"))
     assert Cuda(0).other_processes() == others
+    driver = Driver(processes)
+    driver.nvmlDeviceGetCount = lambda: driver.name_of(7)
+    monkeypatch.setattr(nvml, "_library", lambda: driver)
+    assert Cuda(0).other_processes() is None  # the driver fails: no error from the thread
+    monkeypatch.setattr(nvml, "_library", lambda: Driver(processes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="another"))
     assert Cuda(0).other_processes() is None
 

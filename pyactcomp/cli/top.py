@@ -32,23 +32,25 @@ def top(
     from ..errors import PyactcompError
 
     try:
-        found = _gpus()
+        _show(once, interval, as_json)
     except PyactcompError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        return
+
+
+def _show(once: bool, interval: float, as_json: bool) -> None:
+    found = _gpus()
     if as_json:
         typer.echo(json.dumps({"gpus": [asdict(gpu) for gpu in found]}, indent=2))
-        return
-    if once:
+    elif once:
         console.print(_shown(found))
-        return
-    try:
+    else:
         with Live(_shown(found), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 live.update(_shown(_gpus()), refresh=True)
-    except KeyboardInterrupt:
-        return
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -169,7 +169,8 @@ def measure(model: Module | None, optimizer: torch.optim.Optimizer | None, devic
     """Return the memory of a device, None for the CPU; see :func:`memory`."""
     found = alive(Tensor, StoredForm, Module, torch.optim.Optimizer)
     modules = model.modules() if model is not None else (each for each in found if isinstance(each, Module))
-    optimizers = [optimizer] if optimizer else [each for each in found if isinstance(each, torch.optim.Optimizer)]
+    every = [each for each in found if isinstance(each, torch.optim.Optimizer)]
+    optimizers = every if optimizer is None else [optimizer]
     forms = [each for each in found if isinstance(each, StoredForm)]
     results = [each for each in found if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf]
     weights, gradients = of_modules(modules)

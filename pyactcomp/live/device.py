@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -50,6 +51,10 @@ class Cuda:
         self.index = index
         self.name = f"cuda:{index}"
 
+    @functools.cached_property
+    def _uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self.index).uuid)
+
     def holds(self, device: torch.device) -> bool:
         """Return whether memory of a tensor's device is on this device."""
         return device.type == "cuda" and device.index == self.index
@@ -91,7 +96,7 @@ class Cuda:
 
     def other_processes(self) -> int | None:
         """Return the bytes of other processes, or None where they are not seen: without NVML, or in a container."""
-        gpu = nvml.gpu_of(str(torch.cuda.get_device_properties(self.index).uuid))
+        gpu = nvml.gpu_of(self._uuid)
         if gpu is None or all(each.pid != os.getpid() for each in gpu.processes):
             return None
         others = [each.bytes for each in gpu.processes if each.pid != os.getpid()]

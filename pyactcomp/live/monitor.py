@@ -35,8 +35,8 @@ class Watch:
         A step ends with each ``optimizer.step()``. Without an optimizer, or with ``manual=True``, call :meth:`step` at
         the end of each.
     steps : int, optional
-        Check this many steps for leaks, at least 8. These steps are slower, by some 50 ms and a few microseconds for
-        each call of torch; later ones are not.
+        Check this many steps for leaks, at least 8. These steps are slower, by 0.1 s or so and some microseconds
+        for each call of torch; later ones are not.
     path : str or Path, optional
         Append a line of JSON for each step to this file.
     log : callable, optional
@@ -164,7 +164,8 @@ class Watch:
         if self._check_steps is not None:
             self._check = LeakCheck()
             self._check.start()
-        self._thread = threading.Thread(target=self._sample, name="pyactcomp.watch", daemon=True)
+        self._sample()
+        self._thread = threading.Thread(target=self._run, name="pyactcomp.watch", daemon=True)
         self._thread.start()
         return self
 
@@ -314,13 +315,16 @@ class Watch:
             stacklevel=4,
         )
 
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._sample()
+
     def _sample(self) -> None:
-        while not self._stop.wait(self._interval if self.samples else 0):
-            counters = None if self._device is None else self._device.counters()
-            others = None if self._device is None else self._device.other_processes()
-            allocated, reserved = (None, None) if counters is None else (counters.allocated, counters.reserved)
-            seconds = time.perf_counter() - self._began
-            self.samples.append(Sample(seconds, allocated, reserved, others, resident_bytes()))
+        counters = None if self._device is None else self._device.counters()
+        others = None if self._device is None else self._device.other_processes()
+        allocated, reserved = (None, None) if counters is None else (counters.allocated, counters.reserved)
+        seconds = time.perf_counter() - self._began
+        self.samples.append(Sample(seconds, allocated, reserved, others, resident_bytes()))
 
 
 def _figures(counters: Counters | None) -> tuple[int | None, int | None, int | None, int | None]:

@@ -53,10 +53,13 @@ def gpus() -> tuple[Gpu, ...]:
     Raises
     ------
     PyactcompError
-        If nvidia-ml-py is not installed or finds no driver; the message says what to install.
+        If nvidia-ml-py is not installed, finds no driver or fails; the message says what to do.
     """
     library = _library()
-    return tuple(_gpu(library, index) for index in range(library.nvmlDeviceGetCount()))
+    try:
+        return tuple(_gpu(library, index) for index in range(library.nvmlDeviceGetCount()))
+    except library.NVMLError as error:
+        raise PyactcompError(f"the driver does not answer ({error}): look at nvidia-smi") from None
 
 
 def gpu_of(uuid: str) -> Gpu | None:
