@@ -106,6 +106,17 @@ def no_bytes(path: str) -> None:
     assert library.pyactcomp_last_error() == b""
 
 
+def link_on_a_fake_driver(path: str) -> None:
+    """Copies to the host and back; the fake driver says of each pair of events that 2 ms lie between them."""
+    link, driver = module_of(path).CudaLink(0), ctypes.CDLL("libcuda.so.1")
+    driver.fake_left.restype = driver.fake_pinned.restype = driver.fake_copied.restype = ctypes.c_ulonglong
+    assert link.pci_address == "0000:1b:00.0"
+    assert not link.is_integrated
+    assert link.measure(MIB, 3) == (3 * MIB / 2e-3, 3 * MIB / 2e-3)
+    assert driver.fake_copied() == 2 * 4 * MIB  # a first copy each way is not timed
+    assert driver.fake_pinned() == driver.fake_left() == 0
+
+
 def record_stream_of_foreign_memory(path: str) -> None:
     library = pluggable_library.load(path)
     library.pyactcomp_record_stream(0x7F0000001000, None)

@@ -95,6 +95,10 @@ def test_memory_comes_from_the_driver_and_goes_back(growth: str, pieces: bool, f
     _run("with_a_fake_driver", str(pieces), **settings)
 
 
+def test_copies_to_the_host_and_back_are_measured(fake_driver: Callable[..., str]) -> None:
+    _run("link_on_a_fake_driver", LD_LIBRARY_PATH=fake_driver())
+
+
 def test_a_driver_without_virtual_memory_serves_by_malloc(fake_driver: Callable[..., str]) -> None:
     _run("with_a_fake_driver", "False", LD_LIBRARY_PATH=fake_driver("-DcuMemSetAccess=absent"))
 

@@ -57,6 +57,7 @@ CudaDriver load() {
   driver.sharing = complete;
 #undef PAC_LOAD
 #undef PAC_NAME
+  driver.event_elapsed_time = required<EventElapsedTime>(library, "cuEventElapsedTime");
   driver.stream_capture_info = found<StreamCaptureInfo>(library, "cuStreamGetCaptureInfo_v2");
   driver.node_dependencies = found<NodeDependencies>(library, "cuGraphNodeGetDependencies");
 

@@ -32,7 +32,6 @@ namespace pac::alloc {
   X(cuEventQuery)                      \
   X(cuEventSynchronize)                \
   X(cuEventDestroy)                    \
-  X(cuEventElapsedTime)                \
   X(cuStreamGetCtx)                    \
   X(cuStreamCreate)                    \
   X(cuStreamSynchronize)               \
@@ -64,6 +63,8 @@ namespace pac::alloc {
 using StreamCaptureInfo = CUresult(CUDAAPI*)(CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*,
                                              const CUgraphNode**, std::size_t*);
 using NodeDependencies = CUresult(CUDAAPI*)(CUgraphNode, CUgraphNode*, std::size_t*);
+// By the name that every driver has: newer headers declare a second version, which drivers before CUDA 12.8 lack.
+using EventElapsedTime = CUresult(CUDAAPI*)(float*, CUevent, CUevent);
 
 struct CudaDriver {
 #define PAC_MEMBER(call) decltype(&::call) call = nullptr;
@@ -71,6 +72,7 @@ struct CudaDriver {
   PAC_VIRTUAL_MEMORY_CALLS(PAC_MEMBER)
   PAC_SHARING_CALLS(PAC_MEMBER)
 #undef PAC_MEMBER
+  EventElapsedTime event_elapsed_time = nullptr;
   StreamCaptureInfo stream_capture_info = nullptr;  ///< null where the driver does not have it
   NodeDependencies node_dependencies = nullptr;     ///< likewise
   bool virtual_memory = false;                      ///< all calls of virtual memory are there

@@ -157,7 +157,7 @@ Link::Status CudaLink::finish(Event event) noexcept {
 double CudaLink::elapsed(Event begin, Event end) noexcept {
   float milliseconds = 0;
   const CUresult status =
-      inside([&] { return driver_.cuEventElapsedTime(&milliseconds, event_in(begin), event_in(end)); });
+      inside([&] { return driver_.event_elapsed_time(&milliseconds, event_in(begin), event_in(end)); });
   return status == CUDA_SUCCESS ? milliseconds / 1e3 : -1;
 }
 
@@ -231,7 +231,7 @@ double CudaLink::timed(bool out, CUdeviceptr device, void* host, std::size_t siz
     for (int i = 0; i < rounds && each == CUDA_SUCCESS; ++i) each = copy();
     if (each == CUDA_SUCCESS) each = driver_.cuEventRecord(end, stream);
     if (each == CUDA_SUCCESS) each = driver_.cuEventSynchronize(end);
-    if (each == CUDA_SUCCESS) each = driver_.cuEventElapsedTime(&milliseconds, begin, end);
+    if (each == CUDA_SUCCESS) each = driver_.event_elapsed_time(&milliseconds, begin, end);
     if (begin != nullptr) driver_.cuEventDestroy(begin);
     if (end != nullptr) driver_.cuEventDestroy(end);
     return each;

@@ -90,9 +90,8 @@ int copy(void* host, Number device, std::size_t size, One one) {
   const auto address = reinterpret_cast<Number>(host);
   const auto range = pinned.upper_bound(address);
   // A copy never spans two pinned ranges, whichever lie beside each other.
-  if (range == pinned.begin() || !covered({*std::prev(range)}, address, size) || !covered(mapped, device, size)) {
-    return kInvalidValue;
-  }
+  if (range == pinned.begin() || !covered({*std::prev(range)}, address, size)) return kInvalidValue;
+  if (!covered(mapped, device, size) && !covered(allocated, device, size)) return kInvalidValue;
   copied += size;
   for (std::size_t at = 0; at < size; at += kCopyStep) {
     if (!one(static_cast<char*>(host) + at, device + at)) return kInvalidValue;
@@ -189,6 +188,10 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
                  : 0);
 }
 int cuDeviceCanAccessPeer(int* can, int, int) { return set(can, 0); }
+int cuDeviceGetPCIBusId(char* text, int capacity, int) {
+  std::strncpy(text, "0000:1b:00.0", static_cast<std::size_t>(capacity));
+  return 0;
+}
 int cuDevicePrimaryCtxRetain(void** context, int) { return set(context, kContext); }
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuCtxPushCurrent_v2(void* context) {
@@ -210,10 +213,15 @@ int cuEventRecord(void* event, void*) { return event == kEvent ? 0 : kInvalidVal
 int cuEventQuery(void* event) { return event == kEvent ? 0 : kInvalidValue; }
 int cuEventSynchronize(void* event) { return event == kEvent ? 0 : kInvalidValue; }
 int cuEventDestroy_v2(void*) { return 0; }
+int cuEventElapsedTime(float* milliseconds, void*, void*) { return set(milliseconds, 2.0F); }
 int cuStreamGetCtx(void*, void** context) { return set(context, kContext); }
 
 int cuStreamCreate(void** stream, unsigned) { return set(stream, kEvent); }
 int cuStreamSynchronize(void* stream) { return stream == kEvent ? 0 : kInvalidValue; }
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  return stream == kEvent && event == kEvent ? 0 : kInvalidValue;
+}
+int cuStreamIsCapturing(void*, int* status) { return set(status, 0); }
 int cuStreamDestroy_v2(void* stream) { return stream == kEvent ? 0 : kInvalidValue; }
 int cuMemHostAlloc(void** memory, std::size_t size, unsigned) {
   set(memory, std::malloc(size));
