@@ -255,11 +255,12 @@ def test_an_unusable_implementation_is_named_and_only_auto_passes_it_over(
 
 
 def test_auto_takes_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch, fresh_choice: None) -> None:
-    monkeypatch.setattr(api, "unavailable_reason", lambda impl, device: None)
+    lacking = {"none": "no estimate runs"}
+    monkeypatch.setattr(api, "unavailable_reason", lambda impl, device: lacking.get(impl))
     assert codec.resolve("auto", torch.device("cpu")) == "cpu"
     assert codec.resolve("auto", torch.device("cuda", 1)) == "cuda"
     codec.resolve.cache_clear()
-    monkeypatch.setattr(api, "unavailable_reason", lambda impl, device: "no nvcc" if impl == "cuda" else None)
+    lacking["cuda"] = "no nvcc"
     assert codec.resolve("auto", torch.device("cuda", 1)) == "triton"
 
 
