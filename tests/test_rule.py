@@ -230,11 +230,6 @@ def test_a_group_lies_within_what_has_a_statistic_of_its_own(use: Use, shape: tu
     assert form(use, Maker.OTHER, Partner.NOTHING, *shape) is expected
 
 
-@pytest.mark.parametrize(("length", "expected"), [(64, AS_CODES), (32, BFLOAT16), (96, BFLOAT16)])
-def test_squares_of_a_relu_take_codes_in_rows_of_whole_groups(length: int, expected: Form) -> None:
-    assert form(Use.SQUARE, Maker.RECTIFIED, Partner.NOTHING, 128, length) is expected
-
-
 def test_rows_that_lie_apart_in_memory_share_groups() -> None:
     reading = Reading.of("aten::x", "self", Use.ROWS, "for a test")
     transposed = Layout(torch.Size((128, 64)), (1, 128), True)

@@ -178,8 +178,7 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
         other = partner in (Partner.ITSELF, Partner.LOGARITHM, Partner.OTHER)
         coarse = layer and (rows or images) and (gated or not other)
     elif use is Use.SQUARE:
-        # A short row of a ReLU may be all but zero, and a root of its squares divides by that.
-        coarse = maker is Maker.RESIDUAL or (maker is Maker.RECTIFIED and rows)
+        coarse = maker in (Maker.RESIDUAL, Maker.RECTIFIED)
     elif use is Use.HEADS:
         # Sums over fewer elements than a group do not average the errors of codes, and their differences are small.
         return SCALED if few or last < group_size else AS_CODES
