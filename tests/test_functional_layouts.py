@@ -22,7 +22,9 @@ def test_kernels(interpret: bool) -> None:
 
 
 def test_every_function_is_here() -> None:
-    assert {name.split()[0].strip(",") for name in PAIRS} == set(functional.__all__) - {"INT8", "Codes", "residual_add"}
+    # A gated MLP in tiles takes no bits=None: its products are not torch's to the bit (test_functional_tiles.py).
+    others = {"INT8", "Codes", "residual_add", "gated_mlp", "Projection"}
+    assert {name.split()[0].strip(",") for name in PAIRS} == set(functional.__all__) - others
 
 
 @pytest.mark.parametrize("bits", [None, 8])
