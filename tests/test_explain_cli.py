@@ -19,7 +19,6 @@ for _name in ("typer", "rich", "humanize"):
 from click.testing import Result  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from pyactcomp.cli import shared  # noqa: E402
 from pyactcomp.cli.commands import app  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -214,10 +213,9 @@ def test_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.
     # The page is for a checkout; what it writes goes elsewhere.
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shared.console, "width", 100)
     exec(compile(writes, "docs/replay.md", "exec"), {})
     for line, expected in shown:
-        ran = CliRunner().invoke(app, line.split())
+        ran = CliRunner(env={"COLUMNS": "100"}).invoke(app, line.split())
         assert ran.exit_code == 0, ran.output
         assert [row.rstrip() for row in ran.stdout.rstrip().splitlines()] == expected.rstrip().splitlines()
 
