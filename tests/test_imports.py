@@ -136,7 +136,7 @@ def test_import_of_the_package_has_no_side_effects() -> None:
     code = (
         "import json, sys, torch, pyactcomp\n"
         "names = ['triton', 'matplotlib', 'typer', 'rich', 'humanize', 'hypothesis', 'transformers', 'trl']\n"
-        "names += ['accelerate', 'lightning', 'pytorch_lightning']\n"
+        "names += ['accelerate', 'lightning', 'pytorch_lightning', 'pyactcomp._core', 'pyactcomp.snapshots']\n"
         "print(json.dumps([[n for n in names if n in sys.modules], torch.cuda.is_initialized()]))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

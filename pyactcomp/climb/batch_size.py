@@ -12,7 +12,6 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .._core import SimulatedDevice
 from ..errors import PyactcompError
 from .failures import attempt, free, gpu_in_use
 from .state import Buffers, HasState, Others, RandomState, Weights
@@ -300,7 +299,11 @@ def _checked(
         raise ValueError(f"budget={budget!r} needs a GPU in use, or measure=: nothing measures memory on the CPU")
     if isinstance(budget, bool) or not isinstance(budget, (int, str)) or (isinstance(budget, int) and budget <= 0):
         raise ValueError(f'budget must be a number of bytes above 0, or a text like "20GiB", got {budget!r}')
-    return budget if isinstance(budget, int) else SimulatedDevice(budget).capacity
+    if isinstance(budget, int):
+        return budget
+    from .._core import SimulatedDevice  # reads sizes; compression does not need the native module
+
+    return SimulatedDevice(budget).capacity
 
 
 def _reason(trial: Trial) -> str:

@@ -12,7 +12,6 @@ from .gpus import gpu_named
 from .largest import largest_batch, longest_seq
 from .optimizers import maker
 from .process import Child
-from .recorded import estimated
 from .result import ALLOCATORS, MODES, Estimate, ModeEstimate, Question
 
 __all__ = ["ALLOCATORS", "MODES", "Estimate", "ModeEstimate", "estimate"]
@@ -82,6 +81,8 @@ def estimate(
     >>> found["plain"].fits["pyactcomp"]  # doctest: +SKIP
     True
     """
+    from .recorded import estimated  # the replay needs the native module, which compression does not
+
     name = model if isinstance(model, str) else _place_of(model)
     _check(batch, seq, modes, dtype, autocast, optimizer)
     card = gpu_named(gpu)
