@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_cap import Capped, Memory
+from same_values import same
 from torch import Tensor, nn
 
 import pyactcomp
@@ -59,16 +60,6 @@ def _warm() -> None:
     """Let torch import and allocate what it keeps for good, such as oneDNN's primitives."""
     for optimizer in ("AdamW", "SGD"):
         Training(Memory(), optimizer).find(start=64, largest=64)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def affine(size: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed_worker import run as in_processes
 from memory_cap import Capped, Memory
+from same_values import same
 from torch import Tensor, nn
 
 import pyactcomp
@@ -53,14 +54,6 @@ def ladder(memory: Memory, *rungs: str, norm: bool = False, **options: Any) -> p
     net = model(memory, norm)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     return pyactcomp.Ladder(net, optimizer, rungs, blocks=list(net), **options)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 def state(found: pyactcomp.Ladder) -> Any:

@@ -6,10 +6,10 @@ import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from same_values import same
 from torch import Tensor, nn
 
 import pyactcomp
@@ -50,14 +50,6 @@ def cap() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 @pytest.mark.parametrize("budget", [CAP, "3GiB"])
