@@ -233,7 +233,8 @@ def failure(error: BaseException) -> Row:
         status = "oom"
     elif isinstance(error, (ImportError, ImplementationUnavailableError)):
         status = "unavailable"
-    return {"status": status, "reason": f"{type(error).__name__}: {error}".strip()[:400]}
+    # The first line: the others may be a traceback with the paths of this machine.
+    return {"status": status, "reason": f"{type(error).__name__}: {error}".strip().partition("\n")[0][:400]}
 
 
 def select(rows: Iterable[Row], **key: Any) -> list[Row]:
