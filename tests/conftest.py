@@ -20,6 +20,11 @@ from hypothesis import settings
 # Another seed finds tests that pass by the luck of a draw: PYACTCOMP_TEST_SEED=1 make test.
 SEED = int(os.environ.get("PYACTCOMP_TEST_SEED", "0"))
 
+# readline, which pytest loads, exports the terminal's size to the processes that xdist starts. A console that finds it
+# while it is made keeps that width, whatever a test asks for later.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
 DRIVER = Path(__file__).parent / "cpp" / "fake_driver.cpp"
 
 # A shared machine's pauses are no failures; the same examples in each run make a failure one to look into.
