@@ -72,11 +72,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    # A million objects, which live to the end: each full collection, and there are hundreds, would walk them for a
-    # third of a second.
+def settle() -> None:
+    """Leave what is alive to the end of the process out of every later collection.
+
+    Collected modules are a million objects, and the packages that tests import as many again. Each full collection, and
+    there are hundreds, would walk them for a second.
+    """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        settle()
 
 
 @pytest.fixture(scope="session")
