@@ -1,14 +1,15 @@
-"""The bench harness, on the CPU and at sizes that say nothing about speed."""
+"""Every suite of the bench runs on the CPU at sizes that say nothing, and its rows are held against the schema.
+
+``test_bench_figures.py`` has the arithmetic of the rows, ``test_bench_report.py`` and ``test_bench_tables.py`` what is
+drawn from them.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import statistics
+import math
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,45 +18,132 @@ from typing import Any
 import pytest
 import torch
 from bench_cases import ORIGIN, options, small_workload
-from torch import Tensor, nn
+from torch import nn
 
 from bench import __main__ as command_line
 from bench import (
-    batch,
+    alloc,
+    alloc_methods,
+    alloc_pairs,
+    alloc_share,
+    breadth,
     codec,
+    context,
+    context_worker,
     frontier,
     frontier_report,
-    measure,
     methods,
+    pairs,
     rows,
-    sharded,
     training,
     worker,
 )
+from bench.breadth_models import Pair
+from bench.overhead import CHAIN
 from bench.workloads import WORKLOADS
-from pyactcomp.codec import reference
 
-# Rows
+STATUSES = {*rows.FINAL, "error", "unavailable", "not built"}
+# Suite -> its arguments, and its methods in the order of their rows.
+SUITES: dict[str, tuple[list[str], set[str]]] = {
+    "codec": (["--only", "fp32/16KiB"], {"copy", "pyactcomp-cpu", "reference"}),
+    "overhead": ([], {"int8", "python hook"}),
+    "mlp": ([], {"plain", "checkpoint"}),
+    "scaling": ([], set()),
+    "alloc": (["--parts", "traces"], {"pyactcomp", "pyactcomp-malloc"}),
+    "context": (["--only", "llama8b-full-64", "--methods", "plain,int8"], {"plain", "int8"}),
+    "holds": (["--only", "memorise", "--methods", "vanilla,int8", "--seeds", "1"], {"vanilla", "int8"}),
+    "pairs": (["--before", str(rows.ROOT), "--only", CHAIN], {"int8"}),
+    "sharded": ([], {"vanilla", "int8"}),
+    "frontier": (["--only", "llama_1b_bf16", "--methods", "int8,exact"], {"vanilla", "int8", "exact"}),
+    "breadth": (["--only", "transformers/llama,torch_geometric/SAGEConv(mean),transformers/timm_backbone"], set()),
+}
+SLOW = {"sharded", "frontier", "breadth"}
+# Of what the rows of a suite promise, by their method: vanilla is exact, codes are off by less than 2 percent.
+ERRORS = {"plain": (0.0, 0.0), "checkpoint": (0.0, 0.0), "int8": (0.0, 0.02)}
 
 
-def test_summary_has_the_samples_median_and_percentiles() -> None:
-    samples = [random.Random(1).uniform(1, 9) for _ in range(11)] + [0.5, 30.0, 2.25]
-    row = rows.summary(samples, "us")
-    assert row["median_us"] == pytest.approx(statistics.median(samples), rel=1e-12)
-    fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    assert [row["p20_us"], row["p80_us"]] == pytest.approx([fifths[0], fifths[3]], rel=1e-12)
-    assert row["samples_us"] == [round(sample, 4) for sample in samples]
+def numbers(value: Any) -> list[float]:
+    """Return the numbers in a row, at any depth."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for part in value for number in numbers(part)]
+    return [value] if isinstance(value, (int, float)) else []
 
 
-def test_store_appends_rows_with_time_and_origin(tmp_path: Path) -> None:
-    store = rows.Store(tmp_path / "new" / "codec.json", ORIGIN)
-    store.append({"workload": "a", "status": "ok"})
-    store.append({"workload": "b", "status": "oom"})
-    content = json.loads(store.path.read_text())
-    assert content["schema"] == rows.SCHEMA
-    assert [(row["workload"], row["origin"]) for row in content["rows"]] == [("a", ORIGIN), ("b", ORIGIN)]
-    assert all(row["time"].endswith("+00:00") for row in content["rows"])
-    assert [path.name for path in store.path.parent.iterdir()] == ["codec.json"]
+def assert_rows_fit_the_schema(path: Path) -> list[rows.Row]:
+    assert json.loads(path.read_text())["schema"] == rows.SCHEMA
+    found = rows.read(path)
+    assert found
+    for row in found:
+        assert row["status"] in STATUSES
+        assert (row["status"] == "ok") is ("reason" not in row), row
+        assert row["time"].endswith("+00:00")
+        assert row["origin"].keys() >= {"commit", "dirty", "sources", "device", "command", "torch"}
+        assert row["origin"]["device"] == "cpu"
+        if row["status"] == "ok":
+            assert numbers({name: value for name, value in row.items() if name != "origin"})
+            assert all(math.isfinite(number) for number in numbers(row))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:nothing was compressed:UserWarning")
+@pytest.mark.parametrize(
+    "suite", [pytest.param(suite, marks=[pytest.mark.slow] if suite in SLOW else []) for suite in SUITES]
+)
+def test_suite_writes_rows_once(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if suite in ("mlp", "context", "holds", *SLOW):
+        pytest.importorskip("transformers", reason="builds the models")
+    # Otherwise a process for each row.
+    monkeypatch.setattr(context, "_measure", lambda job, limit_s: {"status": "ok", **context_worker.measure(job)})
+    arguments, expected = SUITES[suite]
+    command = [suite, "--tiny", "--device", "cpu", "--out", str(tmp_path), *arguments]
+    assert command_line.main(command) == 0
+    found = assert_rows_fit_the_schema(tmp_path / f"{suite}.json")
+    done = [row for row in found if row["status"] == "ok"]
+    assert {row.get("method") for row in done} >= expected
+    for row in done:
+        if "grad_error" in row and row["method"] in ERRORS:
+            least, most = ERRORS[row["method"]]
+            assert least <= row["grad_error"] <= most
+    assert command_line.main(command) == 0
+    assert [row for row in rows.read(tmp_path / f"{suite}.json") if row["status"] == "ok"] == done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frontier", "--methods", "vanila"], "known: vanilla"),
+        (["frontier", "--only", "bert"], "bert_large_amp"),
+        (["alloc", "--parts", "pairs"], "unknown part ['pairs']; known: pair, threads, share, pause, training, traces"),
+        (["alloc", "--methods", "cuda"], "unknown method ['cuda']; known: native"),
+        (["alloc", "--only", "sft"], "unknown workload ['sft']; known: pair, threads, share, pause_drop"),
+        (["alloc", "--parts", "prediction"], "only traces can be measured without a GPU"),
+        (["holds", "--methods", "int4"], "nearest2"),
+        (["holds", "--only", "bert"], "byte_lm"),
+        (["context", "--only", "llama8b-full-65"], "unknown workload"),
+        (["context", "--methods", "int9"], "unknown method"),
+        (["context", "--only", "llama8b-full-16384"], "needs a GPU"),
+        (["breadth", "--only", "transformers/no_such_model"], "no pair is named transformers/no_such_model"),
+        (["pairs", "--before", "/nowhere"], "no checkout of this project"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments_name_what_is_known(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([*arguments, "--device", "cpu", "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suite", ["codec", "mlp", "alloc", "holds"])
+def test_a_used_up_budget_starts_nothing(suite: str, tmp_path: Path) -> None:
+    command = [suite, "--tiny", "--device", "cpu", "--out", str(tmp_path), "--budget-s", "0"]
+    assert command_line.main(command) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_store_knows_results_of_the_same_sources_only(tmp_path: Path) -> None:
@@ -96,129 +184,9 @@ def test_failure_tells_missing_from_broken_and_from_out_of_memory() -> None:
     assert "No module named 'x'" in rows.failure(ModuleNotFoundError("No module named 'x'"))["reason"]
 
 
-# Timing
-
-
-def test_interleave_runs_every_task_once_a_round_in_changing_order() -> None:
-    calls: list[str] = []
-
-    def task(name: str) -> Any:
-        return lambda: float(calls.append(name) or len(calls))
-
-    tasks = {name: task(name) for name in "abc"}
-    samples = measure.interleave(tasks, rounds=20)
-    rounds = [tuple(calls[i : i + 3]) for i in range(0, 60, 3)]
-    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
-    assert len(set(rounds)) > 1
-    assert {name: len(values) for name, values in samples.items()} == {"a": 20, "b": 20, "c": 20}
-    again = list(calls)
-    calls.clear()
-    measure.interleave(tasks, rounds=20)
-    assert calls == again
-
-
-def test_steps_are_timed_on_a_quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs a system that lets a process choose between two CPUs")
-    allowed = os.sched_getaffinity(0)
-    tried: dict[int, float] = {}
-
-    def loop(length: int, times: int) -> float:
-        (cpu,) = os.sched_getaffinity(0)
-        return tried.setdefault(cpu, -float(len(tried)))
-
-    monkeypatch.setattr(measure, "host_loop_ms", loop)
-    begun, over = threading.Event(), threading.Event()
-    other = threading.Thread(target=lambda: (begun.set(), over.wait()))
-    other.start()
-    begun.wait()
-    try:
-        with measure.on_quick_cpu():
-            quickest = {list(tried)[-1]}
-            assert [os.sched_getaffinity(thread) for thread in (0, other.native_id)] == [quickest] * 2
-        assert [os.sched_getaffinity(thread) for thread in (0, other.native_id)] == [allowed] * 2
-        assert 2 <= len(tried) <= measure.CPUS_TRIED
-    finally:
-        over.set()
-        other.join()
-
-
-@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 20, 100 << 20, 1 << 30])
-def test_buffer_sets_exceed_the_cache(nbytes: int) -> None:
-    l2 = 60 << 20
-    sets = measure.buffer_sets(nbytes, l2)
-    assert sets >= 2
-    assert sets * nbytes >= measure.L2_MULTIPLE * l2
-    assert sets == 2 or (sets - 1) * nbytes < measure.L2_MULTIPLE * l2
-
-
-def test_share_of_copy_is_the_ratio_of_rates() -> None:
-    assert codec.share_of_copy(2 << 20, 7.0, 2 << 20, 7.0) == 1.0
-    assert codec.share_of_copy(1 << 20, 7.0, 2 << 20, 7.0) == 0.5
-    assert codec.share_of_copy(2 << 20, 14.0, 2 << 20, 7.0) == 0.5
-
-
-# Codec
-
-
 def codec_makers(*names: str) -> dict[str, Any]:
     every = {"copy": codec._copy, "reference": codec._ours("reference"), "eager-absmax": codec._eager}
     return {name: every[name] for name in names}
-
-
-def test_codec_writes_both_phases_and_skips_them_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codec, "makers", lambda device: codec_makers("copy", "reference", "eager-absmax"))
-    codec.run(options(tmp_path))
-    path = tmp_path / "codec.json"
-    found = json.loads(path.read_text())["rows"]
-    cases = [case.name for case in codec.cases(True, "cpu")]
-    expected = {
-        (case, method, phase)
-        for case in cases
-        for method in ("copy", "reference", "eager-absmax")
-        for phase in ("quantise", "dequantise")
-    }
-    assert {(row["workload"], row["method"], row["phase"]) for row in found} == expected
-    for row in found:
-        copy = rows.select(found, workload=row["workload"], method="copy", phase=row["phase"])[0]
-        rate = row["bytes_moved"] / statistics.median(row["samples_us"])
-        copy_rate = copy["bytes_moved"] / statistics.median(copy["samples_us"])
-        # Samples are stored with 4 decimals: half of that over the few microseconds of the smallest one.
-        assert row["share_of_copy"] == pytest.approx(rate / copy_rate, rel=1e-3)
-        assert copy["bytes_moved"] == 2 * row["nbytes"]
-    exact = rows.select(found, workload="bf16/8KiB", method="reference")[0]
-    numel = 4096
-    assert exact["bytes_moved"] == 2 * numel + numel + 4 * numel // codec.GROUP
-
-    codec.run(options(tmp_path))
-    assert len(json.loads(path.read_text())["rows"]) == len(found)
-    codec.run(options(tmp_path, again=True, only=(cases[0], "reference")))
-    assert len(json.loads(path.read_text())["rows"]) == len(found) + 4
-
-
-def test_codec_measures_the_forms_between_codes_and_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = codec.Case("fp32", 4 << 10, "probabilities").draw(torch.Generator().manual_seed(0))
-    assert 0 <= values.min() < 1e-7
-    assert values.max() == 1
-    cases = [codec.Case("fp32", 4 << 10, form) for form in codec.FORMS]
-    monkeypatch.setattr(codec, "cases", lambda tiny, device: cases)
-    makers = {"pyactcomp-cpu": codec._ours("cpu"), "cast-bfloat16": codec._cast, **codec_makers("copy", "reference")}
-    monkeypatch.setattr(codec, "makers", lambda device: {**makers, **codec_makers("eager-absmax")})
-    codec.run(options(tmp_path))
-    found = json.loads((tmp_path / "codec.json").read_text())["rows"]
-    for case in cases:
-        stored = {"scaled": (2 << 10) + 2 * 4, "above-zero": 1 << 7}.get(case.form, 2 << 10)
-        expected = {"copy": 8 << 10, "pyactcomp-cpu": (4 << 10) + stored, "reference": (4 << 10) + stored}
-        if case.form != "above-zero":
-            expected["cast-bfloat16"] = 6 << 10
-        assert {row["method"]: row["bytes_moved"] for row in rows.select(found, workload=case.name)} == expected
-
-
-def test_codec_starts_nothing_without_budget(tmp_path: Path) -> None:
-    codec.run(options(tmp_path, budget=rows.Budget(0.0)))
-    assert not (tmp_path / "codec.json").exists()
 
 
 def test_codec_rejects_a_wrong_byte_before_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,65 +206,6 @@ def test_codec_rejects_a_wrong_byte_before_timing(tmp_path: Path, monkeypatch: p
     assert [row["status"] for row in broken] == ["error"]
     assert "differs from the reference's bytes" in broken[0]["reason"]
     assert [row["status"] for row in rows.select(found, method="copy")] == ["ok", "ok"]
-
-
-def test_codec_checks_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "CHECK_CHUNK", 256)
-    case = codec.Case("fp32", 4 * 1000)
-    right = codec._ours("reference")(case, torch.device("cpu"))
-    source = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    bound = reference.error_bound(source).norm() / source.double().norm()
-    assert 0 < codec.check(right, source) <= bound
-    for wrong_byte in (0, 300, 999, 1008, 1008 + 4 * 15):
-        encoded = right.encode(source)
-        encoded[wrong_byte] ^= 4
-        with pytest.raises(RuntimeError, match="differs"):
-            codec.check(replace(right, encode=lambda _, encoded=encoded: encoded), source)
-
-
-def test_codec_makes_a_row_of_a_missing_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    monkeypatch.setattr(codec, "makers", lambda device: {**codec_makers("copy"), "bitsandbytes": codec._bitsandbytes})
-    codec.run(options(tmp_path, only=("bf16/8KiB",)))
-    found = rows.select(json.loads((tmp_path / "codec.json").read_text())["rows"], method="bitsandbytes")
-    assert [row["status"] for row in found] == ["unavailable"]
-    assert "bitsandbytes" in found[0]["reason"]
-
-
-# Sharded steps
-
-
-def test_sharded_steps_have_the_gradients_of_one_process(tmp_path: Path) -> None:
-    sharded.run(options(tmp_path, tiny=True))
-    found = json.loads((tmp_path / "sharded.json").read_text())["rows"]
-    assert [(row["method"], row["status"], row["ranks"]) for row in found] == [("vanilla", "ok", 2), ("int8", "ok", 2)]
-    # Two processes add the same gradients in another order at most.
-    assert found[0]["grad_error"] <= torch.finfo(torch.bfloat16).eps
-    assert found[1]["grad_error"] <= 0.02
-    sharded.run(options(tmp_path, tiny=True))
-    assert len(json.loads((tmp_path / "sharded.json").read_text())["rows"]) == 2
-
-
-def test_sharded_steps_stand_beside_the_same_without_us() -> None:
-    origin = {"commit": "c0ffee", "device": "NVIDIA H200", "command": "python -m bench sharded", "dirty": False}
-    base = {
-        "workload": sharded.WORKLOAD,
-        "scale": "full",
-        "status": "ok",
-        "ranks": 2,
-        "origin": origin,
-        "time": "2026-11-24T00:00:00",
-    }
-    figures = {"median_ms": 100.0, "act_bytes": 2**33, "peak_minus_base_bytes": 2**34, "grad_error": 0.0}
-    ours = {"median_ms": 103.0, "act_bytes": 2**31, "peak_minus_base_bytes": 2**32, "grad_error": 0.0123}
-    drawn = sharded.sharded_table(
-        [{**base, **figures, "method": "compile-blocks"}, {**base, **ours, "method": "compile-blocks+int8"}]
-    )
-    assert "| compile-blocks+int8 | 103.0 | 1.03 | 2.00 | 0.25 | 4.00 | 0.25 | 1.23% |" in drawn
-    assert sharded.sharded_table([]) == ""
-
-
-# Workers
 
 
 def specification(tmp_path: Path, suite: str, *names: str) -> worker.Spec:
@@ -320,14 +229,6 @@ def test_worker_turns_every_outcome_into_a_row(tmp_path: Path, monkeypatch: pyte
         ("vanilla", "ok"), ("full", "oom"), ("fails", "error")
     ]  # fmt: skip
     assert all(row["run"] == "run-1" and row["scale"] == "tiny" for row in found)
-
-
-def test_worker_stops_where_the_next_row_would_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(WORKLOADS, "small", small_workload())
-    monkeypatch.setitem(methods.METHODS, "ckpt", replace(methods.METHODS["ckpt"], cost=1e9))
-    spec = replace(specification(tmp_path, "frontier", "vanilla", "ckpt"), budget_s=600.0)
-    assert worker.work(spec) == worker.STOP
-    assert [row["method"] for row in json.loads(Path(spec.path).read_text())["rows"]] == ["vanilla"]
 
 
 def test_supervise_goes_on_after_a_crash_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,11 +280,6 @@ def test_supervise_gives_a_process_of_its_own_to_what_changes_more_than_its_mode
     assert started == [(["ckpt2"], None)]
 
 
-def test_batch_sizes_double_with_one_step_between() -> None:
-    assert list(batch.sizes(8, limit=6)) == [8, 12, 16, 24, 32, 48]
-    assert list(batch.sizes(1, limit=6)) == [1, 2, 3, 4, 6, 8]
-
-
 def test_batch_ends_where_the_memory_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def throughput(trainer: training.Trainer, size: int, steps: int) -> rows.Row:
         if size == 3:
@@ -401,35 +297,6 @@ def test_batch_ends_where_the_memory_does(tmp_path: Path, monkeypatch: pytest.Mo
     assert [worker.ends_method(row) for row in found[:3]] == [False, False, True]
 
 
-def test_throughput_is_samples_over_the_median_step() -> None:
-    trainer = training.build(small_workload(), 2, "cpu", True)
-    row = training.throughput(trainer, 3, 5)
-    assert trainer.batch[0].shape[0] == 3 * 512
-    assert row["samples_per_s"] == pytest.approx(3 / statistics.median(row["samples_ms"]) * 1e3, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_frontier_runs_in_processes_and_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    chosen = options(tmp_path, only=("llama_1b_bf16",))
-    names = ("int8", "exact")
-    frontier.run(chosen, names)
-    found = json.loads((tmp_path / "frontier.json").read_text())["rows"]
-    assert [row["method"] for row in found] == ["vanilla", "int8", "vanilla-again", "exact"]
-    assert {row["status"] for row in found} == {"ok"}
-    assert len({row["run"] for row in found}) == 1
-    # At this size only the loss head differs, on machines whose matrix products round a part of the rows otherwise.
-    assert 0 <= found[1]["grad_error"] <= 0.02
-    assert found[1]["fused_modules"]["GatedMLP"] == 2
-    assert (found[-1]["vanilla_differing"], found[-1]["differing"]) == (0, 0)
-
-    def process(*_: Any, **__: Any) -> None:
-        raise AssertionError("nothing was left to measure")
-
-    monkeypatch.setattr(frontier, "supervise", process)
-    frontier.run(chosen, names)
-
-
 def test_frontier_says_what_does_not_apply_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr(frontier, "supervise", lambda spec, budget: started.append(spec.methods))
@@ -445,57 +312,95 @@ def test_frontier_says_what_does_not_apply_without_a_process(tmp_path: Path, mon
     assert len(json.loads((tmp_path / "frontier.json").read_text())["rows"]) == 2
 
 
-def test_untuned_workloads_are_measured_by_their_own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(frontier, "supervise", lambda spec, budget: started.append((spec.workload, spec.methods)))
-    frontier.run(options(tmp_path), chosen="untuned")
-    plain = ("vanilla", "int8", "ckpt", "vanilla-again")
-    assert started == [(name, plain) for name in frontier.UNTUNED]
-    started.clear()
-    frontier.run(options(tmp_path, only=("unet3d_amp",)), ("lossless",))
-    assert started == [("unet3d_amp", ("vanilla", "lossless", "vanilla-again"))]
-
-
 def test_stages_measure_every_method_once() -> None:
     staged = [method for stage in methods.STAGES for method in stage]
     assert sorted([*staged, methods.VANILLA_AGAIN]) == sorted(methods.METHODS)
     assert set(staged) - {"exact"} <= set(frontier_report.METHOD_ORDER)
 
 
-@pytest.mark.parametrize("wrong", [["--methods", "vanila"], ["--only", "bert"]])
-def test_command_line_names_what_it_knows(wrong: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(["frontier", "--device", "cpu", "--out", str(tmp_path), *wrong])
-    assert ended.value.code == 2
-    assert "vanilla" in (text := capsys.readouterr().err) or "bert_large_amp" in text
+def test_a_newer_row_replaces_the_older_one_and_origins_are_written_once(tmp_path: Path) -> None:
+    store = rows.Store(tmp_path / "breadth.json", ORIGIN, breadth.KEY)
+    for architecture, value in (("a", 1), ("b", 2), ("a", 3)):
+        store.append({"library": "l", "architecture": architecture, "head": "h", "value": value})
+    assert [(row["architecture"], row["value"], row["origin"]) for row in store.rows()] == [
+        ("b", 2, ORIGIN), ("a", 3, ORIGIN)
+    ]  # fmt: skip
+    assert json.loads(store.path.read_text())["origins"] == [ORIGIN]
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+def test_only_what_is_missing_is_measured(tmp_path: Path) -> None:
+    store = rows.Store(tmp_path / "breadth.json", ORIGIN, breadth.KEY)
+    for architecture, status in (("built", "ok"), ("unbuilt", "not built"), ("slow", "timeout")):
+        store.append({"library": "l", "architecture": architecture, "head": "h", "status": status})
+    assert breadth.measured(store) == {Pair("l", "built", "h"), Pair("l", "unbuilt", "h")}
+    other = rows.Store(store.path, {**ORIGIN, "sources": "s2"}, breadth.KEY)
+    assert breadth.measured(other) == set()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(torch.nn.functional.gelu(self.first(x)))
-        return y
+
+def test_only_selects_by_library_architecture_and_head() -> None:
+    everything = [Pair("a", "x", "1"), Pair("a", "x", "2"), Pair("a", "y", "1"), Pair("b", "x", "1")]
+    assert breadth.selected((), everything) == everything
+    assert breadth.selected(("a/x",), everything) == everything[:2]
+    assert breadth.selected(("a/x/2", "b"), everything) == [everything[1], everything[3]]
+    with pytest.raises(breadth.UnknownPairError, match="a/z"):
+        breadth.selected(("a/z",), everything)
 
 
-def test_the_fp8_pass_runs_after_the_compilation_that_gave_the_reference() -> None:
-    import torch._functorch.config
-    import torch._inductor.config
-    from torch._dynamo.utils import counters
+def test_a_side_that_fails_makes_a_row(tmp_path: Path) -> None:
+    with pairs.side("before", rows.ROOT) as one, pytest.raises(pairs.SideError, match="KeyError") as failed:
+        one.ask(workload_name="no such workload", method_name="int8", device="cpu", tiny=True)
+    assert failed.value.row["status"] == "error"
+    (tmp_path / "pyactcomp").mkdir()
+    (tmp_path / "pyactcomp" / "__init__.py").write_text("raise SystemExit(3)")
+    with pairs.side("before", tmp_path) as other, pytest.raises(pairs.SideError, match="exit code 3"):
+        other.ask(steps=1)
 
-    method = methods.METHODS["compile-fp8-e4m3"]
-    assert method.reference is not None
-    model, x = TwoLayers(), torch.randn(1024, 16)
-    quantised = []
-    with (
-        torch._inductor.config.patch(post_grad_fusion_options={}),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
-        for apply in (method.reference, method.apply):
-            counters.clear()
-            apply(model, [])
-            model(x).square().mean().backward()
-            quantised.append(counters["inductor"]["activation_quantization_fwd_aten_pass"])
-    assert quantised == [0, 1]
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_suite_measures_every_part_on_a_gpu(tmp_path: Path) -> None:
+    chosen = options(tmp_path, device="cuda")
+    alloc.run(chosen, ("pair", "threads", "share"), ("native", "pyactcomp"))
+    alloc.run(replace(chosen, only=("graphs",)), ("training",), ("native", "expandable", "pyactcomp"))
+    found = rows.read(tmp_path / "alloc.json")
+    assert {row["status"] for row in found} == {"ok"}, [row.get("reason") for row in found]
+    cases = {(row.get("call"), row.get("nbytes"), row.get("threads")) for row in found if row["workload"] != "graphs"}
+    expected = {(call, size, 0) for call in ("raw", "empty") for size in alloc_pairs.SIZES}
+    expected |= {("native", size, threads) for size in alloc_pairs.SIZES for threads in alloc_pairs.THREADS}
+    expected |= {(call, 1 << 20, 0) for call in alloc_share.CALLS}
+    assert cases == expected
+    for row in rows.select(found, workload="graphs"):
+        assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > 0
+        assert row["growth_bytes"] >= 0
+        assert (row["driver_s"] is None) == (row["method"] == "expandable")
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.slow
+def test_part_predicts_real_runs_on_a_gpu(tmp_path: Path) -> None:
+    chosen = rows.Options(tmp_path, "cuda", rows.Budget(None), only=("prediction/moe",), tiny=True)
+    alloc.run(chosen, ("prediction",))
+    found = {row["method"]: row for row in rows.read(tmp_path / "alloc.json")}
+    assert {method: row["status"] for method, row in found.items()} == dict.fromkeys(alloc_methods.TRAINING, "ok"), [
+        row.get("reason") for row in found.values()
+    ]
+    native = found["native"]
+    assert native["predicted_reserved_bytes"] == native["peak_reserved_bytes"]
+    assert native["predicted_allocated_bytes"] == native["peak_allocated_bytes"]
+    assert not any("from before the recording:" in note for note in native["notes"])
+    for row in found.values():
+        assert row["predicted_reserved_bytes"] >= row["predicted_allocated_bytes"] > 0
+        assert row["events"] == native["events"]
+
+
+JOB = context_worker.Job("llama8b", "full", 128, "unsloth", "cuda", tiny=True, memory_gib=1000.0)
+
+
+@pytest.mark.gpu
+def test_peaks_and_pinned_memory_of_each_timed_step_are_noted() -> None:
+    row = context_worker.measure(JOB)
+    assert len(row["samples_peak_bytes"]) == len(row["samples_ms"])
+    assert row["peak_bytes"] == max(row["samples_peak_bytes"]) > row["base_bytes"]
+    assert row["reserved_bytes"] >= row["peak_bytes"]
+    assert row["host_bytes"] >= 2 * 128 * 64 * 2  # two of three blocks' inputs

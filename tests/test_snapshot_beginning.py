@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def check(found: Beginning, pools: tuple[tuple[int, int], ...], truth: dict[str,
     assert found.complete
 
 
-@pytest.mark.parametrize("growth", ["malloc", "vmm"])
-@pytest.mark.parametrize("name", RECORDED)
+# Every recorded run once, and every growth with short and with long runs.
+@pytest.mark.parametrize(("name", "growth"), list(zip(RECORDED, cycle(["malloc", "vmm"]))))
 def test_a_cut_recording_begins_with_what_the_whole_one_had_there(name: str, growth: str, tmp_path: Path) -> None:
     end, states = rerun(name, growth, CUTS)
     assert len(states) == len(CUTS)

@@ -291,7 +291,7 @@ def test_a_damaged_file_is_refused_or_makes_sense_and_never_runs(form: int | str
     path = tmp_path / "snapshot"
     outcomes = set()
 
-    @settings(max_examples=1000, deadline=None, database=None)
+    @settings(max_examples=400, deadline=None, database=None)
     @given(EDITS)
     def check(edits: list[tuple[str, int, int]]) -> None:
         path.write_bytes(mutate(data, edits, fragments))
