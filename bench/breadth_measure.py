@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.errors import PyactcompError
+from pyactcomp.report import Report
 
 from .breadth_models import Pair, Step, build
 from .breadth_pool import first_line
@@ -113,7 +114,7 @@ def _checkpointed_gradients(step: Step, reference: Gradients, problems: _Problem
     return found
 
 
-def _compressed(step: Step, **options: Any) -> tuple[Gradients, pyactcomp.Report]:
+def _compressed(step: Step, **options: Any) -> tuple[Gradients, Report]:
     pyactcomp.compress(step, min_bytes=MIN_BYTES, **options)
     try:
         return gradients(step), pyactcomp.report(step)
@@ -132,7 +133,7 @@ def _takes_head(step: Step) -> bool:
     return True
 
 
-def kept(report: pyactcomp.Report) -> list[list[Any]]:
+def kept(report: Report) -> list[list[Any]]:
     """Return the reasons for which most bytes are held uncompressed, in few words, with the bytes."""
     found: Counter[str] = Counter()
     for line in report.kept:

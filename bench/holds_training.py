@@ -54,15 +54,15 @@ def _is_cast_parameter(tensor: Tensor) -> bool:
 def _nearest_in_two_bits(module: nn.Module) -> Context:
     """Pack in two bits, rounded to nearest, what int8 packs where it is not fused."""
 
-    def pack(tensor: Tensor) -> Tensor | pyactcomp.Packed:
+    def pack(tensor: Tensor) -> Tensor | pyactcomp.codec.Packed:
         owner = tensor if tensor._base is None else tensor._base
         packs = tensor.requires_grad and tensor.is_floating_point() and tensor.nbytes >= MIN_BYTES
         if not packs or owner.is_leaf or _is_cast_parameter(tensor):
             return tensor
-        return pyactcomp.quantize(tensor, bits=2, rounding="nearest")
+        return pyactcomp.codec.quantize(tensor, bits=2, rounding="nearest")
 
-    def unpack(packed: Tensor | pyactcomp.Packed) -> Tensor:
-        return packed if isinstance(packed, Tensor) else pyactcomp.dequantize(packed)
+    def unpack(packed: Tensor | pyactcomp.codec.Packed) -> Tensor:
+        return packed if isinstance(packed, Tensor) else pyactcomp.codec.dequantize(packed)
 
     return lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

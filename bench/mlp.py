@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
+from pyactcomp.config import Config
 
 from .rows import Options, Row, failure, summary
 
@@ -55,7 +56,7 @@ def _plain(tiny: bool) -> Part:
 def _ours(tiny: bool, *, checkpointed: bool = False, tile: Any = "auto") -> Part:
     if tiny and tile is not None:
         tile = 16
-    pyactcomp.compress(part := Part(tiny, checkpointed), tile=tile, min_bytes=0 if tiny else pyactcomp.Config.min_bytes)
+    pyactcomp.compress(part := Part(tiny, checkpointed), tile=tile, min_bytes=0 if tiny else Config.min_bytes)
     return part
 
 

@@ -78,7 +78,7 @@ def launches(x: Tensor, calls: int, device: str) -> Row:
     if (reason := module.unavailable_reason()) is not None:
         raise ImportError(reason)
     kernel = module.bind(x.dtype, 8, 64, False, False, x.device)
-    nbytes = pyactcomp.quantize(x).nbytes
+    nbytes = pyactcomp.codec.quantize(x).nbytes
     packed = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
     restored = torch.empty_like(x)
     parts = {
@@ -116,7 +116,7 @@ class Chains:
             raise RuntimeError(
                 "the gradient with compression is the exact one: nothing was compressed, nothing to time"
             )
-        expected = (links - 1) * pyactcomp.quantize(self.x.detach()).nbytes
+        expected = (links - 1) * pyactcomp.codec.quantize(self.x.detach()).nbytes
         if (stored := pyactcomp.report(self.compressed).stored_bytes) != expected:
             raise RuntimeError(f"{links} links store {stored} bytes, not {expected}: not each packs one tensor")
 

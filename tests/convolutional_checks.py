@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from pyactcomp.codec import reference
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
-from pyactcomp.functional import Codes, batch_norm
+from pyactcomp.functional import Codes
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
 
 ROWS = (0, 2, 3)
 

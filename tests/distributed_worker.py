@@ -18,6 +18,7 @@ from torch import nn
 from works_with import MIN_BYTES, Block, Transformer, gradients, regression
 
 import pyactcomp
+from pyactcomp.report import Report
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
@@ -33,7 +34,7 @@ def need_devices(backend: str, count: int) -> None:
         pytest.skip(f"NCCL over {count} processes needs as many GPUs, found {torch.cuda.device_count()}")
 
 
-def assert_no_weight_compressed(report: pyactcomp.Report) -> None:
+def assert_no_weight_compressed(report: Report) -> None:
     """Assert that nothing packed has the shape of a matrix of :class:`Block`; no activation of a rank has one."""
     weights = {tuple(sorted(p.shape)) for p in Block().parameters() if p.dim() == 2}
     packed = {tuple(sorted(tensor.shape)) for tensor in report.tensors if tensor.kept is None}

@@ -26,9 +26,10 @@ from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.codec.seeds import second_of
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
-from pyactcomp.functional import Codes, new_gelu, silu_mul
+from pyactcomp.functional import Codes, silu_mul
 from pyactcomp.functional import launch as shared_launch
 from pyactcomp.functional.activations import launch as activation_launch
+from pyactcomp.functional.activations.new_gelu import new_gelu
 from pyactcomp.functional.norms import launch as norm_launch
 from pyactcomp.functional.saving import Saving, saving
 

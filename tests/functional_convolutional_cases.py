@@ -24,8 +24,10 @@ from torch.nn import functional as F
 
 from pyactcomp.codec import reference
 from pyactcomp.codec.kernels import triton as kernels
-from pyactcomp.functional import Codes, batch_norm, max_pool2d
+from pyactcomp.functional import Codes
 from pyactcomp.functional.convolutional import launch as fused
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
+from pyactcomp.functional.convolutional.max_pool import max_pool2d
 from pyactcomp.functional.saving import saving
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")

@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pyactcomp import codec
 from pyactcomp.codec.kernels import triton as kernels
-from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from pyactcomp.functional import Codes, layer_norm, rms_norm
 from pyactcomp.functional.masks import noise
 from pyactcomp.functional.masks.noise import QUIET, Noise, draw
 from pyactcomp.functional.norms import launch
+from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
 from pyactcomp.functional.saving import saving
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")

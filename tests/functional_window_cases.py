@@ -14,10 +14,12 @@ from window_checks import attention, check_window_attention, inputs, recipe_of, 
 
 from pyactcomp import codec
 from pyactcomp.codec.kernels import triton as kernels
-from pyactcomp.functional import Codes, residual_add, window_attention
+from pyactcomp.functional import Codes
 from pyactcomp.functional.saving import saving
 from pyactcomp.functional.windows import launch
+from pyactcomp.functional.windows.residual_add import residual_add
 from pyactcomp.functional.windows.take_rows import take_rows
+from pyactcomp.functional.windows.window_attention import window_attention
 
 DEVICE = torch.device("cpu" if kernels.interpreted() else "cuda")
 # Dtype, tokens, heads and their width, group, mask: Swin's twice, a window with no padding, one group of all heads.

@@ -14,6 +14,12 @@ from torch.nn import functional as F
 from pyactcomp import functional
 from pyactcomp.engine import recompute
 from pyactcomp.functional import Codes
+from pyactcomp.functional.activations.new_gelu import new_gelu
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
+from pyactcomp.functional.convolutional.max_pool import max_pool2d
+from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
+from pyactcomp.functional.windows.window_attention import window_attention
 
 WIDTH = 64
 WEIGHT, BIAS = normal(WIDTH, seed=5), normal(WIDTH, seed=6)
@@ -83,7 +89,7 @@ PAIRS: dict[str, Pair] = {
         lambda x: F.cross_entropy(F.linear(x, *on(x, MATRIX)), *on(x, LABELS)),
     ),
     "gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.gelu(x, codes=codes), F.gelu),
-    "new_gelu": Pair((2, 4, 8, 64), lambda x, codes: functional.new_gelu(x, codes=codes), chain_of_gelu),
+    "new_gelu": Pair((2, 4, 8, 64), lambda x, codes: new_gelu(x, codes=codes), chain_of_gelu),
     "dropout": Pair((2, 4, 8, 64), lambda x, codes: functional.dropout(x, 0.3), lambda x: F.dropout(x, 0.3)),
     "silu_mul": Pair(
         (2, 4, 8, 64), lambda x, codes: functional.silu_mul(x, 2 * x, codes=codes), lambda x: F.silu(x) * (2 * x)
@@ -105,30 +111,28 @@ PAIRS: dict[str, Pair] = {
     ),
     "add_layer_norm": Pair(
         (2, 8, 64),
-        lambda x, codes: functional.add_layer_norm(x, 2 * x, 64, *on(x, WEIGHT, BIAS), codes=codes),
+        lambda x, codes: add_layer_norm(x, 2 * x, 64, *on(x, WEIGHT, BIAS), codes=codes),
         lambda x: F.layer_norm(x + 2 * x, (64,), *on(x, WEIGHT, BIAS)),
     ),
     "rms_norm": Pair((2, 4, 8, 64), lambda x, codes: functional.rms_norm(x, *on(x, WEIGHT), 1e-6, codes=codes), rms),
     "add_rms_norm": Pair(
         (2, 8, 64),
-        lambda x, codes: functional.add_rms_norm(x, 2 * x, *on(x, WEIGHT), 1e-6, codes=codes)[0],
+        lambda x, codes: add_rms_norm(x, 2 * x, *on(x, WEIGHT), 1e-6, codes=codes)[0],
         lambda x: rms(x + 2 * x),
     ),
     "batch_norm": Pair(
         (2, 64, 4, 8),
-        lambda x, codes: functional.batch_norm(x, None, None, *on(x, WEIGHT, BIAS), codes=codes),
+        lambda x, codes: batch_norm(x, None, None, *on(x, WEIGHT, BIAS), codes=codes),
         lambda x: normalised(x, relu=False),
     ),
     "batch_norm, add and relu": Pair(
         (2, 64, 4, 8),
-        lambda x, codes: functional.batch_norm(
-            x, None, None, *on(x, WEIGHT, BIAS), relu=True, residual=2 * x, codes=codes
-        ),
+        lambda x, codes: batch_norm(x, None, None, *on(x, WEIGHT, BIAS), relu=True, residual=2 * x, codes=codes),
         lambda x: normalised(x, relu=True, residual=2 * x),
     ),
     "max_pool2d": Pair(
         (2, 64, 4, 8),
-        lambda x, codes: functional.max_pool2d(x, 3, 2, 1, impl=codes.impl),
+        lambda x, codes: max_pool2d(x, 3, 2, 1, impl=codes.impl),
         lambda x: F.max_pool2d(x, 3, 2, 1),
     ),
     "rope": Pair(
@@ -150,7 +154,7 @@ PAIRS: dict[str, Pair] = {
         (2, 4, 8, 8), lambda x, codes: functional.softmax(x, 2, codes=codes), lambda x: x.softmax(2)
     ),
     "window_attention": Pair(
-        (2, 8, 192), lambda x, codes: functional.window_attention(x, 4, *on(x, BIAS_OF_HEADS), codes=codes), attended
+        (2, 8, 192), lambda x, codes: window_attention(x, 4, *on(x, BIAS_OF_HEADS), codes=codes), attended
     ),
 }
 # ``residual_add`` has no function of torch's beside it: it takes any rows and returns contiguous ones.

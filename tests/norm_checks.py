@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyactcomp.codec import Impl, reference
 from pyactcomp.engine.saved import Recipe, library
-from pyactcomp.functional import Codes, add_layer_norm, layer_norm, rms_norm
+from pyactcomp.functional import Codes, layer_norm, rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
 
 EPSILON = 1e-5
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import pyactcomp
-from pyactcomp import HookConflictError, ImplementationUnavailableError, PyactcompError
+from pyactcomp import HookConflictError, PyactcompError
+from pyactcomp.errors import ImplementationUnavailableError
 from pyactcomp.torch_private import saved_tensor_hooks_enabled, top_saved_tensor_hooks
 
 CAUGHT = (TypeError, ValueError, PyactcompError)

@@ -15,6 +15,7 @@ from same_values import same
 from torch import Tensor, nn
 
 import pyactcomp
+from pyactcomp.climb import BatchSize
 from pyactcomp.climb.failures import attempt, is_out_of_memory
 
 WIDTH = 64
@@ -50,7 +51,7 @@ class Training:
         parts = (self.model, self.optimizer, self.scheduler, self.scaler)
         return copy.deepcopy([each.state_dict() for each in parts])
 
-    def find(self, **options: Any) -> pyactcomp.BatchSize:
+    def find(self, **options: Any) -> BatchSize:
         others = (self.scheduler, self.scaler)
         return pyactcomp.find_batch_size(self.step, self.model, self.optimizer, others=others, **options)
 
@@ -74,7 +75,7 @@ class Affine:
         self.sizes: list[int] = []
         self.peak = peak
 
-    def find(self, budget: int | None = None, **options: Any) -> pyactcomp.BatchSize:
+    def find(self, budget: int | None = None, **options: Any) -> BatchSize:
         def measure(run: Any) -> int:
             run()
             return int(self.peak(self.sizes[-1]))

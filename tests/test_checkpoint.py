@@ -65,7 +65,7 @@ class _Exchanged(torch.autograd.Function):
 
 def restored(x: Tensor) -> Tensor:
     """Return the values that 8-bit codes give back, with the gradient of the tensor itself."""
-    return _Exchanged.apply(x, pyactcomp.dequantize(pyactcomp.quantize(x.detach())))  # type: ignore[no-any-return]
+    return _Exchanged.apply(x, pyactcomp.codec.dequantize(pyactcomp.codec.quantize(x.detach())))  # type: ignore[no-any-return]
 
 
 def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

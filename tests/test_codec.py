@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp import ImplementationUnavailableError, Packed, PyactcompError, codec
-from pyactcomp.codec import api, reference
+from pyactcomp import PyactcompError, codec
+from pyactcomp.codec import Packed, api, reference
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec.layouts import is_dense
+from pyactcomp.errors import ImplementationUnavailableError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -92,8 +93,8 @@ def test_round_trip_keeps_the_layout_and_stays_within_the_bound(
     x = torch.empty_like(x, dtype=dtype).copy_(x > 0 if dtype is torch.bool else x) if dense else _cast(x, dtype)
     assert is_dense(tuple(x.shape), x.stride()) == dense
     before = x.clone()
-    packed = pyactcomp.quantize(x, impl=impl)
-    restored = pyactcomp.dequantize(packed, impl=impl)
+    packed = pyactcomp.codec.quantize(x, impl=impl)
+    restored = pyactcomp.codec.dequantize(packed, impl=impl)
 
     assert torch.equal(x, before)
     assert (restored.shape, restored.dtype, restored.device) == (x.shape, x.dtype, x.device)
@@ -131,10 +132,10 @@ def test_every_width_group_and_rounding_gives_the_definitions_bytes(
     options: dict[str, Any] = {"bits": bits, "group_size": group_size, "seed": 5}
     for n, dtype in itertools.product((0, 1, 63, 64, 65), DTYPES):
         x = randn(n, dtype=dtype)
-        packed = pyactcomp.quantize(x.to(device), rounding=rounding, impl=impl, **options)
+        packed = pyactcomp.codec.quantize(x.to(device), rounding=rounding, impl=impl, **options)
         expected = reference.quantize(x, stochastic=rounding == "stochastic", **options)
         assert torch.equal(packed.buffer.cpu(), expected)
-        restored = pyactcomp.dequantize(packed, impl=impl).cpu()
+        restored = pyactcomp.codec.dequantize(packed, impl=impl).cpu()
         decoded = reference.dequantize(expected, n, dtype=dtype, bits=bits, group_size=group_size)
         assert torch.equal(restored, decoded)
 
@@ -158,8 +159,8 @@ def test_keep_positive_gives_the_definitions_bytes(
 def test_float64_is_packed_from_float32(backend: tuple[str, torch.device]) -> None:
     impl, device = backend
     x = (randn(70) / 3).double().to(device) + 1e-12
-    restored = pyactcomp.dequantize(pyactcomp.quantize(x, impl=impl), impl=impl)
-    through = pyactcomp.dequantize(pyactcomp.quantize(x.float(), impl=impl), impl=impl)
+    restored = pyactcomp.codec.dequantize(pyactcomp.codec.quantize(x, impl=impl), impl=impl)
+    through = pyactcomp.codec.dequantize(pyactcomp.codec.quantize(x.float(), impl=impl), impl=impl)
     assert torch.equal(restored, through.double())
 
 
@@ -168,7 +169,7 @@ def test_nonfinite_values_round_trip(backend: tuple[str, torch.device]) -> None:
     for dtype in (*DTYPES, torch.float64):
         x = randn(200).to(device, dtype)
         x[70:73] = torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=dtype)
-        restored = pyactcomp.dequantize(pyactcomp.quantize(x, impl=impl), impl=impl)
+        restored = pyactcomp.codec.dequantize(pyactcomp.codec.quantize(x, impl=impl), impl=impl)
         assert torch.equal(restored.isfinite(), x.isfinite())
         assert torch.equal(restored[70:72], x[70:72])
         assert bool(restored[72].isnan())
@@ -177,9 +178,9 @@ def test_nonfinite_values_round_trip(backend: tuple[str, torch.device]) -> None:
 def test_default_rounding_is_nearest_for_8_bits_and_stochastic_below() -> None:
     x = randn(500)
     for bits in fmt.BITS:
-        by_default = [pyactcomp.quantize(x, bits=bits, seed=seed).buffer for seed in (1, 2)]
+        by_default = [pyactcomp.codec.quantize(x, bits=bits, seed=seed).buffer for seed in (1, 2)]
         rounding: codec.Rounding = "nearest" if bits == 8 else "stochastic"
-        explicit = [pyactcomp.quantize(x, bits=bits, seed=seed, rounding=rounding).buffer for seed in (1, 2)]
+        explicit = [pyactcomp.codec.quantize(x, bits=bits, seed=seed, rounding=rounding).buffer for seed in (1, 2)]
         assert torch.equal(by_default[0], explicit[0])
         assert torch.equal(by_default[1], explicit[1])
         assert torch.equal(by_default[0], by_default[1]) == (bits == 8)
@@ -189,22 +190,22 @@ def test_default_rounding_is_nearest_for_8_bits_and_stochastic_below() -> None:
 def test_every_64_bit_seed_is_taken(seed: int, backend: tuple[str, torch.device]) -> None:
     impl, device = backend
     x = randn(200)
-    packed = pyactcomp.quantize(x.to(device), rounding="stochastic", seed=seed, impl=impl)
+    packed = pyactcomp.codec.quantize(x.to(device), rounding="stochastic", seed=seed, impl=impl)
     assert torch.equal(packed.buffer.cpu(), reference.quantize(x, stochastic=True, seed=seed))
 
 
 def test_quantize_is_outside_of_autograd() -> None:
     x = randn(64).requires_grad_()
-    packed = pyactcomp.quantize(x)
+    packed = pyactcomp.codec.quantize(x)
     assert not packed.buffer.requires_grad
-    assert not pyactcomp.dequantize(packed).requires_grad
+    assert not pyactcomp.codec.dequantize(packed).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
 def test_packed_survives_pickle_copy_and_torch_save(dtype: torch.dtype) -> None:
     x = randn(9, 40).t().to(dtype)
-    packed = pyactcomp.quantize(x)
-    expected = pyactcomp.dequantize(packed)
+    packed = pyactcomp.codec.quantize(x)
+    expected = pyactcomp.codec.dequantize(packed)
     file = io.BytesIO()
     torch.save(packed, file)
     file.seek(0)
@@ -214,7 +215,7 @@ def test_packed_survives_pickle_copy_and_torch_save(dtype: torch.dtype) -> None:
         torch.load(file, weights_only=False),
     ):
         assert restored.nbytes == packed.nbytes
-        again = pyactcomp.dequantize(restored)
+        again = pyactcomp.codec.dequantize(restored)
         assert torch.equal(again, expected)
         assert again.stride() == expected.stride()
 
@@ -230,11 +231,11 @@ def test_a_named_implementation_never_falls_back_on_another_device(
     if reason is None:
         pytest.skip("Triton's interpreter is on, which serves CPU tensors")
     with pytest.raises(ImplementationUnavailableError) as caught:
-        pyactcomp.quantize(torch.zeros(64), impl=impl)
+        pyactcomp.codec.quantize(torch.zeros(64), impl=impl)
     assert reason in str(caught.value)
     assert repr(impl) in str(caught.value)
     with pytest.raises(ImplementationUnavailableError):
-        pyactcomp.dequantize(pyactcomp.quantize(torch.zeros(64)), impl=impl)
+        pyactcomp.codec.dequantize(pyactcomp.codec.quantize(torch.zeros(64)), impl=impl)
 
 
 def test_an_unusable_implementation_is_named_and_only_auto_passes_it_over(
@@ -246,12 +247,12 @@ def test_an_unusable_implementation_is_named_and_only_auto_passes_it_over(
     monkeypatch.setattr(api, "unavailable_reason", reason)
     x = randn(100)
     assert codec.resolve("auto", x.device) == "reference"
-    assert torch.equal(pyactcomp.quantize(x).buffer, reference.quantize(x))
+    assert torch.equal(pyactcomp.codec.quantize(x).buffer, reference.quantize(x))
     for impl in ("cpu", "cuda", "triton"):
         with pytest.raises(ImplementationUnavailableError, match=f"impl='{impl}'.*no {impl}: install the thing"):
-            pyactcomp.quantize(x, impl=impl)
+            pyactcomp.codec.quantize(x, impl=impl)
         with pytest.raises(ImplementationUnavailableError, match=f"impl='{impl}'"):
-            pyactcomp.dequantize(pyactcomp.quantize(x), impl=impl)
+            pyactcomp.codec.dequantize(pyactcomp.codec.quantize(x), impl=impl)
 
 
 def test_auto_takes_the_fastest_that_works(monkeypatch: pytest.MonkeyPatch, fresh_choice: None) -> None:
@@ -270,9 +271,9 @@ def test_a_device_that_nothing_serves_is_named() -> None:
 
 
 def test_meta_tensors_give_shapes_and_sizes() -> None:
-    packed = pyactcomp.quantize(torch.zeros(10, 20, device="meta").t())
+    packed = pyactcomp.codec.quantize(torch.zeros(10, 20, device="meta").t())
     assert (packed.buffer.device.type, packed.nbytes) == ("meta", 224)
-    restored = pyactcomp.dequantize(packed)
+    restored = pyactcomp.codec.dequantize(packed)
     assert (restored.device.type, restored.shape, restored.stride()) == ("meta", (20, 10), (1, 20))
 
 
@@ -299,12 +300,12 @@ def test_meta_tensors_give_shapes_and_sizes() -> None:
 )
 def test_quantize_rejects_unknown_values(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        pyactcomp.quantize(torch.zeros(64), **options)
+        pyactcomp.codec.quantize(torch.zeros(64), **options)
 
 
 def test_quantize_rejects_unknown_options() -> None:
     with pytest.raises(TypeError, match="mode"):
-        pyactcomp.quantize(torch.zeros(64), mode="int8")  # type: ignore[call-arg]
+        pyactcomp.codec.quantize(torch.zeros(64), mode="int8")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_quantize_rejects_unknown_options() -> None:
 )
 def test_quantize_rejects_other_dtypes(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"quantize takes .*got {dtype}"):
-        pyactcomp.quantize(torch.zeros(64).to(dtype))
+        pyactcomp.codec.quantize(torch.zeros(64).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_quantize_rejects_what_is_no_strided_tensor(x: Any) -> None:
     with pytest.raises(
         TypeError, match=r"expects a strided torch\.Tensor, got (list|NoneType|float|torch\.sparse_coo)"
     ):
-        pyactcomp.quantize(x)
+        pyactcomp.codec.quantize(x)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_quantize_rejects_what_is_no_strided_tensor(x: Any) -> None:
 )
 def test_dequantize_rejects_what_is_no_packed(packed: Any) -> None:
     with pytest.raises(TypeError, match="expects a Packed"):
-        pyactcomp.dequantize(packed)
+        pyactcomp.codec.dequantize(packed)
 
 
 # A Packed that is not as quantize returned it.
@@ -381,18 +382,18 @@ TAMPERED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_a_tampered_packed_raises(name: str) -> None:
-    packed = pyactcomp.quantize(randn(10, 20))
+    packed = pyactcomp.codec.quantize(randn(10, 20))
     assert packed.nbytes == 224
     with pytest.raises(PyactcompError) as caught:
-        pyactcomp.dequantize(replace(packed, **TAMPERED[name]))
+        pyactcomp.codec.dequantize(replace(packed, **TAMPERED[name]))
     assert len(str(caught.value)) > 20
 
 
 def test_a_tampered_boolean_packed_raises() -> None:
-    packed = pyactcomp.quantize(randn(100) > 0)
+    packed = pyactcomp.codec.quantize(randn(100) > 0)
     for fields in ({"bits": 8}, {"shape": (105,)}, {"buffer": packed.buffer[:-1]}, {"dtype": torch.float32}):
         with pytest.raises(PyactcompError):
-            pyactcomp.dequantize(replace(packed, **fields))
+            pyactcomp.codec.dequantize(replace(packed, **fields))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
@@ -402,12 +403,12 @@ def test_random_bytes_decode_as_the_definition_says(
 ) -> None:
     impl, device = backend
     generator = torch.Generator().manual_seed(bits)
-    packed = pyactcomp.quantize(randn(333).to(dtype), bits=bits)
+    packed = pyactcomp.codec.quantize(randn(333).to(dtype), bits=bits)
     codes = fmt.parameters_offset(333, bits)
     for where in (slice(0, codes), slice(codes, None), slice(None)):
         buffer = packed.buffer.clone()
         buffer[where] = torch.randint(0, 256, buffer[where].shape, dtype=torch.uint8, generator=generator)
-        restored = pyactcomp.dequantize(replace(packed, buffer=buffer.to(device)), impl=impl).cpu()
+        restored = pyactcomp.codec.dequantize(replace(packed, buffer=buffer.to(device)), impl=impl).cpu()
         if dtype is torch.bool:
             assert torch.equal(restored, reference.unpack_bool(buffer, 333))
             continue
@@ -419,11 +420,11 @@ def test_random_bytes_decode_as_the_definition_says(
 @pytest.mark.parametrize("bits", fmt.BITS)
 def test_random_codes_over_sound_parameters_stay_in_their_groups_range(bits: int) -> None:
     x = randn(640)
-    packed = pyactcomp.quantize(x, bits=bits)
+    packed = pyactcomp.codec.quantize(x, bits=bits)
     offset = fmt.parameters_offset(640, bits)
     buffer = packed.buffer.clone()
     buffer[:offset] = torch.randint(0, 256, (offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    restored = pyactcomp.dequantize(replace(packed, buffer=buffer)).view(-1, 64).double()
+    restored = pyactcomp.codec.dequantize(replace(packed, buffer=buffer)).view(-1, 64).double()
     parameters = buffer[offset:].clone().view(torch.bfloat16).view(-1, 2).double()
     minimum, step = parameters[:, :1], parameters[:, 1:]
     assert (step > 0).all()
@@ -434,6 +435,6 @@ def test_random_codes_over_sound_parameters_stay_in_their_groups_range(bits: int
 
 
 def test_a_packed_states_its_size() -> None:
-    packed = pyactcomp.quantize(randn(1000))
+    packed = pyactcomp.codec.quantize(randn(1000))
     assert (packed.nbytes, packed.numel) == (1000 + 8 + 4 * 16, 1000)
     assert isinstance(packed, Packed)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.compiled.graphs import SavedValue
+from pyactcomp.report import Report
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -20,7 +21,7 @@ from triton_code import Launch, launches_of
 pytestmark = pytest.mark.slow
 
 
-def _launches(kind: type[nn.Module], compressed: bool) -> tuple[list[Launch], list[Launch], pyactcomp.Report | None]:
+def _launches(kind: type[nn.Module], compressed: bool) -> tuple[list[Launch], list[Launch], Report | None]:
     torch.manual_seed(0)
     blocks = (kind(False), kind(False)) if kind is Block else (kind(), kind())
     model = nn.Sequential(*blocks).to(torch.bfloat16)

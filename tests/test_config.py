@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import pyactcomp
-from pyactcomp import Config, codec
+from pyactcomp import codec
 from pyactcomp.codec import format as fmt
 from pyactcomp.compress import MODULE_OPTIONS
+from pyactcomp.config import Config
 
 
 def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:

@@ -27,7 +27,9 @@ def found(path: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("room", [pyactcomp, pyactcomp.functional, pyactcomp.allocator], ids=lambda room: room.__name__)
+@pytest.mark.parametrize(
+    "room", [pyactcomp, pyactcomp.functional, pyactcomp.allocator, pyactcomp.snapshots], ids=lambda room: room.__name__
+)
 def test_every_public_name_is_documented(room: ModuleType) -> None:
     documented = {id(found(path)) for path in REFERENCE}
     pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))

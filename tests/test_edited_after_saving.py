@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import pyactcomp
 from pyactcomp import functional
 from pyactcomp.functional import Codes
+from pyactcomp.functional.activations.new_gelu import new_gelu
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
 
 Graph = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 MODES = ("lossless", "int8")
@@ -209,7 +212,7 @@ def functions() -> list[tuple[str, Callable[..., Tensor], Callable[..., Tensor],
         ("linear", functional.linear, F.linear, (rows, torch.randn(8, 64))),
         ("silu_mul", functional.silu_mul, lambda gate, up: F.silu(gate) * up, (rows, rows + 1)),
         ("softmax", functional.softmax, lambda x: x.softmax(-1), (rows,)),
-        ("new_gelu", functional.new_gelu, lambda x: x * torch.tanh(x.pow(3.0)), (rows,)),
+        ("new_gelu", new_gelu, lambda x: x * torch.tanh(x.pow(3.0)), (rows,)),
         (
             "rms_norm",
             lambda x, w, codes: functional.rms_norm(x, w, 1e-6, codes=codes),
@@ -218,13 +221,13 @@ def functions() -> list[tuple[str, Callable[..., Tensor], Callable[..., Tensor],
         ),
         (
             "add_layer_norm",
-            lambda x, y, w, codes: functional.add_layer_norm(x, y, 64, w, codes=codes),
+            lambda x, y, w, codes: add_layer_norm(x, y, 64, w, codes=codes),
             lambda x, y, w: F.layer_norm(x + y, (64,), w),
             (rows, rows + 1, weight),
         ),
         (
             "batch_norm_relu",
-            lambda x, codes: functional.batch_norm(x, None, None, relu=True, codes=codes),
+            lambda x, codes: batch_norm(x, None, None, relu=True, codes=codes),
             lambda x: F.batch_norm(x, None, None, training=True).relu(),
             (torch.randn(2, 4, 8, 8),),
         ),

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
+from pyactcomp.config import Config
 from pyactcomp.engine import policy
 from pyactcomp.engine.session import Session
 from pyactcomp.report import Report
@@ -492,7 +493,7 @@ def test_the_policy_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
         monkeypatch.setattr(Tensor, name, refuse)
-    session = Session(pyactcomp.Config(min_bytes=0))
+    session = Session(Config(min_bytes=0))
     session.open(None)
     try:
         x = torch.randn(256, requires_grad=True)

@@ -16,9 +16,10 @@ from pyactcomp.codec import format as fmt
 from pyactcomp.codec.reference import error_bound
 from pyactcomp.engine import policy
 from pyactcomp.engine.saved import library
+from pyactcomp.report import Report
 
 
-def stored(report: pyactcomp.Report) -> list[int]:
+def stored(report: Report) -> list[int]:
     return [tensor.stored_bytes for tensor in report.tensors if tensor.kept is None]
 
 

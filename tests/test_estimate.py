@@ -14,6 +14,7 @@ from torch import nn
 
 import pyactcomp
 from pyactcomp.errors import PyactcompError
+from pyactcomp.estimate import Estimate
 from pyactcomp.estimate.gpus import GPUS, gpu_named
 from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.optimizers import AdamW8bit
@@ -35,11 +36,11 @@ PARAMETERS = sum(_rounded(n, 4) for n in (WIDTH * HIDDEN, HIDDEN, HIDDEN * WIDTH
 
 
 @pytest.fixture(scope="module")
-def perceptron() -> pyactcomp.Estimate:
+def perceptron() -> Estimate:
     return pyactcomp.estimate(f"{MODELS}:perceptron", batch=BATCH, seq=SEQ, modes=["plain", "int8"], gpu="4090")
 
 
-def test_parts_of_a_step_are_those_of_its_shapes(perceptron: pyactcomp.Estimate) -> None:
+def test_parts_of_a_step_are_those_of_its_shapes(perceptron: Estimate) -> None:
     plain = perceptron["plain"]
     assert plain.weights == plain.gradients == PARAMETERS
     # AdamW: two moments; its step counters are on the host.
@@ -52,14 +53,14 @@ def test_parts_of_a_step_are_those_of_its_shapes(perceptron: pyactcomp.Estimate)
     assert plain.workspaces == 2 * (4096 * 1024 * 2 + 16 * 1024 * 8)
 
 
-def test_int8_saves_codes_of_what_plain_saves(perceptron: pyactcomp.Estimate) -> None:
+def test_int8_saves_codes_of_what_plain_saves(perceptron: Estimate) -> None:
     # 8 bits an element and 4 bytes for each group of 64, of the GELU's input, which recomputes its output; the input of
     # the square, which no layer reads, stays.
     rows = BATCH * SEQ
     assert perceptron["int8"].activations == pytest.approx(rows * HIDDEN * 68 / 64 + 4 * rows * WIDTH, rel=TOLERANCE)
 
 
-def test_reserved_memory_is_whole_segments_above_the_peak(perceptron: pyactcomp.Estimate) -> None:
+def test_reserved_memory_is_whole_segments_above_the_peak(perceptron: Estimate) -> None:
     for each in perceptron.modes:
         assert set(each.peak_reserved) == {"native", "expandable", "pyactcomp"}
         for reserved in each.peak_reserved.values():
@@ -69,7 +70,7 @@ def test_reserved_memory_is_whole_segments_above_the_peak(perceptron: pyactcomp.
         assert each.peak_allocated == max(allocated for allocated, _ in each.curve)
 
 
-def test_what_is_alive_at_the_peak_adds_up(perceptron: pyactcomp.Estimate) -> None:
+def test_what_is_alive_at_the_peak_adds_up(perceptron: Estimate) -> None:
     for each in perceptron.modes:
         assert sum(size for _, size in each.at_peak) == each.peak_allocated
     names = dict(perceptron["plain"].at_peak)

@@ -24,9 +24,16 @@ from functional_checks import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyactcomp import ImplementationUnavailableError, codec, compressed, functional
-from pyactcomp.errors import PyactcompError
+from pyactcomp import codec, compressed, functional
+from pyactcomp.errors import ImplementationUnavailableError, PyactcompError
 from pyactcomp.functional import Codes
+from pyactcomp.functional.activations.new_gelu import new_gelu
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
+from pyactcomp.functional.convolutional.max_pool import max_pool2d
+from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
+from pyactcomp.functional.windows.residual_add import residual_add
+from pyactcomp.functional.windows.window_attention import window_attention
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -291,9 +298,15 @@ def test_bad_arguments_raise(call: Callable[[], Tensor], error: type[Exception],
 STORE_NO_CODES = {"dropout", "linear_cross_entropy", "max_pool2d", "residual_add", "rope"}
 
 
-@pytest.mark.parametrize("name", sorted(set(functional.__all__) - {"Codes", "INT8", "Projection"}))
-def test_one_option_says_how_tensors_are_stored(name: str) -> None:
-    function = getattr(functional, name)
+FUNCTIONS = [
+    *(getattr(functional, name) for name in functional.__all__ if name not in {"Codes", "Projection"}),
+    *(add_layer_norm, add_rms_norm, batch_norm, max_pool2d, new_gelu, residual_add, window_attention),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_one_option_says_how_tensors_are_stored(function: Callable[..., Any]) -> None:
+    name = function.__name__
     parameters = inspect.signature(function).parameters
     own = {"codes"} if name not in STORE_NO_CODES else {"impl"} - ({"impl"} if name == "dropout" else set())
     assert own == parameters.keys() & {"codes", *(field.name for field in fields(Codes))}
@@ -318,14 +331,14 @@ def _exact(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     [
         (_exact(functional.linear), [(8, 64), (64, 64)]),
         (_exact(functional.gelu), [(8, 64)]),
-        (_exact(functional.new_gelu), [(8, 64)]),
+        (_exact(new_gelu), [(8, 64)]),
         (_exact(functional.softmax), [(8, 64)]),
         (_exact(functional.silu_mul), [(8, 64), (8, 64)]),
         (lambda x, w: functional.rms_norm(x, w, 1e-6, codes=Codes(bits=None)), [(8, 64), (64,)]),
         (lambda x, w: functional.layer_norm(x, 64, w, codes=Codes(bits=None)), [(8, 64), (64,)]),
-        (lambda x, w: functional.batch_norm(x, None, None, w, codes=Codes(bits=None)), [(2, 64, 2, 2), (64,)]),
-        (lambda x, b: functional.window_attention(x, 2, b, codes=Codes(bits=None)), [(2, 4, 192), (2, 4, 4)]),
-        (lambda x, m: functional.window_attention(x, 2, x.new_zeros(2, 4, 4), 100 * m), [(2, 4, 192), (1, 4, 4)]),
+        (lambda x, w: batch_norm(x, None, None, w, codes=Codes(bits=None)), [(2, 64, 2, 2), (64,)]),
+        (lambda x, b: window_attention(x, 2, b, codes=Codes(bits=None)), [(2, 4, 192), (2, 4, 4)]),
+        (lambda x, m: window_attention(x, 2, x.new_zeros(2, 4, 4), 100 * m), [(2, 4, 192), (1, 4, 4)]),
     ],
 )
 def test_tensors_that_functions_keep_exact_are_exact_in_a_compressed_forward(
@@ -366,15 +379,15 @@ def test_a_result_without_a_gradient_gives_none(bits: int | None) -> None:
         functional.layer_norm(x, 64, codes=Codes(bits=bits)),
         functional.rms_norm(x, weight[0], 1e-6, codes=Codes(bits=bits)),
         functional.gelu(x, codes=Codes(bits=bits)),
-        functional.new_gelu(x, codes=Codes(bits=bits)),
+        new_gelu(x, codes=Codes(bits=bits)),
         functional.silu_mul(x, x, codes=Codes(bits=bits)),
         functional.softmax(x, codes=Codes(bits=bits)),
         functional.dropout(x),
-        functional.residual_add(x, x),
+        residual_add(x, x),
         functional.rope(q, q, angles, angles)[0],
-        functional.max_pool2d(image, 2),
-        functional.batch_norm(image, None, None, codes=Codes(bits=bits)),
-        functional.window_attention(x.repeat(1, 3).view(4, 4, 192), 2, torch.zeros(2, 4, 4), codes=Codes(bits=bits)),
+        max_pool2d(image, 2),
+        batch_norm(image, None, None, codes=Codes(bits=bits)),
+        window_attention(x.repeat(1, 3).view(4, 4, 192), 2, torch.zeros(2, 4, 4), codes=Codes(bits=bits)),
         functional.linear_cross_entropy(x, weight, torch.arange(16)),
     ]
     leaf = torch.randn(3, requires_grad=True)

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
-from pyactcomp import codec, dequantize, functional, quantize
+from pyactcomp import codec, functional
+from pyactcomp.codec import dequantize, quantize
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import INT8, Codes, dropout, rope, silu_mul
+from pyactcomp.functional import Codes, dropout, rope, silu_mul
 from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
+from pyactcomp.functional.codes import INT8
 from pyactcomp.torch_private import top_saved_tensor_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -15,7 +15,9 @@ import pyactcomp
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
-from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, gelu, layer_norm, rms_norm, rope, saving, silu_mul
+from pyactcomp.functional import Codes, gelu, layer_norm, rms_norm, rope, saving, silu_mul
+from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
 
 pytest.importorskip("triton")
 

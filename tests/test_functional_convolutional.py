@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes, batch_norm, max_pool2d
+from pyactcomp.functional import Codes
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
+from pyactcomp.functional.convolutional.max_pool import max_pool2d
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from pyactcomp.functional import Codes, layer_norm, rms_norm
+from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]

@@ -12,8 +12,10 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes, residual_add, softmax, window_attention
+from pyactcomp.functional import Codes, softmax
+from pyactcomp.functional.windows.residual_add import residual_add
 from pyactcomp.functional.windows.take_rows import take_rows
+from pyactcomp.functional.windows.window_attention import window_attention
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])

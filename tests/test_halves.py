@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import probability
+from pyactcomp.config import Config
 from pyactcomp.engine.halves import form_kernel
 from pyactcomp.readers.forms import (
     ARTANH,
@@ -312,7 +313,7 @@ def test_what_a_bit_is_restored_to_answers_as_the_element_did(relation: str, imp
     # A pair for each: the two sides of one bound, or inside of two.
     yes, no = {"above": (2.0, -2.0), "below": (-2.0, 2.0), "not below": (2.0, -2.0)}.get(relation, (0.0, 2.0))
     comparison = Comparison(relation, -0.5, 0.5, yes, no)  # type: ignore[arg-type]
-    packing = pyactcomp.engine.packing.Packing(pyactcomp.Config(impl=impl))  # type: ignore[arg-type]
+    packing = pyactcomp.engine.packing.Packing(Config(impl=impl))  # type: ignore[arg-type]
     kernel = packing.storing(torch.empty(1), Form("1 bit", 1, comparison)).kernel
     x = torch.tensor([math.nan, -math.inf, -1.0, -0.5, 0.0, 0.5, 1.0, math.inf])
     low, high = x > -0.5, x < 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -10,11 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from pyactcomp.moved import _MOVED
+
 PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 
 # Room, or file that stands by itself -> the rooms that it may import; top first.
 ALLOWED = {
-    "__init__": {"_version", "allocator", "codec", "compress", "config", "errors", "functional", "readers", "report"}
+    "__init__": {
+        "_version",
+        "allocator",
+        "codec",
+        "compress",
+        "errors",
+        "functional",
+        "moved",
+        "readers",
+        "report",
+        "snapshots",
+    }
     | {"checkpoint", "climb", "estimate", "live", "offload", "verify"},
     "__main__": {"cli"},
     "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "offload", "snapshots"}
@@ -30,15 +44,16 @@ ALLOWED = {
     "checkpoint": {"config", "engine", "errors", "readers", "torch_private"},
     "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
-    "functional": {"codec", "engine", "errors", "readers", "torch_private"},
+    "functional": {"codec", "engine", "errors", "moved", "readers", "torch_private"},
     "engine": {"_core", "codec", "config", "errors", "readers", "torch_private"},
     "config": {"codec", "errors"},
     "readers": {"codec", "errors", "torch_private"},
     "codec": {"_core", "errors", "torch_private"},
-    "allocator": {"_core", "errors", "snapshots", "torch_private"},
+    "allocator": {"_core", "errors", "moved", "snapshots", "torch_private"},
     "snapshots": {"_core", "errors"},
     "torch_private": {"errors"},
     "errors": set(),
+    "moved": set(),
     "_version": set(),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -130,6 +145,23 @@ def test_import_reader_sees_every_form(tmp_path: Path, monkeypatch: pytest.Monke
         "def f():\n    from ..g.h import y\nimport torch\nfrom torch import i\n"
     )
     assert _imports(inner) == {"a", "b", "c", "kernels", "e", "g"}
+
+
+MOVED = [
+    (package, module, name) for package, rows in _MOVED.items() for module, names in rows.items() for name in names
+]
+
+
+@pytest.mark.parametrize(("package", "module", "name"), MOVED, ids=lambda part: part)
+def test_moved_name_is_found_at_its_old_place_with_a_warning(package: str, module: str, name: str) -> None:
+    new = getattr(importlib.import_module(f"pyactcomp.{module}"), name)
+    old = importlib.import_module(package)
+    with pytest.warns(DeprecationWarning, match=f"`from pyactcomp.{module} import {name}`") as caught:
+        assert getattr(old, name) is new
+    assert [warning.filename for warning in caught] == [__file__]
+    assert name not in old.__all__
+    with pytest.raises(AttributeError, match=f"{package!r} has no attribute 'never_here'"):
+        old.never_here  # noqa: B018
 
 
 def test_import_of_the_package_has_no_side_effects() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch_headers
 
 import pyactcomp
+from pyactcomp.errors import ImplementationUnavailableError
 from pyactcomp.readers import observer
 from pyactcomp.torch_private import extensions
 
@@ -256,7 +257,7 @@ def test_without_a_compiler_compress_says_how_to_build_the_library(
     monkeypatch.setattr(observer, "observer", observer.observer.__wrapped__)
     monkeypatch.setattr(sys.modules["pyactcomp.compress"], "prepare", observer.prepare.__wrapped__)
     for act in (lambda: pyactcomp.compress(torch.nn.Linear(2, 2)), lambda: pyactcomp.compressed().__enter__()):
-        with pytest.raises(pyactcomp.ImplementationUnavailableError) as caught:
+        with pytest.raises(ImplementationUnavailableError) as caught:
             act()
         for part in ("run pyactcomp build-observer", "'no-such-compiler' is on PATH; install g++", "about a minute"):
             assert part in str(caught.value)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.engine import offloading
+from pyactcomp.errors import ImplementationUnavailableError
 
 __all__ = ["delayed_fixture"]
 
@@ -311,7 +312,7 @@ def test_a_model_on_the_cpu_is_refused_and_unchanged() -> None:
     with pytest.raises(ValueError, match="the device is cpu, and offload moves memory of NVIDIA GPUs alone"):
         pyactcomp.compress(model, offload=1.0)
     assert [type(module) for module in model.modules()] == classes
-    with pytest.raises(pyactcomp.ImplementationUnavailableError, match="the device is cpu"):
+    with pytest.raises(ImplementationUnavailableError, match="the device is cpu"):
         pyactcomp.offload.link("cpu")
 
 

@@ -159,7 +159,7 @@ def test_a_full_graph_round_trip_equals_eager(name: str, impl: str) -> None:
 
 def test_a_full_graph_with_quantize_and_dequantize_equals_eager(impl: codec.Impl) -> None:
     def round_trip(x: Tensor) -> Tensor:
-        return pyactcomp.dequantize(pyactcomp.quantize(x.t(), impl=impl), impl=impl) * 2
+        return pyactcomp.codec.dequantize(pyactcomp.codec.quantize(x.t(), impl=impl), impl=impl) * 2
 
     x = torch.randn(20, 30)
     torch.compiler.reset()

@@ -32,6 +32,7 @@ from pyactcomp.readers.forms import (
 from pyactcomp.readers.lookup import register_reader
 from pyactcomp.readers.observer import observer
 from pyactcomp.readers.table import READERS
+from pyactcomp.report import Report
 from pyactcomp.torch_private import extensions
 
 N = 16
@@ -411,7 +412,7 @@ def test_a_wrong_registration_says_so_and_changes_nothing(
     assert not readers._registered_functions
 
 
-def stored(call: Callable[[Tensor, Tensor], Tensor], **options: Any) -> tuple[pyactcomp.Report, tuple[Tensor, ...]]:
+def stored(call: Callable[[Tensor, Tensor], Tensor], **options: Any) -> tuple[Report, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     x, y = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
     with pyactcomp.compressed(min_bytes=0, **options) as c:

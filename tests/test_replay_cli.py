@@ -15,8 +15,8 @@ import pytest
 from allocator_cases import MIB
 from snapshot_cases import FRAME, content, event, recorded, write
 
-from pyactcomp.allocator import read_snapshot, tune
-from pyactcomp.allocator import replay as replay_one
+from pyactcomp.snapshots import read_snapshot, tune
+from pyactcomp.snapshots import replay as replay_one
 
 for _name in ("typer", "rich", "humanize"):
     pytest.importorskip(_name)

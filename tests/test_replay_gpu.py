@@ -8,7 +8,7 @@ import pytest
 from child_script import run_case
 from replay_gpu_cases import MIB
 
-from pyactcomp.allocator import explain, replay, tune
+from pyactcomp.snapshots import explain, replay, tune
 from pyactcomp.snapshots.reader import Snapshot, read_snapshot
 
 pytestmark = pytest.mark.gpu

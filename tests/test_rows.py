@@ -13,6 +13,10 @@ from torch.nn import functional as F
 
 import pyactcomp
 from pyactcomp import functional
+from pyactcomp.functional.codes import INT8
+from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
+from pyactcomp.functional.norms.layer_norm import add_layer_norm
+from pyactcomp.report import Report
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
 BAR = 0.02
@@ -117,14 +121,14 @@ def test_functions_have_the_gradients_of_small_rows(function: str, layout: str) 
     calls: dict[str, Callable[[functional.Codes], Tensor]] = {
         "layer_norm": lambda codes: functional.layer_norm(x * 1, shape, gamma, None, TINY, codes=codes),
         "rms_norm": lambda codes: functional.rms_norm(x * 1, gamma, TINY, codes=codes),
-        "add_layer_norm": lambda codes: functional.add_layer_norm(x * 1, x * 0, shape, gamma, None, TINY, codes=codes),
-        "add_rms_norm": lambda codes: functional.add_rms_norm(x * 1, x * 0, gamma, TINY, codes=codes)[0],
+        "add_layer_norm": lambda codes: add_layer_norm(x * 1, x * 0, shape, gamma, None, TINY, codes=codes),
+        "add_rms_norm": lambda codes: add_rms_norm(x * 1, x * 0, gamma, TINY, codes=codes)[0],
     }
 
     def gradients(codes: functional.Codes) -> tuple[Tensor, ...]:
         return torch.autograd.grad((calls[function](codes) * weight).sum(), (x, gamma))
 
-    for got, expected in zip(gradients(functional.INT8), gradients(functional.Codes(bits=None)), strict=True):
+    for got, expected in zip(gradients(INT8), gradients(functional.Codes(bits=None)), strict=True):
         assert float((got - expected).norm() / expected.norm()) <= BAR
 
 
@@ -159,7 +163,7 @@ def test_a_norm_of_channels_orders_of_magnitude_apart(
             return F.batch_norm(leaf * 1, None, None, training=True)
         return F.group_norm(leaf * 1, shape[1] // 8) if norm == "group" else F.instance_norm(leaf * 1)
 
-    def gradient() -> tuple[Tensor, pyactcomp.Report]:
+    def gradient() -> tuple[Tensor, Report]:
         with pyactcomp.compressed(min_bytes=0) as compressed:
             out = normalise()
         return torch.autograd.grad(out, leaf, grad.to(dtype))[0], pyactcomp.report(compressed)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import pyactcomp
 from pyactcomp import functional
 from pyactcomp.codec.layouts import Layout, layout_of
+from pyactcomp.functional.windows.residual_add import residual_add
 from pyactcomp.readers import lookup, rule
 from pyactcomp.readers.forms import AS_CODES, BFLOAT16, GAINED, ITSELF, SCALED, Form, Reading, Use
 from pyactcomp.readers.observer import observer
@@ -82,7 +83,7 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], Maker]] = {
     "quotient by a parameter": (lambda x: layer(x) / GAIN, Maker.OTHER),
     "sum of layers": (lambda x: layer(x) + layer(x).view(128, WIDTH), Maker.RESIDUAL),
     "residual stream": (lambda x: sum((layer(x) for _ in range(6)), layer(x)), Maker.RESIDUAL),
-    "fused residual": (lambda x: pyactcomp.functional.residual_add(layer(x), layer(x)), Maker.RESIDUAL),
+    "fused residual": (lambda x: residual_add(layer(x), layer(x)), Maker.RESIDUAL),
     "sum with an activation": (lambda x: layer(x) + x, Maker.OTHER),
     "difference of layers": (lambda x: layer(x) - layer(x), Maker.OTHER),
     "GELU": (lambda x: F.gelu(layer(x)), Maker.GATE),

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp.engine.packing import Packing
+from pyactcomp.errors import ImplementationUnavailableError
 
 ROWS = 256
 
@@ -98,7 +99,7 @@ def test_a_first_step_that_packs_nothing_is_told_once(
 
 def test_a_device_that_is_not_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def unserved(*_: object) -> None:
-        raise pyactcomp.ImplementationUnavailableError("not here")
+        raise ImplementationUnavailableError("not here")
 
     model = pyactcomp.compress(Net(), min_bytes=1024, fuse=False)
     monkeypatch.setattr(Packing, "_new_kernel", unserved)

@@ -11,8 +11,9 @@ import torch
 from child_pytest import run_cases
 from numpy.typing import NDArray
 
-from pyactcomp import ImplementationUnavailableError, codec
+from pyactcomp import codec
 from pyactcomp.codec import format as fmt
+from pyactcomp.errors import ImplementationUnavailableError
 
 Floats = NDArray[np.float32]
 

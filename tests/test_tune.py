@@ -15,7 +15,7 @@ from replay_cases import GIB, Row, events, freed, held, load, passed
 from snapshot_cases import block as block_of
 from snapshot_cases import content, event, segment, write
 
-from pyactcomp.allocator import replay, tune
+from pyactcomp.snapshots import replay, tune
 from pyactcomp.snapshots.candidates import Candidate
 from pyactcomp.snapshots.model import Events, Snapshot
 from pyactcomp.snapshots.reader import read_snapshot

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from allocator_cases import MIB
 
-from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, read_snapshot
+from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
+from pyactcomp.snapshots import read_snapshot
 from pyactcomp.snapshots.candidates import AXES, Candidate, coarse_moves, recorded_candidate
 from pyactcomp.snapshots.model import Settings
 

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from verify_checks import ROWS, Stateful, batch, hooks, perceptron, square
 
 import pyactcomp
-from pyactcomp import ImplementationUnavailableError, Verification, torch_private
+from pyactcomp import torch_private
 from pyactcomp.codec import reference
+from pyactcomp.errors import ImplementationUnavailableError
+from pyactcomp.verify import Verification
 
 # DESIGN: relative error over all gradients of a step.
 BAR = 0.02

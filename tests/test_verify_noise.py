@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from verify_checks import batch, perceptron, square
 
 import pyactcomp
-from pyactcomp import Verification
 from pyactcomp.codec import reference
+from pyactcomp.verify import Verification
 
 
 def of(error: float, noise: float | None) -> Verification:

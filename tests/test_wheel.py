@@ -87,7 +87,7 @@ for call in (allocator.enable, lambda: _core.runtime_device(0)):
     except pyactcomp.errors.PyactcompError as error:
         print(error)
 try:
-    pyactcomp.quantize(torch.ones(64), impl="cuda")
+    pyactcomp.codec.quantize(torch.ones(64), impl="cuda")
 except pyactcomp.errors.ImplementationUnavailableError as error:
     print(error)
 """

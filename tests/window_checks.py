@@ -10,7 +10,8 @@ from pyactcomp import codec
 from pyactcomp.codec import Impl
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
-from pyactcomp.functional import Codes, window_attention
+from pyactcomp.functional import Codes
+from pyactcomp.functional.windows.window_attention import window_attention
 
 
 def inputs(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
+from pyactcomp.report import Report
 
 # The project's bar for the relative L2 error over all gradients of a step in int8.
 GRADIENT_BOUND = 0.02
@@ -81,15 +82,13 @@ def relative_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return (difference / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5
 
 
-def assert_compressed(report: pyactcomp.Report) -> None:
+def assert_compressed(report: Report) -> None:
     """Assert that floating-point tensors were packed and take less than autograd alone would have held."""
     assert any(tensor.kept is None and "float" in tensor.dtype for tensor in report.tensors)
     assert report.stored_bytes < report.unique_bytes
 
 
-def assert_step_agrees(
-    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, loss_rtol: float = 0.0
-) -> pyactcomp.Report:
+def assert_step_agrees(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, loss_rtol: float = 0.0) -> Report:
     """Compare compressed steps of ``model``, fused and not, with an exact one of a copy; leaves ``model`` compressed.
 
     Hooks do not touch the forward, so the losses must be equal, except for ``loss_rtol`` where the forward itself is
@@ -117,7 +116,7 @@ def assert_step_agrees(
     return report
 
 
-def kept_for(report: pyactcomp.Report, reason: str) -> list[pyactcomp.engine.record.SavedTensor]:
+def kept_for(report: Report, reason: str) -> list[pyactcomp.engine.record.SavedTensor]:
     """Return the saved tensors that were not compressed for ``reason``."""
     return [tensor for tensor in report.tensors if tensor.kept == reason]
 

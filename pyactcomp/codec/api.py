@@ -285,10 +285,10 @@ def quantize(
     --------
     >>> import torch, pyactcomp
     >>> x = torch.randn(1000)
-    >>> packed = pyactcomp.quantize(x)
+    >>> packed = pyactcomp.codec.quantize(x)
     >>> packed.nbytes, x.nbytes
     (1072, 4000)
-    >>> bool((pyactcomp.dequantize(packed) - x).abs().max() < 0.05)
+    >>> bool((pyactcomp.codec.dequantize(packed) - x).abs().max() < 0.05)
     True
     """
     if rounding is None:

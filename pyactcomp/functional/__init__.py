@@ -14,36 +14,31 @@ ValueError for shapes without a match.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from typing import Any
 
+from ..moved import moved
 from .activations.gated_mlp import gated_mlp
 from .activations.gelu import gelu
-from .activations.new_gelu import new_gelu
 from .activations.projection import Projection
 from .activations.silu_mul import silu_mul
 from .attention.rope import rope
 from .attention.softmax import softmax
-from .codes import INT8, Codes
+from .codes import Codes
 from .head.linear_cross_entropy import linear_cross_entropy
 from .linear import linear
 from .masks.dropout import dropout
-from .norms.add_rms_norm import add_rms_norm
-from .norms.layer_norm import add_layer_norm, layer_norm
+from .norms.layer_norm import layer_norm
 from .norms.rms_norm import rms_norm
 
 __all__ = [
-    "INT8",
     "Codes",
     "Projection",
-    "add_layer_norm",
-    "add_rms_norm",
     "dropout",
     "gated_mlp",
     "gelu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
-    "new_gelu",
     "rms_norm",
     "rope",
     "silu_mul",
@@ -51,21 +46,5 @@ __all__ = [
 ]
 
 
-def _has(room: str) -> bool:
-    """Return whether a folder has an ``__init__.py``: a removed folder may still hold Python's cache."""
-    spec = find_spec(f"{__name__}.{room}")
-    return spec is not None and spec.origin is not None
-
-
-# Each folder serves one family of models and can be removed from the tree.
-if _has("convolutional"):
-    from .convolutional.batch_norm import batch_norm
-    from .convolutional.max_pool import max_pool2d
-
-    __all__ += ["batch_norm", "max_pool2d"]
-
-if _has("windows"):
-    from .windows.residual_add import residual_add
-    from .windows.window_attention import window_attention
-
-    __all__ += ["residual_add", "window_attention"]
+def __getattr__(name: str) -> Any:
+    return moved(__name__, name)

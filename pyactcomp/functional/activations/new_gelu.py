@@ -98,9 +98,9 @@ def new_gelu(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
+    >>> from pyactcomp.functional.activations.new_gelu import new_gelu
     >>> x = torch.randn(1000, requires_grad=True)
-    >>> out = functional.new_gelu(x)
+    >>> out = new_gelu(x)
     >>> bool((out - torch.nn.functional.gelu(x, approximate="tanh")).abs().max() < 1e-6)
     True
     """

@@ -238,9 +238,9 @@ def batch_norm(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
+    >>> from pyactcomp.functional.convolutional.batch_norm import batch_norm
     >>> x, mean, var = torch.randn(8, 4, 5, 5).requires_grad_(), torch.zeros(4), torch.ones(4)
-    >>> y = functional.batch_norm(x, mean, var, relu=True)
+    >>> y = batch_norm(x, mean, var, relu=True)
     >>> bool(torch.allclose(y, torch.nn.functional.batch_norm(x, None, None, training=True).relu()))
     True
     """

@@ -112,9 +112,9 @@ def max_pool2d(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
+    >>> from pyactcomp.functional.convolutional.max_pool import max_pool2d
     >>> x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    >>> functional.max_pool2d(x, 3, 2, 1).sum().backward()
+    >>> max_pool2d(x, 3, 2, 1).sum().backward()
     >>> float(x.grad.sum())
     96.0
     """

@@ -128,12 +128,13 @@ def add_rms_norm(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
+    >>> from pyactcomp.functional import rms_norm
+    >>> from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
     >>> x, residual = torch.randn(2, 8, 128, requires_grad=True)
-    >>> normal, total = functional.add_rms_norm(x, residual, None, 1e-6)
+    >>> normal, total = add_rms_norm(x, residual, None, 1e-6)
     >>> torch.equal(total, x + residual)
     True
-    >>> torch.equal(normal, functional.rms_norm(x + residual, None, 1e-6))
+    >>> torch.equal(normal, rms_norm(x + residual, None, 1e-6))
     True
     """
     how = saving(codes)

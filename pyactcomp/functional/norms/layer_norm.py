@@ -383,9 +383,9 @@ def add_layer_norm(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
+    >>> from pyactcomp.functional.norms.layer_norm import add_layer_norm
     >>> x, residual = torch.randn(8, 128, requires_grad=True), torch.randn(8, 128)
-    >>> out = functional.add_layer_norm(x, residual, 128)
+    >>> out = add_layer_norm(x, residual, 128)
     >>> bool(torch.equal(out, torch.nn.functional.layer_norm(x + residual, [128])))
     True
     """

@@ -106,8 +106,8 @@ def residual_add(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
-    >>> functional.residual_add(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]), rows=torch.tensor([1, 0]))
+    >>> from pyactcomp.functional.windows.residual_add import residual_add
+    >>> residual_add(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]), rows=torch.tensor([1, 0]))
     tensor([[2.],
             [1.]])
     """

@@ -138,9 +138,9 @@ def window_attention(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp import functional
+    >>> from pyactcomp.functional.windows.window_attention import window_attention
     >>> qkv, bias = torch.randn(4, 9, 3 * 64, requires_grad=True), torch.zeros(2, 9, 9)
-    >>> functional.window_attention(qkv, 2, bias).shape
+    >>> window_attention(qkv, 2, bias).shape
     torch.Size([4, 9, 64])
     """
     half = codes.bits == 16

@@ -22,7 +22,10 @@ from torch.nn.functional import linear as linear_of_torch
 from ....engine import recompute
 from ....engine.rare import check_version
 from ....engine.reruns import trains
-from ....functional import add_layer_norm, add_rms_norm, gelu, new_gelu, silu_mul
+from ....functional import gelu, silu_mul
+from ....functional.activations.new_gelu import new_gelu
+from ....functional.norms.add_rms_norm import add_rms_norm
+from ....functional.norms.layer_norm import add_layer_norm
 from ....functional.norms.rms_norm import normalised as rms_norm
 from ....torch_private import under_checkpoint
 from ...formulas import children_fed, formula, forward_of

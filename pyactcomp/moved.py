@@ -1,0 +1,56 @@
+"""Public names that moved: each is found at its old place for one release, with a warning that says where it is now."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+# Old place -> module of today -> names.
+_MOVED: dict[str, dict[str, tuple[str, ...]]] = {
+    "pyactcomp": {
+        "climb": ("BatchSize",),
+        "codec": ("Packed", "dequantize", "ops", "quantize"),
+        "config": ("Config",),
+        "errors": ("ImplementationUnavailableError",),
+        "estimate": ("Estimate",),
+        "live": ("Memory", "Watch"),
+        "report": ("Report",),
+        "verify": ("Verification",),
+    },
+    "pyactcomp.allocator": {
+        "allocator.observe": ("PressureHandle", "Scope"),
+        "allocator.pausing": ("Paused", "Resumed"),
+        "snapshots": ("explain", "read_snapshot", "replay", "tune"),
+    },
+    "pyactcomp.functional": {
+        "functional.activations.new_gelu": ("new_gelu",),
+        "functional.codes": ("INT8",),
+        "functional.convolutional.batch_norm": ("batch_norm",),
+        "functional.convolutional.max_pool": ("max_pool2d",),
+        "functional.norms.add_rms_norm": ("add_rms_norm",),
+        "functional.norms.layer_norm": ("add_layer_norm",),
+        "functional.windows.residual_add": ("residual_add",),
+        "functional.windows.window_attention": ("window_attention",),
+    },
+}
+
+
+def moved(package: str, name: str) -> Any:
+    """Return what ``package.name`` was, with a DeprecationWarning; the ``__getattr__`` of a package calls this.
+
+    Raises
+    ------
+    AttributeError
+        If the package never had the name.
+    """
+    for module, names in _MOVED.get(package, {}).items():
+        if name in names:
+            warnings.warn(
+                f"{package}.{name} moved, and the next release has it no more at the old place: write "
+                f"`from pyactcomp.{module} import {name}`",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            return getattr(importlib.import_module(f"pyactcomp.{module}"), name)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
