@@ -391,7 +391,6 @@ def flops(model: nn.Module, x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "script": lambda model, x: torch.jit.script(model)(x),
     "trace": lambda model, x: torch.jit.trace(model, x, check_trace=False)(x),
     "fx": lambda model, x: torch.fx.symbolic_trace(model)(x),
     "make_fx": lambda model, x: make_fx(model)(x)(x),
@@ -402,7 +401,6 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:torch.jit.script takes the model without pyactcomp:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_other_tracers_and_modes_see_eager_blocks(name: str, compiler: Compiler) -> None:
     torch.manual_seed(0)

@@ -16,14 +16,13 @@ import torch
 from torch.nn import Linear, Module
 
 from ..config import Config
-from ..engine.classes import class_in_front, give_class, takes_class, unmarked
+from ..engine.classes import InFront, class_in_front, give_class, takes_class, unmarked
 from ..engine.marks import COMPILED, compiled_mark
 from ..engine.session import close_interrupted
 from ..torch_private import backend_being_traced, constant_in_graphs, tracing_context
 from .blocks import blocks_of, compiled_forward, repeating_blocks
 from .context import Graphs, Mark, set_traced_mark, traced_mark
 from .projections import pays, unaligned_projections
-from .scriptable import Scriptable
 
 # How a function hands on a parameter of its own; one without an entry by position.
 _PASSED: dict[Any, str] = {
@@ -81,7 +80,7 @@ def _tell(mark: Mark) -> None:
             warnings.warn(f"torch.compile's graph of {mark.name} has no use for {option}", stacklevel=2)
 
 
-class Marked(Scriptable):
+class Marked(InFront):
     """The mixin of the classes given to compressed modules; each class has a ``forward`` of its own."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn import Module
 
+from ..errors import PyactcompError
 from .marks import COMPILED, GIVEN, SEALED
 
 
@@ -50,6 +51,13 @@ class InFront(Module):
         # A module that its class builds anew, without a state, has no hooks of ours.
         parts = parts if any(reduced[2:]) else []
         return (_rebuilt, (make, tuple(arguments), parts), *reduced[2:])
+
+    def __prepare_scriptable__(self) -> Module:
+        """Refuse torch.jit.script, which asks modules for the module to compile."""
+        raise PyactcompError(
+            f"torch.jit.script compiles no hooks, and this {type(self).__name__} is compressed: call "
+            "pyactcomp.decompress on the model first, and pyactcomp.compress again on the model, not on the script"
+        )
 
 
 def _wraps_forwards(own: type[Module]) -> bool:
