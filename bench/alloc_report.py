@@ -11,7 +11,7 @@ from .alloc_held_out import TRAININGS
 from .alloc_methods import METHODS, NATIVE, OURS
 from .alloc_pairs import THREADS
 from .alloc_prediction import workload_of
-from .alloc_traces import GROWTH
+from .alloc_traces import GROWTH, PICTURED
 from .alloc_workloads import WORKLOADS
 from .rows import GIB, Row, quantile, select
 from .tables import conditions, figure, latest, on_gpu, reasons, section, table
@@ -264,6 +264,19 @@ def traces_table(rows: Iterable[Row]) -> str:
     return section(table(header, lines), note, conditions(found), reasons(found))
 
 
+def front_line(rows: Iterable[Row]) -> str:
+    """Return the sentence of the first page: what the pictured trace reserves under PyTorch's allocator and ours."""
+    found = {row["method"]: row for row in trace_rows(rows) if row["workload"] == f"trace/{PICTURED}"}
+    ours = found.get(OURS)
+    if ours is None or ours["status"] != "ok":
+        return ""
+    native, reserved = ours["recorded_reserved_bytes"] / GIB, ours["peak_reserved_bytes"] / GIB
+    return (
+        f"A fine-tuning with random sequence lengths, recorded on an H200, reserves {native:.1f} GiB under PyTorch's "
+        f"allocator; a replay of the recording under this one reserves {reserved:.1f} GiB."
+    )
+
+
 def training_bars(rows: Iterable[Row], methods: Sequence[str]) -> dict[str, dict[str, Row]]:
     """Return for each workload and method the worst reserved over native's allocated, and the step ratio's interval."""
     bars: dict[str, dict[str, Row]] = {}
@@ -297,5 +310,6 @@ TABLES = {
     "alloc-pair": ("alloc", pair_table),
     "alloc-training": ("alloc", training_table),
     "alloc-traces": ("alloc", traces_table),
+    "alloc-front": ("alloc", front_line),
     "alloc-prediction": ("alloc", prediction_table),
 }

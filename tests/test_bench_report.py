@@ -156,6 +156,28 @@ def test_the_front_page_has_the_quickest_peer_and_ratios_to_plain_of_the_same_ru
     assert "| BERT-large | 100 ms, 20, 24 GiB | 0.90, 0.25, 0.25 |  |  |" in frontier_report.summary_table(found[:2])
 
 
+def test_the_first_page_shows_the_models_measured_at_one_commit_beside_plain_of_their_run() -> None:
+    def at(commit: str, method: str, workload: str, ms: float, act: int, peak: int) -> rows.Row:
+        row = step_row(method, ms, act, peak, commit + workload, workload=workload, grad_error=ms / 10_000)
+        return {**row, "origin": {**row["origin"], "commit": commit}}
+
+    found = [
+        *(at("older", method, "resnet50_tf32", 80.0, 20, 20) for method in ("vanilla", "int8")),
+        at("newer", "vanilla", "bert_large_amp", 118.0, 20, 24),
+        at("newer", "int8", "bert_large_amp", 59.0, 5, 6),
+        at("newer", "vanilla", "swin_base_amp", 100.0, 16, 16),
+        at("newer", "int8", "swin_base_amp", 80.0, 4, 5),
+        at("last", "vanilla", "swin_base_amp", 90.0, 16, 16),
+    ]
+    table = frontier_report.front_table(found)
+    assert "| BERT-large | 20.0 -> 5.0 GiB | 24.0 -> 6.0 GiB | 118 -> 59 ms (0.50x) |" in table
+    assert "| Swin-B | 16.0 -> 4.0 GiB | 16.0 -> 5.0 GiB | 100 -> 80 ms (0.80x) |" in table
+    assert "ResNet" not in table
+    assert "by 0.6% to 0.8% of their norm" in table
+    assert "at commit newer" in table
+    assert frontier_report.front_table(found[:1]) == ""
+
+
 def test_compiled_methods_stand_against_the_same_compilation_of_their_run_commit_or_gpu() -> None:
     other = {**ORIGIN, "device": "NVIDIA H100", "torch": "2.11.0", "driver": "580"}
     found = [

@@ -26,8 +26,8 @@ FITTING = f"{torch.__version__}-{extensions._digest('_observer')}"
 
 
 def block(page: Path) -> str:
-    """Return the first block of commands of a page, which installs."""
-    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)[0]
+    """Return the block of commands under the heading of a page that installs."""
+    return re.findall(r"^```bash\n(.*?)^```", section(page), re.MULTILINE | re.DOTALL)[0]
 
 
 def test_every_page_installs_by_the_same_commands() -> None:
@@ -41,10 +41,10 @@ def test_every_page_installs_by_the_same_commands() -> None:
 def test_torch_ends_at_the_newest_tested_release() -> None:
     major, minor = observer.NEWEST_TESTED
     assert f'"torch>=2.11,<{major}.{minor + 1}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"torch 2.11 to {major}.{minor}" in block_of_versions(ROOT / "README.md")
+    assert f"torch 2.11 to {major}.{minor}" in section(ROOT / "README.md")
 
 
-def block_of_versions(page: Path) -> str:
+def section(page: Path) -> str:
     return page.read_text().partition("## Install")[2].partition("\n## ")[0]
 
 

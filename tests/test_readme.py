@@ -8,6 +8,8 @@ from pathlib import Path
 import forked
 import pytest
 
+from bench import report, tables
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,6 +62,20 @@ def test_tables_of_what_works_name_only_tests_that_exist(page: Path) -> None:
     for path, test in named:
         source = (ROOT / path).read_text()
         assert not test or f"def {test}(" in source, f"{path} has no test {test}"
+
+
+DRAWN = [page for page in [README, *(ROOT / "docs").rglob("*.md")] if "<!-- bench:" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", DRAWN, ids=lambda page: page.stem)
+def test_measured_figures_are_those_of_the_committed_rows(page: Path) -> None:
+    text = drawn = page.read_text()
+    blocks = re.findall(r"<!-- bench:([\w-]+) -->", text)
+    for block in blocks:
+        suite, draw = report.TABLES[block]
+        if content := draw(tables.load(ROOT / "bench" / "results", suite)):
+            drawn = report.fill(drawn, block, content)
+    assert drawn == text, "run python -m bench report --readme, with this page"
 
 
 def test_readme_is_short() -> None:
