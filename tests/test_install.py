@@ -48,6 +48,11 @@ def section(page: Path) -> str:
     return page.read_text().partition("## Install")[2].partition("\n## ")[0]
 
 
+def test_the_changelog_has_this_version_first() -> None:
+    released = re.findall(r"^## \[(\d[\w.]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == pyactcomp.__version__
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the source distribution of what git would commit, unpacked."""
