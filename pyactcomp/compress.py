@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -37,6 +38,9 @@ from .fusions.fusion import is_fused_class
 from .fusions.replaced import calls_are_replaced
 from .fusions.tampering import tampering_reason
 from .readers.observer import prepare
+
+_log = logging.getLogger("pyactcomp")
+ModelT = TypeVar("ModelT", bound=Module)
 
 MODULE_OPTIONS = ("fuse", "fuse_head", "tile", "compile_blocks")
 """The options of compress that compressed does not have."""
@@ -319,7 +323,7 @@ def _shared_with(modules: Collection[Module]) -> tuple[Module, Module] | None:
 
 
 def compress(
-    model: Module,
+    model: ModelT,
     *,
     mode: Mode = "int8",
     fuse: bool = True,
@@ -337,7 +341,7 @@ def compress(
     on_conflict: OnConflict = "raise",
     compile_blocks: bool = False,
     offload: bool | float | str = False,
-) -> Module:
+) -> ModelT:
     """Compress the tensors saved by autograd in the forward of ``model``, to 8 bits or without loss.
 
     Cheap outputs are recomputed in backward instead of stored.
@@ -355,7 +359,7 @@ keep_weight_copies, on_conflict, compile_blocks, offload
     Returns
     -------
     Module
-        ``model``.
+        ``model``, of the type that it had.
 
     Raises
     ------
@@ -375,7 +379,7 @@ keep_weight_copies, on_conflict, compile_blocks, offload
     Never compressed are parameters, buffers, autocast's copies of parameters, integers, floating-point tensors that do
     not require grad, tensors smaller than ``min_bytes``, and operands needed exactly by their operator.
     :func:`report` gives the reason for each tensor. In evaluation mode the hooks do nothing.
-    ``PYACTCOMP_DISABLE=1`` in the environment switches everything off.
+    ``PYACTCOMP_DISABLE=1`` in the environment switches everything off. The logger ``pyactcomp`` gets one line at INFO.
 
     Examples
     --------
@@ -430,6 +434,13 @@ keep_weight_copies, on_conflict, compile_blocks, offload
         _give_back(model, before)
         raise
     _roots.add(model)
+    _log.info(
+        "compressed %s: mode=%s, %d modules fused, %d left as they are; report(model) names them",
+        type(model).__name__,
+        config.mode,
+        len(fusions.fused_modules(model)),
+        len(fusions.left_alone(model)),
+    )
     return model
 
 
@@ -441,7 +452,7 @@ def _remove_hooks(model: Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def decompress(model: Module) -> Module:
+def decompress(model: ModelT) -> ModelT:
     """Undo :func:`compress`, and :func:`use_checkpoint` on the same model.
 
     Parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 
@@ -26,6 +26,27 @@ MODES = tuple(_BITS)
 # Below 128 KiB a kernel launch costs more than the memory is worth. Statistics of normalisation layers (mean and
 # reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact too.
 MIN_BYTES = 128 * 1024
+
+
+class Options(TypedDict, total=False):
+    """The options of ``compress``, for functions that pass them on: their types, and their names in an editor."""
+
+    mode: Mode
+    fuse: bool
+    fuse_head: bool
+    tile: Tile
+    group_size: int
+    rounding: Rounding
+    seed: int
+    min_bytes: int
+    skip: Iterable[Skip]
+    impl: Impl
+    unknown: Exactness
+    attention: Exactness
+    keep_weight_copies: bool
+    on_conflict: OnConflict
+    compile_blocks: bool
+    offload: bool | float | str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
@@ -18,6 +20,9 @@ from .engine.record import SavedTensor, of_graph
 from .engine.session import Session
 from .errors import PyactcompError
 from .fusions import fused_modules, left_alone
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MODULE_ROWS = 20
 
@@ -42,6 +47,11 @@ class Line:
         self.stored_bytes += tensor.stored_bytes
         self.restored_bytes += tensor.restored_bytes
         self.host_bytes += tensor.stored_bytes if tensor.where == "host" else 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Stored over unique bytes, what is held over what plain PyTorch would hold; None of nothing."""
+        return self.stored_bytes / self.unique_bytes if self.unique_bytes else None
 
 
 @dataclass(frozen=True)
@@ -153,67 +163,137 @@ class Report:
                 lines.setdefault(name, Line(name)).add(tensor)
         return tuple(lines.values())
 
-    def __str__(self) -> str:
-        head = [self.note] if self.note else []
-        if not self.tensors:
-            return "\n\n".join((*head, *map(str, self.graphs)))
+    def _by_size(self) -> list[tuple[str, Line, tuple[Line, ...]]]:
+        """Return the rows of tables: title, sums and modules; the smallest modules together in the last row."""
         largest = sorted(self.modules, key=lambda line: -line.unique_bytes)
-        rows = [(line.name or "(root)", line) for line in largest[:_MODULE_ROWS]]
-        rest = Line("")
-        for line in largest[_MODULE_ROWS:]:
-            rest = Line("", *(getattr(rest, n) + getattr(line, n) for n in _SUMS))
-        if rest.tensors:
-            rows.append((f"({len(largest) - _MODULE_ROWS} more modules)", rest))
-        rows.append(("total", self._total))
-        table = _table("module", rows, on_host=self.host_bytes > 0)
-        table += f"\n\nA step holds at most about {self.peak_bytes / 2**20:.0f} MiB on top of the model."
+        rows: list[tuple[str, Line, tuple[Line, ...]]] = [
+            (line.name or "(root)", line, (line,)) for line in largest[:_MODULE_ROWS]
+        ]
+        if others := tuple(largest[_MODULE_ROWS:]):
+            sums = Line("", *(sum(getattr(line, name) for line in others) for name in _SUMS))
+            rows.append((f"({len(others)} more modules)", sums, others))
+        return rows
+
+    def _parts(self) -> Iterator[str | _Cells]:
+        """Yield what is shown, in order: text, and tables as rows of cells."""
+        if self.note:
+            yield self.note
+        if self.tensors:
+            rows = [(title, line) for title, line, _ in self._by_size()]
+            yield _cells("module", [*rows, ("total", self._total)], on_host=self.host_bytes > 0)
+            yield "\n".join(self._sentences())
+            if self.kept:
+                yield _cells("not compressed because", [(line.name, line) for line in self.kept])
+        yield from map(str, self.graphs)
+
+    def _sentences(self) -> Iterator[str]:
+        yield f"A step holds at most about {self.peak_bytes / 2**20:.0f} MiB on top of the model."
         if self.fused:
             kinds = Counter(kind for _, kind in self.fused)
-            table += "\nFused: " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) + "."
-        table += "".join(f"\n{line}" for line in self.offloaded)
+            yield "Fused: " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) + "."
+        yield from self.offloaded
         for name, kind, reason in self.left_alone[:_MODULE_ROWS]:
-            table += f"\nNot fused: {name or '(root)'}, {kind}: {reason}."
-        if self.kept:
-            table += "\n\n" + _table("not compressed because", [(line.name, line) for line in self.kept])
-        return "\n\n".join((*head, table, *map(str, self.graphs)))
+            yield f"Not fused: {name or '(root)'}, {kind}: {reason}."
 
-    def plot(self, path: str | Path) -> None:
-        """Draw the bytes on the device and on the host over the last step.
+    def __str__(self) -> str:
+        return "\n\n".join(part if isinstance(part, str) else _aligned(part) for part in self._parts())
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return "".join(
+            f'<p style="white-space: pre-wrap">{escape(part)}</p>' if isinstance(part, str) else _html(part)
+            for part in self._parts()
+        )
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the bytes of each module, and below, under ``offload``, the bytes of the last step in time.
+
+        A bar shows what is held for a module: coded (in 16 bits or fewer), kept, or on the host; then, pale, what is
+        recomputed and not held. A line shows what plain PyTorch would hold.
 
         Parameters
         ----------
-        path : str or Path
-            The picture: a name that matplotlib knows, such as ``"step.png"``.
+        path : str or Path, optional
+            Where to write the picture: a name that matplotlib knows, such as ``"step.png"``.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            A notebook shows it once ``matplotlib.pyplot`` is imported.
 
         Raises
         ------
         PyactcompError
-            If nothing was offloaded so far.
-        ModuleNotFoundError
-            If matplotlib is not installed.
+            If nothing was recorded so far, or matplotlib is not installed.
         """
-        steps = {device: samples for device, samples in self.step.items() if samples}
-        if not steps:
-            raise PyactcompError(
-                "there is no step to draw: compress the model with offload, and run a training step before report()"
-            )
-        from matplotlib.figure import Figure
+        if not self.modules:
+            raise PyactcompError("there is nothing to draw: run a training step before report()")
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            raise PyactcompError("the picture is drawn with matplotlib; run: pip install matplotlib") from None
 
-        figure = Figure(figsize=(10, 3.6 * len(steps)), dpi=150, layout="constrained")
-        for axes, (device, samples) in zip(
-            figure.subplots(len(steps), squeeze=False)[:, 0], steps.items(), strict=True
-        ):
-            most = max(max(each[1:]) for each in samples)
-            scale, unit = next((s, u) for s, u in _UNITS if most >= s or s == 1)
-            for name, text in _PLOTTED:
-                values = [getattr(each, name) / scale for each in samples]
-                if any(values):
-                    axes.step(range(len(values)), values, where="post", label=text.format(device))
-            turn = next((i for i, each in enumerate(samples) if each.backward), len(samples))
-            axes.axvline(turn, color="0.6", linestyle=":", label="backward begins")
-            axes.set(xlabel="tensors stored, then read", ylabel=unit, ylim=(0, None), xlim=(0, len(samples) - 1))
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        figure.savefig(path)
+        rows = self._by_size()
+        steps = {device: samples for device, samples in self.step.items() if samples}
+        heights = [1.2 + 0.25 * len(rows), *(3.6 for _ in steps)]
+        figure = Figure(figsize=(10, sum(heights)), dpi=150, layout="constrained")
+        bars, *curves = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+        self._draw_modules(bars, rows)
+        for axes, (device, samples) in zip(curves, steps.items(), strict=True):
+            _draw_step(axes, device, samples)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _draw_modules(self, axes: Any, rows: Sequence[tuple[str, Line, tuple[Line, ...]]]) -> None:
+        row_of = {line.name: index for index, (_, _, lines) in enumerate(rows) for line in lines}
+        widths = {part: [0] * len(rows) for part, _ in _BARS}
+        for tensor in self.tensors:
+            if tensor.kept not in policy.ALIVE_ANYWAY:
+                part, size = _bar_of(tensor)
+                widths[part][row_of[tensor.module]] += size
+        scale, unit = _unit(max(line.unique_bytes for _, line, _ in rows))
+        left = [0.0] * len(rows)
+        for part, colour in _BARS:
+            sizes = [size / scale for size in widths[part]]
+            if any(sizes):
+                axes.barh(range(len(rows)), sizes, left=left, color=colour, label=part)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+        plain = [line.unique_bytes / scale for _, line, _ in rows]
+        axes.scatter(plain, range(len(rows)), marker="|", s=120, color="#222222", label="plain PyTorch", zorder=3)
+        axes.set_yticks(range(len(rows)), [title for title, _, _ in rows])
+        axes.set(xlabel=unit, xlim=(0, None), ylim=(len(rows) - 0.5, -0.5))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+_BARS = (("coded", "#2e6f95"), ("kept", "#e3c567"), ("on the host", "#8d3b72"), ("recomputed, not held", "#e5e7eb"))
+
+
+def _bar_of(tensor: SavedTensor) -> tuple[str, int]:
+    """Return which part of a bar shows a tensor, and the bytes there."""
+    if tensor.kept in policy.HOLDS_NOTHING:
+        return "recomputed, not held", tensor.unique_bytes
+    if tensor.where == "host":
+        return "on the host", tensor.stored_bytes
+    return "coded" if tensor.kept is None else "kept", tensor.stored_bytes
+
+
+def _draw_step(axes: Any, device: str, samples: Sequence[Sample]) -> None:
+    scale, unit = _unit(max(max(each[1:]) for each in samples))
+    for name, text in _PLOTTED:
+        values = [getattr(each, name) / scale for each in samples]
+        if any(values):
+            axes.step(range(len(values)), values, where="post", label=text.format(device))
+    turn = next((i for i, each in enumerate(samples) if each.backward), len(samples))
+    axes.axvline(turn, color="0.6", linestyle=":", label="backward begins")
+    axes.set(xlabel="tensors stored, then read", ylabel=unit, ylim=(0, None), xlim=(0, len(samples) - 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _unit(most: int) -> tuple[int, str]:
+    """Return the largest unit in which a number of bytes is at least one."""
+    return next((scale, unit) for scale, unit in _UNITS if most >= scale or scale == 1)
 
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
@@ -225,17 +305,25 @@ _PLOTTED = (
 _SUMS = ("tensors", "saved_bytes", "unique_bytes", "stored_bytes", "restored_bytes", "host_bytes")
 
 
-def _table(title: str, rows: list[tuple[str, Line]], *, on_host: bool = False) -> str:
-    cells: list[tuple[str, ...]] = [
+_Cells = list[tuple[str, ...]]
+
+
+def _cells(title: str, rows: list[tuple[str, Line]], *, on_host: bool = False) -> _Cells:
+    """Return the rows of a table, its head first."""
+    cells: _Cells = [
         (title, "tensors", "saved MiB", "unique MiB", "stored MiB", "ratio", "restored MiB")
         + (("on host MiB",) if on_host else ())
     ]
     for name, line in rows:
-        ratio = f"{line.unique_bytes / line.stored_bytes:.2f}" if line.stored_bytes else "-"
+        ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
         counts = (line.saved_bytes, line.unique_bytes, line.stored_bytes, line.restored_bytes)
         *sizes, restored = (f"{count / 2**20:.2f}" for count in counts)
         host = (f"{line.host_bytes / 2**20:.2f}",) if on_host else ()
         cells.append((name, str(line.tensors), *sizes, ratio, restored, *host))
+    return cells
+
+
+def _aligned(cells: _Cells) -> str:
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -243,6 +331,16 @@ def _table(title: str, rows: list[tuple[str, Line]], *, on_host: bool = False) -
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def _html(cells: _Cells) -> str:
+    def row(texts: Sequence[str], tag: str) -> str:
+        title, *sizes = map(escape, texts)
+        aligned = f'<{tag} style="text-align: left">{title}</{tag}>'
+        return f"<tr>{aligned}{''.join(f'<{tag}>{size}</{tag}>' for size in sizes)}</tr>"
+
+    head, *body = cells
+    return f"<table><thead>{row(head, 'th')}</thead><tbody>{''.join(row(each, 'td') for each in body)}</tbody></table>"
 
 
 def report(target: Module | Compressed) -> Report:

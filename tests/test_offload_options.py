@@ -195,7 +195,7 @@ def test_a_step_is_drawn(delayed: Delayed, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     delayed.use("late", window=64 * KIB)
     model = compressed(Model(layers=8), offload=1.0)
-    with pytest.raises(pyactcomp.PyactcompError, match="no step to draw: compress the model with offload"):
+    with pytest.raises(pyactcomp.PyactcompError, match="nothing to draw: run a training step"):
         pyactcomp.report(model).plot(tmp_path / "step.png")
     one(model)
     found = pyactcomp.report(model)
@@ -203,7 +203,11 @@ def test_a_step_is_drawn(delayed: Delayed, tmp_path: Path) -> None:
     assert max(each.host_bytes for each in samples) == check_clean()["host_peak_bytes"]
     assert [each.backward for each in samples] == sorted(each.backward for each in samples)
     assert {each.allocated_bytes for each in samples} == {0}
-    found.plot(tmp_path / "step.png")
+    bars, curves = found.plot(tmp_path / "step.png").axes
+    host = next(each for each in bars.containers if each.get_label() == "on the host")
+    assert bars.get_xlabel() == "KiB"
+    assert sum(bar.get_width() for bar in host) * 1024 == pytest.approx(found.host_bytes)
+    assert [line.get_label() for line in curves.lines][-1] == "backward begins"
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

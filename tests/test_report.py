@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
+import logging
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,7 +314,7 @@ def test_the_table_contains_the_totals_every_module_and_every_reason() -> None:
     step(model)
     report = pyactcomp.report(model)
     rows = [line.split() for line in str(report).splitlines()]
-    ratio = report.unique_bytes / report.stored_bytes
+    ratio = report.stored_bytes / report.unique_bytes
     sizes = [f"{n / MIB:.2f}" for n in (report.saved_bytes, report.unique_bytes, report.stored_bytes)]
     # GELU's input and result, ReLU's result, which is also the last layer's input.
     restored = ROWS * (512 + 512 + 256 + 256) * 4
@@ -320,6 +324,66 @@ def test_the_table_contains_the_totals_every_module_and_every_reason() -> None:
         assert any(row[:2] == [line.name, str(line.tensors)] for row in rows if row)
     assert policy.PARAMETER in str(report)
     assert "module" in rows[0]
+
+
+def test_a_notebook_gets_the_same_cells_escaped() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("<b>&", nn.Linear(256, 256))
+            self.after = nn.GELU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(getattr(self, "<b>&")(x))
+
+    model = pyactcomp.compress(Odd(), fuse=False)
+    step(model)
+    report = pyactcomp.report(model)
+    page = report._repr_html_()
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    shown = [[html.unescape(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows]
+    assert ["<b>&", "1", "1.00", "1.00", "1.00", "1.00", "0.00"] in shown
+    assert "<b>&" not in page
+    for cells in shown:
+        assert any(line.split() == " ".join(cells).split() for line in str(report).splitlines())
+    assert "A step holds at most about" in page
+
+
+def test_the_picture_has_a_bar_for_each_module_and_part(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = pyactcomp.compress(perceptron(), fuse=False)
+    with pytest.raises(PyactcompError, match="nothing to draw: run a training step"):
+        pyactcomp.report(model).plot()
+    step(model)
+    [axes] = pyactcomp.report(model).plot(tmp_path / "bars.png").axes
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    drawn = {
+        (names[round(bar.get_y() + bar.get_height() / 2)], bars.get_label()): round(bar.get_width() * MIB)
+        for bars in axes.containers
+        for bar in bars
+        if bar.get_width()
+    }
+    x, hidden, narrow = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 256 * 4
+    assert axes.get_xlabel() == "MiB"
+    assert drawn == {
+        ("0", "kept"): x,
+        ("1", "coded"): packed(hidden // 4),
+        ("2", "recomputed, not held"): hidden,
+        ("3", "coded"): packed(narrow // 4),
+    }
+    [plain] = axes.collections
+    by_module = dict(zip(names, plain.get_offsets()[:, 0] * MIB, strict=True))
+    assert by_module == {"0": x, "1": hidden, "2": hidden, "3": narrow, "4": 0}
+
+
+def test_compress_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pyactcomp")
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))
+    pyactcomp.compress(model)
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert "compressed Sequential: mode=int8, 2 modules fused, 0 left as they are" in record.getMessage()
 
 
 def test_a_long_table_gathers_the_smallest_modules_in_one_row() -> None:
@@ -332,7 +396,7 @@ def test_a_long_table_gathers_the_smallest_modules_in_one_row() -> None:
     assert len(report.modules) == 23
     rest = next(line.split() for line in text.splitlines() if line.startswith("(3 more modules)"))
     sizes = [f"{n / MIB:.2f}" for n in (3 * size, 3 * size, 3 * packed(size // 4))]
-    assert rest[3:] == ["3", *sizes, "3.76", sizes[0]]
+    assert rest[3:] == ["3", *sizes, "0.27", sizes[0]]
 
 
 def test_a_report_is_plain_data() -> None:

@@ -10,9 +10,12 @@ from ..compress import compress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from typing_extensions import Unpack
+
+    from ..config import Options
 
 
-def prepare(accelerator: Accelerator, model: Module, *others: Any, **options: Any) -> Any:
+def prepare(accelerator: Accelerator, model: Module, *others: Any, **options: Unpack[Options]) -> Any:
     """Compress a model and call ``accelerator.prepare`` with it.
 
     Parameters

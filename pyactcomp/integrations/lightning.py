@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import STORES, Store, use_checkpoint
 from ..compress import MODULE_OPTIONS, compress, compressed, decompress
@@ -14,6 +14,11 @@ from ..errors import check_choice
 from ..live import Watch
 from ..report import Report, report
 from .watching import watch_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config import Options
 
 
 def _callback_classes() -> tuple[type, ...]:
@@ -60,7 +65,7 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, checkpoint: Store | None = None, watch: bool | Mapping[str, Any] = False, **options: Any
+        self, *, checkpoint: Store | None = None, watch: bool | Mapping[str, Any] = False, **options: Unpack[Options]
     ) -> None:
         super().__init__()
         if checkpoint is not None:
@@ -73,7 +78,7 @@ class Compression(*_callback_classes()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Compress the module, and run ``training_step`` (called instead of the module) inside ``compressed``."""
-        around = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
+        around: Any = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
         compress(pl_module, **self.options)
         if self.checkpoint is not None:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
@@ -17,6 +17,11 @@ from ..errors import check_choice
 from ..live import Watch
 from ..report import Report, report
 from .watching import watch_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config import Options
 
 # The callback that compressed a model: a training that was interrupted leaves the model compressed.
 _compressed_by: WeakKeyDictionary[Module, CompressionCallback] = WeakKeyDictionary()
@@ -67,7 +72,7 @@ class CompressionCallback(TrainerCallback):
     """
 
     def __init__(
-        self, *, checkpoint: Store | None = None, watch: bool | Mapping[str, Any] = False, **options: Any
+        self, *, checkpoint: Store | None = None, watch: bool | Mapping[str, Any] = False, **options: Unpack[Options]
     ) -> None:
         if checkpoint is not None:
             check_choice("checkpoint", checkpoint, STORES)
@@ -80,7 +85,7 @@ class CompressionCallback(TrainerCallback):
     def cover_loss(self, trainer: Trainer) -> None:
         """Compress the tensors ``trainer.compute_loss`` saves outside the model; raise if the trainer offloads."""
         _refuse_offload(trainer.args)
-        options = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
+        options: Any = {name: value for name, value in self.options.items() if name not in MODULE_OPTIONS}
         trainer.compute_loss = compressed(trainer.model, **options)(trainer.compute_loss)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ..compress import Compressed, fused_by, paused, session_of
-from ..config import Config
+from ..config import Config, Options
 from ..errors import PyactcompError, check_integer
 from .checked import Checked
 from .noise import rounded_again
 from .state import State, state_of
 from .verification import Look, Verification
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MakeOptimizer = Callable[[list[Parameter]], Optimizer]
 _CLEAR = "\r\x1b[K"
@@ -36,7 +39,7 @@ def verify(
     *,
     steps: int = 0,
     optimizer: MakeOptimizer | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Verification:
     """Compare the gradients of a compressed step with those of an exact one.
 
@@ -214,7 +217,7 @@ def _notes(state: State, history: tuple[Look, ...]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _config(model: Module, options: dict[str, Any]) -> Config:
+def _config(model: Module, options: Options) -> Config:
     if options:
         return Config(**options)
     try:
