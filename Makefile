@@ -59,15 +59,19 @@ docs: $(VENV)/package $(VENV)/docs
 examples: $(VENV)/package $(VENV)/tools
 	$(RUN) -m pytest tests/test_examples.py $(ARGS)
 
-# One wheel without CUDA C++, which Triton makes up for, and one with it where nvcc is found; then they are installed
-# where no compiler is on PATH. Both have the allocator and csrc, and are for this machine's Python, platform and C
-# library.
-wheel: $(VENV)/package $(VENV)/tools
-	rm -rf dist build/lib* build/bdist*
-	PAC_CUDA=OFF $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir dist .
+# A source distribution; one wheel without CUDA C++, which Triton makes up for, and one with it where nvcc is found. Then
+# the wheels are installed where no compiler is on PATH. Both have the allocator and csrc, and are for this machine's
+# Python. The one without CUDA C++ needs no library but those of manylinux and torch, and takes the tag of manylinux.
+wheel: $(VENV)/package $(VENV)/tools $(VENV)/wheel
+	rm -rf dist build/lib* build/bdist* build/wheel
+	$(RUN) -m build --sdist --no-isolation --outdir dist . >/dev/null
+	PAC_CUDA=OFF $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	  --exclude 'libcudart*' --wheel-dir dist build/wheel/*.whl
 	if command -v nvcc >/dev/null; then \
 	  rm -rf build/lib* build/bdist*; PAC_CUDA=ON $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir dist .; \
 	fi
+	$(RUN) -m twine check --strict dist/*
 	$(RUN) -m pytest -q tests/test_wheel.py
 	ls -l dist
 
@@ -120,6 +124,10 @@ $(VENV)/package: $(VENV)/torch requirements/build.txt requirements/constraints.t
 
 $(VENV)/docs: $(VENV)/torch requirements/docs.txt requirements/constraints.txt
 	$(PIP) $(PINNED) --requirement requirements/docs.txt
+	touch $@
+
+$(VENV)/wheel: $(VENV)/torch requirements/wheel.txt requirements/constraints.txt
+	$(PIP) $(PINNED) --requirement requirements/wheel.txt
 	touch $@
 
 $(VENV)/tools: $(VENV)/torch requirements/dev.txt requirements/constraints.txt

@@ -63,6 +63,13 @@ def _seeing_torch() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in hiding}
 
 
+def _addresses() -> dict[str, str]:
+    """Return the addresses of the project, if ``PYACTCOMP_REPOSITORY`` names the forge, as its workflows do."""
+    home = os.environ.get("PYACTCOMP_REPOSITORY", "").rstrip("/")
+    pages = {"Repository": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {name: home + page for name, page in pages.items()} if home else {}
+
+
 class CMakeBuild(build_ext):
     """Configures and builds in ``build/<interpreter>-<cuda>``, which later builds reuse."""
 
@@ -113,6 +120,7 @@ class BuildWithSources(build_py):
 
 
 setup(
+    project_urls=_addresses(),
     ext_modules=[Extension("pyactcomp._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "build_py": BuildWithSources},
     options={"bdist_wheel": {"build_number": "1cuda"}} if os.environ.get("PAC_CUDA") == "ON" else {},

@@ -51,6 +51,7 @@ def section(page: Path) -> str:
 def test_the_changelog_has_this_version_first() -> None:
     released = re.findall(r"^## \[(\d[\w.]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[0] == pyactcomp.__version__
+    assert f"\nversion: {pyactcomp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((ROOT / name).read_bytes())
     code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, folder], cwd=tree, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYACTCOMP_REPOSITORY": "https://example.org/pyactcomp/"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder], cwd=tree, capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as content:
@@ -84,6 +88,25 @@ def test_the_source_distribution_has_what_the_build_takes(sdist: Path) -> None:
     sources |= {path.relative_to(ROOT) for path in ROOT.glob("_pyactcomp_*.py")}
     assert len(sources) > 200
     assert {str(each) for each in sources if not (sdist / each).exists()} == set()
+
+
+def test_the_metadata_name_the_repository_that_builds(sdist: Path) -> None:
+    found = (sdist / "PKG-INFO").read_text()
+    assert "\nProject-URL: Issues, https://example.org/pyactcomp/issues\n" in found
+    for field in ("Author", "Keywords", "License-Expression", "Requires-Python", "Classifier: Operating System"):
+        assert f"\n{field}" in found, field
+
+
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_workflows_call_targets_of_the_makefile() -> None:
+    called = {
+        target
+        for workflow in (ROOT / ".github" / "workflows").glob("*.yml")
+        for target in re.findall(r"run: make (\w+)$", workflow.read_text(), re.MULTILINE)
+    }
+    assert {"lint", "test", "wheel", "docs"} <= called <= set(TARGETS)
 
 
 # The model of README, one that needs the observer, and one with a registered function.

@@ -62,6 +62,13 @@ def test_wheel_holds_its_sources_and_native_module(wheel: Path) -> None:
     assert [name for name in names if "/" not in name] == TOP
 
 
+def test_the_wheel_without_cuda_is_one_for_an_index(wheel: Path) -> None:
+    if "1cuda" in wheel.name:
+        pytest.skip("CUDA's runtime is in it, whose libraries manylinux does not have")
+    assert "-manylinux_" in wheel.name
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if ".libs/" in name], "a copy of a system's library"
+
+
 def test_readme_runs_from_the_wheel_without_a_compiler(python: Path, wheel: Path, tmp_path: Path) -> None:
     where = run(
         python, tmp_path, "-c", "import pyactcomp, pyactcomp._core as c; print(pyactcomp.__file__, c.has_cuda_codec)"
