@@ -296,8 +296,8 @@ def test_settings_are_documented_as_the_table_has_them() -> None:
         usual = row["default"]
         text = f"{usual / MIB:.0f} MiB" if name in SIZES and usual else "none" if usual is None else f"{usual}"
         expected.append(f"| `{name}` | {0 if isinstance(usual, dict) else text} | {row['range']} | {row['meaning']} |")
-    page = (ROOT / "docs" / "allocator.md").read_text()
-    assert "\n".join(expected) in page, "docs/allocator.md has another table of settings than config.hpp"
+    page = (ROOT / "docs" / "allocator_settings.md").read_text()
+    assert "\n".join(expected) in page, "docs/allocator_settings.md has another table of settings than config.hpp"
 
 
 def test_settings_are_taken_by_position_in_the_order_of_the_table() -> None:

@@ -55,7 +55,7 @@ def test_readme_has_a_snippet_for_machines_without_a_gpu() -> None:
     assert any("cuda" not in snippet and "pyactcomp.compress(" in snippet for snippet in SNIPPETS)
 
 
-@pytest.mark.parametrize("page", [WORKS_WITH, ROOT / "docs" / "allocator.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [WORKS_WITH, ROOT / "docs" / "allocator_behaviour.md"], ids=lambda page: page.stem)
 def test_tables_of_what_works_name_only_tests_that_exist(page: Path) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())
     assert named, "the table of what works names no test"
