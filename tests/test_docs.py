@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -50,6 +50,40 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert {page for page in pages if f": {page}\n" not in navigation} == set()
+
+
+def site_of(name: str) -> str:
+    """Return a page's Markdown as the site gets it."""
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "site" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=name))
+    return hooks.on_page_markdown((DOCS / name).read_text(), page)
+
+
+def test_the_home_page_is_the_readmes_beginning() -> None:
+    home = site_of("index.md")
+    assert "pyactcomp.compress(model)" in home
+    assert 'pip install ".[bench]"' in home
+    assert "## Use" not in home
+    assert [link for link in re.findall(r"\]\(([^)#:]+)", home) if not (DOCS / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_the_site_folds_what_few_readers_look_for(page: Path) -> None:
+    """Guides had commands of four thousand characters as one paragraph, and test names broken in the middle."""
+    seen = re.sub(r"<details.*?</details>", "", site_of(page.name), flags=re.DOTALL)
+    assert not re.search(r"^Measured on .{400,}$", seen, re.MULTILINE)
+    assert not re.search(r"^\|.*`tests/.*\|$", seen, re.MULTILINE)
+    assert not re.search(r"(^- .*not built.*\n){12,}", seen, re.MULTILINE)
+
+
+def test_the_page_of_examples_has_each_program() -> None:
+    page = site_of("examples.md")
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f"## {example.name}\n\n```python\n{example.read_text().rstrip()}\n```" in page
 
 
 def test_links_of_the_roots_pages_lead_somewhere() -> None:

@@ -30,9 +30,9 @@ def block(page: Path) -> str:
     return re.findall(r"^```bash\n(.*?)^```", section(page), re.MULTILINE | re.DOTALL)[0]
 
 
-def test_every_page_installs_by_the_same_commands() -> None:
+def test_readme_alone_installs() -> None:
+    """The site's home page includes README's first part."""
     assert "pip install" in block(ROOT / "README.md")
-    assert block(ROOT / "docs" / "index.md") == block(ROOT / "README.md")
     others = [page.read_text() for page in (ROOT / "docs").rglob("*.md")] + [(ROOT / "README.md").read_text()]
     # No index has the package, so its name alone installs nothing.
     assert not [text for text in others if re.search(r"pip install ['\"]?pyactcomp", text)]
