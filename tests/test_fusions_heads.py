@@ -21,6 +21,7 @@ from pyactcomp.config import Config
 from pyactcomp.engine.marks import FUSING
 from pyactcomp.functional import linear_cross_entropy, tiles
 from pyactcomp.fusions import head as heads
+from pyactcomp.fusions import logits as logits_of
 from pyactcomp.fusions.fusion import original_of
 from pyactcomp.fusions.state import FusionState
 
@@ -118,7 +119,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         seen.append(x.shape)
         return linear_cross_entropy(x, *args, **kwargs)
 
-    monkeypatch.setattr(heads, "linear_cross_entropy", record)
+    monkeypatch.setattr(logits_of, "linear_cross_entropy", record)
     return seen
 
 
@@ -248,7 +249,7 @@ def test_capped_logits_are_taken_in_chunks_in_any_spelling(
     labels = torch.arange(ROWS)
     results = []
     for later in (False, True):
-        with heads._projecting_later(head, "auto") if later else nullcontext():
+        with logits_of.projecting_later(head, "auto") if later else nullcontext():
             logits = head(rows)
             capped = change(logits.float() if wide else logits)
             assert capped.shape == (ROWS, VOCABULARY)
@@ -262,7 +263,7 @@ def test_capped_logits_are_taken_in_chunks_in_any_spelling(
 
 def test_capped_logits_that_are_read_are_those_of_the_functions() -> None:
     head, rows = nn.Linear(WIDTH, VOCABULARY), torch.randn(ROWS, WIDTH)
-    with heads._projecting_later(head, "auto"):
+    with logits_of.projecting_later(head, "auto"):
         logits = head(rows)
         capped = torch.tanh(logits / 3.0) * 3.0
         logits.add_(1)  # written after the division: what was divided stays
@@ -306,8 +307,8 @@ def test_model_that_changes_its_logits_is_named_and_right_all_the_same(
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: nn.Linear(2, 2), "Linear has no get_output_embeddings"),
-        (lambda: build("LlamaForCausalLM").model, "takes no labels"),
+        (lambda: nn.Linear(2, 2), "the forward of Linear takes no targets"),
+        (lambda: build("LlamaForCausalLM").model, "LlamaModel has no output embeddings"),
         (lambda: hooked(build("LlamaForCausalLM")), "it has a hook"),
         (lambda: with_head(build("LlamaForCausalLM"), nn.Identity()), "Identity: expected nn.Linear"),
     ],
@@ -343,7 +344,7 @@ def test_class_keeps_the_signature_name_and_state_and_is_copied_and_pickled() ->
 
 def test_uncomputed_logits_are_logits_to_all_else() -> None:
     rows, weight, bias = torch.randn(2, 3, 4, requires_grad=True), torch.randn(7, 4), torch.randn(7)
-    logits = heads.Logits.of(heads._Projection(rows, weight, bias, "auto"), rows)
+    logits = logits_of.Logits.of(logits_of.Projection(rows, weight, bias, "auto"), rows)
     expected = nn.functional.linear(rows, weight, bias)
     assert logits.shape == logits.size() == expected.shape
     assert (logits.size(-1), logits.dim(), logits.device) == (7, 3, expected.device)
@@ -396,8 +397,8 @@ def loss_of_written(write: Callable[[Tensor], object], lazy: bool) -> tuple[Tens
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(8, 16, generator=generator).requires_grad_()
     weight = torch.randn(10, 16, generator=generator).requires_grad_()
-    projection = heads._Projection(rows, weight, None, "auto")
-    logits = heads.Logits.of(projection, rows) if lazy else nn.functional.linear(rows, weight)
+    projection = logits_of.Projection(rows, weight, None, "auto")
+    logits = logits_of.Logits.of(projection, rows) if lazy else nn.functional.linear(rows, weight)
     write(logits)
     loss = nn.functional.cross_entropy(logits, torch.arange(8))
     return loss.detach(), torch.autograd.grad(loss, weight)[0]
@@ -429,7 +430,7 @@ def test_logits_that_an_autograd_function_takes_raise_in_backward() -> None:
             return grad.new_zeros(0)
 
     rows, weight = torch.randn(4, 8).requires_grad_(), torch.randn(6, 8).requires_grad_()
-    loss = Square.apply(heads.Logits.of(heads._Projection(rows, weight, None, "auto"), rows))
+    loss = Square.apply(logits_of.Logits.of(logits_of.Projection(rows, weight, None, "auto"), rows))
     with pytest.raises(pyactcomp.PyactcompError, match="fuse_head=False"):
         loss.backward()
 
@@ -439,8 +440,8 @@ def test_a_loss_outside_the_autocast_of_the_projection_is_eagers() -> None:
     losses = []
     for lazy in (True, False):
         with torch.autocast("cpu", torch.bfloat16):
-            projection = heads._Projection(rows, weight, None, "auto")
-            logits = heads.Logits.of(projection, rows) if lazy else nn.functional.linear(rows, weight)
+            projection = logits_of.Projection(rows, weight, None, "auto")
+            logits = logits_of.Logits.of(projection, rows) if lazy else nn.functional.linear(rows, weight)
         losses.append(nn.functional.cross_entropy(logits.float(), torch.arange(8)))
     assert losses[0].dtype is losses[1].dtype is torch.float32
     # Sums of 16 products rounded to bfloat16, in another order at most.

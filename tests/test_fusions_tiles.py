@@ -19,8 +19,8 @@ from works_with_text import BATCH, LENGTH, VOCABULARY, built, llama, step, text,
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
+from pyactcomp.functional import linear_cross_entropy
 from pyactcomp.fusions.families.transformers import tiles as tiled
-from pyactcomp.fusions.head import linear_cross_entropy
 
 TILE = 16
 OPTIONS: dict[str, Any] = {"min_bytes": 0, "tile": TILE}
@@ -255,7 +255,7 @@ def test_a_number_of_tokens_is_that_of_the_heads_chunks(monkeypatch: pytest.Monk
         chunks.append(options["chunk"])
         return linear_cross_entropy(*args, **options)
 
-    monkeypatch.setattr("pyactcomp.fusions.head.linear_cross_entropy", noted)
+    monkeypatch.setattr("pyactcomp.fusions.logits.linear_cross_entropy", noted)
     for tile in (TILE, "auto", None):
         step(pyactcomp.compress(built(llama), fuse_head=True, tile=tile))
     assert chunks == [TILE, None, None]

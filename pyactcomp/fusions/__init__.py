@@ -97,10 +97,11 @@ def _candidates(model: Module, config: Config, exempt: set[Module]) -> Iterator[
     classes = {type(module) for module in model.modules()}
     by_class = written.by_class(model.modules()) | families.by_class(classes) if config.fuse else {}
     by_place = _by_place(model) if config.fuse else {}
+    losses = _with_losses(model) if config.fuse_head else ()
     for name, module in model.named_modules():
         if module in exempt:
             continue
-        headed = head.fused_head_class(module) if config.fuse_head else None
+        headed = head.fused_head_class(module) if module in losses else None
         if headed is not None:
             yield name, module, Fusion(headed)
             continue
@@ -132,10 +133,15 @@ def _is_compiled(model: Module) -> bool:
     return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
 
 
+def _with_losses(model: Module) -> list[Module]:
+    """Return the modules that take labels as models of transformers do; the model itself, if there is none."""
+    return [each for each in model.modules() if head.takes_labels(type(each))] or [getattr(model, "_orig_mod", model)]
+
+
 def _headless(model: Module, alone: list[LeftAlone]) -> LeftAlone:
     """Return the module with the loss to take in chunks, and the reason against it: in ``alone`` if it was changed."""
-    named = ((name, module) for name, module in model.named_modules() if hasattr(module, "get_output_embeddings"))
-    name, module = next(named, ("", model))
+    losses = _with_losses(model)
+    name, module = next((name, module) for name, module in model.named_modules() if module in losses)
     changed = next((each.reason for each in alone if each.name == name), "it is skipped")
     return LeftAlone(name, type(module).__name__, head.unsupported_head(module) or changed)
 

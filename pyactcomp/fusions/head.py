@@ -1,30 +1,24 @@
 """Take the loss of language models in chunks, without the logits of the whole batch.
 
-The fused model runs the forward of its own class, but the Linear of the output embeddings returns lazy logits
-(:class:`Logits`). The model's loss function casts, flattens and shifts them as written, and the model may cap them
-(``cap * tanh(logits / cap)``), until ``torch.nn.functional.cross_entropy`` receives them and calls
-:func:`linear_cross_entropy` with the hidden states and the weight. Any other operator computes the logits first.
+The fused model runs the forward of its own class, but the Linear of the output embeddings (:func:`head_of`) returns
+lazy logits (:mod:`.logits`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from torch.nn import functional as F
 
-from ..codec import Impl
 from ..engine.marks import FUSING, GIVEN
-from ..errors import PyactcompError
-from ..functional import linear_cross_entropy
-from .fusion import Fused, fused_class, linear_dtype, original_of
+from .fusion import Fused, fused_class, original_of
+from .logits import Call, Logits, computed, projecting_later
 from .state import FusionState, active_codes
 from .tampering import bypassable_as, tampering_reason
 
@@ -37,279 +31,11 @@ _BETWEEN = (
 )
 
 
-class _Standing(torch.autograd.Function):
-    """Links an empty stand-in for logits to the graph; backward raises, so no use of the stand-in goes unnoticed."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        return rows.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise PyactcompError(
-            "a function that Python cannot look into, such as an autograd function, took logits that fuse_head=True "
-            "leaves uncomputed; compress this model with fuse_head=False"
-        )
-
-
-_Step = tuple[Any, ...]
-"""A function of logits and, for the first and the last of a cap, its number."""
-_CAPPING = (torch.div, torch.tanh, torch.mul)
-
-
-class _Projection:
-    """The product of a Linear, computed at most once; from then on the logits are ordinary tensors."""
-
-    def __init__(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        impl: Impl,
-        chunk: int | None = None,
-        steps: tuple[_Step, ...] = (),
-    ) -> None:
-        self.rows, self.weight, self.bias, self.impl, self.chunk = rows, weight, bias, impl, chunk
-        self.steps = steps
-        device = rows.device.type
-        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.is_cast = False
-        self._logits: Tensor | None = None
-        self._wide: Tensor | None = None
-
-    @property
-    def softcap(self) -> float | None:
-        """The cap of the logits, once all three functions of a cap are there."""
-        return self.steps[-1][1] if len(_steps(self)) == len(_CAPPING) else None
-
-    def then(self, logits: Logits, function: Callable[..., Tensor], *number: float) -> Logits | None:
-        """Return logits with a function more, if that is the next one of a cap."""
-        done = _steps(self)
-        if len(done) == len(_CAPPING) or function is not _CAPPING[len(done)]:
-            return None
-        if number and (not 0 < number[0] < math.inf or (done and number[0] != done[0][1])):
-            return None
-        # The product is computed anew if need be: what is written to the logits later does not reach this function.
-        cast: tuple[_Step, ...] = ((Tensor.float,),) if logits.wide and (Tensor.float,) not in self.steps else ()
-        steps = (*self.steps, *cast, (function, *number))
-        with self.autocast:
-            later = _Projection(self.rows, self.weight, self.bias, self.impl, self.chunk, steps)
-        return Logits.of(later, logits.rows, logits.wide)
-
-    @property
-    def computed(self) -> bool:
-        return self._logits is not None
-
-    @property
-    def autocast(self) -> torch.autocast:
-        """The autocast state of the Linear's call."""
-        enabled, dtype = self._autocast
-        return torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        enabled, dtype = self._autocast
-        return dtype if enabled and self.rows.dtype is not torch.float64 else self.rows.dtype
-
-    def compute(self, wide: bool) -> Tensor:
-        """Return the logits or, if ``wide``, their float32 cast: two tensors, as in eager code."""
-        if self._logits is None:
-            with self.autocast:
-                self._logits = F.linear(self.rows, self.weight, self.bias)
-            for step, *number in self.steps:
-                self._logits = step(self._logits, *number)
-            if self.is_cast:
-                self._wide = self._logits.float()
-        result = self._wide if wide else self._logits
-        assert result is not None
-        return result
-
-
-class Logits(Tensor):
-    """Logits, computed when an operator first needs them.
-
-    The tensor itself is empty: code that bypasses ``__torch_function__`` finds no elements, never wrong ones.
-    """
-
-    projection: _Projection
-    rows: Tensor
-    """Input of the projection; all dimensions but the last are those of the logits."""
-    wide: bool
-    """Whether to cast the logits to float32."""
-
-    @staticmethod
-    def of(projection: _Projection, rows: Tensor, wide: bool = False) -> Logits:
-        """Return lazy logits of a projection for ``rows``, the projection's input in any shape."""
-        standing: Tensor = _Standing.apply(rows, projection.weight)  # type: ignore[no-untyped-call]
-        logits = standing.as_subclass(Logits)
-        logits.projection, logits.rows, logits.wide = projection, rows, wide
-        projection.is_cast |= wide
-        return logits
-
-    @property
-    def full_shape(self) -> torch.Size:
-        """Shape of the computed logits."""
-        return torch.Size((*self.rows.shape[:-1], self.projection.weight.shape[0]))
-
-    def computed(self) -> Tensor:
-        """Return the computed logits, the same memory on every call: in-place writes reach the loss."""
-        return self.projection.compute(self.wide).view(self.full_shape)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func`` lazily if a lazy form is known, else on computed logits."""
-        kwargs = kwargs or {}
-        uncomputed = _UNCOMPUTED.get(func)
-        result = NotImplemented
-        if uncomputed is not None and args and isinstance(args[0], Logits):
-            if not args[0].projection.computed or func in _ABOUT:
-                result = uncomputed(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        return func(*_computed(args), **_computed(kwargs))
-
-
-def _steps(projection: _Projection) -> list[_Step]:
-    """Return the functions of a cap that the logits have gone through, without a cast."""
-    return [step for step in projection.steps if step[0] is not Tensor.float]
-
-
-def _next(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return the lazy form of one function of a cap."""
-
-    def later(logits: Logits, *numbers: Any, **options: Any) -> Any:
-        expected = 0 if function is torch.tanh else 1
-        plain = all(type(number) in (int, float) for number in numbers)
-        if options or not plain or len(numbers) != expected:
-            return NotImplemented
-        result = logits.projection.then(logits, function, *numbers)
-        return NotImplemented if result is None else result
-
-    return later
-
-
-def _computed(value: Any) -> Any:
-    """Return arguments with computed tensors in place of lazy logits."""
-    if isinstance(value, Logits):
-        return value.computed()
-    if type(value) in (tuple, list):
-        return type(value)(map(_computed, value))
-    return {name: _computed(part) for name, part in value.items()} if type(value) is dict else value
-
-
-def _wide(logits: Logits, memory_format: Any = None) -> Any:
-    # The cast to float32 would lose digits of float64 logits.
-    if logits.rows.dtype is torch.float64 or memory_format is not None:
-        return NotImplemented
-    return Logits.of(logits.projection, logits.rows, wide=True)
-
-
-def _same(logits: Logits, memory_format: Any = torch.contiguous_format) -> Any:
-    return logits if memory_format is torch.contiguous_format else NotImplemented
-
-
-def _view(logits: Logits, *shape: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    if len(sizes) < 2 or sizes[-1] != logits.projection.weight.shape[0]:
-        return NotImplemented
-    rows = logits.rows.reshape(*sizes[:-1], logits.rows.shape[-1])
-    return Logits.of(logits.projection, rows, logits.wide)
-
-
-def _size(logits: Logits, dim: int | None = None) -> Any:
-    return logits.full_shape if dim is None else logits.full_shape[dim]
-
-
-def _cross_entropy(
-    logits: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if (
-        logits.rows.dim() != 2
-        or target.dim() != 1
-        or target.dtype is not torch.int64
-        or target.device != logits.rows.device
-        or reduction not in ("mean", "sum")
-        or any(option is not None for option in (weight, size_average, reduce))
-        or label_smoothing
-        or (logits.projection.steps and logits.projection.softcap is None)
-    ):
-        return NotImplemented
-    of = logits.projection
-    with of.autocast:
-        loss = linear_cross_entropy(
-            logits.rows,
-            of.weight,
-            target,
-            of.bias,
-            ignore_index=ignore_index,
-            reduction=cast(Any, reduction),
-            softcap=of.softcap,
-            chunk=of.chunk,
-            impl=of.impl,
-        )
-    # Outside autocast torch's loss has the dtype of the logits.
-    under_autocast = torch.is_autocast_enabled(loss.device.type)
-    return loss if logits.wide or under_autocast else loss.to(of.dtype)
-
-
-_UNCOMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
-    Tensor.float: _wide,
-    Tensor.contiguous: _same,
-    Tensor.view: _view,
-    Tensor.reshape: _view,
-    Tensor.size: _size,
-    Tensor.dim: lambda logits: logits.rows.dim(),
-    Tensor.shape.__get__: lambda logits: logits.full_shape,  # type: ignore[attr-defined]
-    Tensor.device.__get__: lambda logits: logits.rows.device,
-    Tensor.is_cuda.__get__: lambda logits: logits.rows.is_cuda,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__: lambda logits: torch.float32 if logits.wide else logits.projection.dtype,  # type: ignore[attr-defined]
-    F.cross_entropy: _cross_entropy,
-    **{each: _next(torch.div) for each in (torch.div, Tensor.div, Tensor.__truediv__)},
-    **{each: _next(torch.tanh) for each in (torch.tanh, Tensor.tanh)},
-    **{each: _next(torch.mul) for each in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},
-}
-# Queries about metadata: the answer is the same before and after the logits are computed.
-_ABOUT = frozenset(
-    {
-        Tensor.size,
-        Tensor.dim,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "device", "is_cuda", "dtype")),
-    }
-)
-
-
-@contextmanager
-def _projecting_later(head: nn.Linear, impl: Impl, chunk: int | None = None) -> Iterator[None]:
-    # Set on the instance: deleting the attribute restores the Linear after the model's forward.
-    def forward(input: Tensor) -> Tensor:
-        under_autocast = linear_dtype(input) is not None
-        one_dtype = under_autocast or all(t is None or t.dtype is input.dtype for t in (head.weight, head.bias))
-        if not one_dtype or input.shape[-1:] != head.weight.shape[1:] or input.device != head.weight.device:
-            return F.linear(input, head.weight, head.bias)
-        return Logits.of(_Projection(input, head.weight, head.bias, impl, chunk), input)
-
-    head.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del head.__dict__["forward"]
-
-
 class Head(Fused):
-    """A model with output embeddings and a ``forward`` with ``labels``: takes the loss in chunks, returns no logits.
+    """A model whose ``forward`` computes a loss of labels: takes the loss in chunks, returns no logits.
 
-    Runs fused in training, if ``labels`` are given by name and the head has no hooks; else the forward of the model's
-    own class runs.
+    Runs fused in training, if a loss is asked for and the head has no hooks; else the forward of the model's own class
+    runs. A model of transformers is asked by ``labels`` given by name, another by a second argument.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -318,31 +44,43 @@ class Head(Fused):
         if given is None or not issubclass(given.mixin, Head):  # a class derived from the fused one
             return
         original = given.own
+        by_name = takes_labels(original)
 
         # Keeps the signature: frameworks read the parameter names of a model's forward.
         @functools.wraps(original.forward)
         def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+            if by_name:
+                has_loss = kwargs.get("labels") is not None
+            else:
+                has_loss = len([value for value in (*args, *kwargs.values()) if value is not None]) > 1
             if torch.compiler.is_compiling():
                 # A pass over the graph takes the loss in chunks, unless the graph returns the logits.
                 output = original.forward(self, *args, **kwargs)
-                trains = self.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
-                if trains and isinstance(output, dict):
-                    return type(output)(**{name: part for name, part in output.items() if name != "logits"})
-                return output
-            codes = active_codes(self) if kwargs.get("labels") is not None else None
-            head = _head_of(self)
+                trains = self.training and torch.is_grad_enabled() and has_loss
+                return _without_columns(output, head_of(self)) if trains else output
+            codes = active_codes(self) if has_loss else None
+            head: Any = head_of(self)
             if codes is None or not bypassable_as(head, nn.Linear) or type(head.weight) is not Parameter:
                 return original.forward(self, *args, **kwargs)
             state: FusionState | None = FUSING.get(self)
             tile = None if state is None else state.config.tile
-            with _projecting_later(head, codes.impl, tile if isinstance(tile, int) else None):
-                return _without_logits(original.forward(self, *args, **kwargs))
+            with projecting_later(head, codes.impl, tile if isinstance(tile, int) else None) as call:
+                output = original.forward(self, *args, **kwargs)
+                if by_name:
+                    return _without_logits(output, by_name)
+                if not call.taken:
+                    _warn_of_whole_logits(self, call)
+                    return computed(output)
+                return _without_logits(output, by_name)
 
         cls.forward = forward
 
 
-def _without_logits(output: Any) -> Any:
-    """Drop the lazy logits from a tuple or a mapping, unless a function of them, other than a cap, was computed."""
+def _without_logits(output: Any, by_name: bool) -> Any:
+    """Put None in place of lazy logits, unless a function of them, other than a cap, was computed.
+
+    The tuples of transformers leave out what is None.
+    """
 
     def is_lazy(part: Any) -> bool:
         return isinstance(part, Logits) and not (part.projection.steps and part.projection.computed)
@@ -351,14 +89,72 @@ def _without_logits(output: Any) -> Any:
         return part.computed() if isinstance(part, Logits) else part
 
     if isinstance(output, dict):
-        return type(output)(**{name: shown(part) for name, part in output.items() if not is_lazy(part)})
+        return type(output)(**{name: None if is_lazy(part) else shown(part) for name, part in output.items()})
     if type(output) is tuple:
-        return tuple(shown(part) for part in output if not is_lazy(part))
-    return _computed(output)
+        return tuple(None if is_lazy(part) else shown(part) for part in output if not (by_name and is_lazy(part)))
+    return computed(output)
 
 
-def _head_of(model: Module) -> Any:
-    return cast(Any, model).get_output_embeddings()
+def _without_columns(output: Any, head: Any) -> Any:
+    """Put None in place of logits while torch.compile traces: beside a loss, what has as many columns as the head."""
+    if isinstance(output, dict) and "logits" in output:
+        return type(output)(**{name: part for name, part in output.items() if name != "logits"})
+    if type(output) is tuple and isinstance(head, nn.Linear) and any(map(_is_scalar, output)):
+        columns = head.weight.shape[0]
+        return tuple(
+            None if isinstance(part, Tensor) and part.dim() > 1 and part.shape[-1] == columns else part
+            for part in output
+        )
+    return output
+
+
+def _is_scalar(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() == 0
+
+
+_warned: WeakSet[Module] = WeakSet()
+
+
+def _warn_of_whole_logits(model: Module, call: Call) -> None:
+    """Say once that a forward computed the logits of the whole batch."""
+    if model in _warned:
+        return
+    _warned.add(model)
+    name = original_of(type(model)).__name__
+    if call.reader is not None:
+        reason = f"{call.reader} took the logits before torch.nn.functional.cross_entropy"
+    else:
+        reason = (
+            "no torch.nn.functional.cross_entropy took the result of its last nn.Linear; a get_output_embeddings() of "
+            f"{name} may return another head"
+        )
+    warnings.warn(f"fuse_head=True has no effect in the forward of {name}: {reason}", stacklevel=4)
+
+
+def head_of(model: Module) -> Module | None:
+    """Return the module that computes a model's logits.
+
+    The model names it by ``get_output_embeddings``. Else it is the Linear that shares the weight of an Embedding, or
+    the last Linear. If another one computes the logits, results are the same, and a warning says that no loss is taken
+    in chunks.
+    """
+    named = getattr(model, "get_output_embeddings", None)
+    if callable(named):
+        return cast("Module | None", named())
+    last, tied, embeddings = None, None, []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.append(module.weight)
+        elif isinstance(module, nn.Linear):
+            last = module
+            for weight in embeddings:
+                tied = module if weight is module.weight else tied
+    return last if tied is None else tied
+
+
+def takes_labels(cls: type[Module]) -> bool:
+    """Return whether a model names its head and asks for its loss as those of transformers do."""
+    return hasattr(cls, "get_output_embeddings") and "labels" in inspect.signature(cls.forward).parameters
 
 
 def fused_head_class(module: Module) -> type[Module] | None:
@@ -369,13 +165,13 @@ def fused_head_class(module: Module) -> type[Module] | None:
 def unsupported_head(module: Module) -> str | None:
     """Return why the loss of ``module`` cannot be taken in chunks, or None."""
     name = original_of(type(module)).__name__
-    if not callable(getattr(module, "get_output_embeddings", None)):
-        return f"{name} has no get_output_embeddings"
-    if "labels" not in inspect.signature(module.forward).parameters:
-        return f"the forward of {name} takes no labels"
-    head = _head_of(module)
+    parameters = inspect.signature(module.forward).parameters
+    several = len(parameters) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    if not several:
+        return f"the forward of {name} takes no targets"
+    head: Any = head_of(module)
     if not isinstance(head, Module):
-        return f"{name} has no output embeddings"
+        return f"{name} has no output embeddings, nor another nn.Linear"
     if not bypassable_as(head, nn.Linear):
         reason = tampering_reason(head) or "expected nn.Linear"
         return f"the output embeddings of {name} are {type(head).__name__}: {reason}"
