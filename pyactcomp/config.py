@@ -28,27 +28,6 @@ MODES = tuple(_BITS)
 MIN_BYTES = 128 * 1024
 
 
-class Options(TypedDict, total=False):
-    """The options of ``compress``, for functions that pass them on: their types, and their names in an editor."""
-
-    mode: Mode
-    fuse: bool
-    fuse_head: bool
-    tile: Tile
-    group_size: int
-    rounding: Rounding
-    seed: int
-    min_bytes: int
-    skip: Iterable[Skip]
-    impl: Impl
-    unknown: Exactness
-    attention: Exactness
-    keep_weight_copies: bool
-    on_conflict: OnConflict
-    compile_blocks: bool
-    offload: bool | float | str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """How saved tensors are compressed.
@@ -221,3 +200,24 @@ def _skip_tuple(skip: object) -> tuple[Skip, ...]:
         if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, torch.nn.Module)):
             raise TypeError(f"skip takes module names and torch.nn.Module types, got {item!r}")
     return items
+
+
+class Options(TypedDict, total=False):
+    """The options of ``compress``, for functions that pass them on: their types, and their names in an editor."""
+
+    mode: Mode
+    fuse: bool
+    fuse_head: bool
+    tile: Tile
+    group_size: int
+    rounding: Rounding
+    seed: int
+    min_bytes: int
+    skip: Iterable[Skip]
+    impl: Impl
+    unknown: Exactness
+    attention: Exactness
+    keep_weight_copies: bool
+    on_conflict: OnConflict
+    compile_blocks: bool
+    offload: bool | float | str
