@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,11 +64,18 @@ def _seeing_torch() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in hiding}
 
 
-def _addresses() -> dict[str, str]:
-    """Return the addresses of the project, if ``PYACTCOMP_REPOSITORY`` names the forge, as its workflows do."""
-    home = os.environ.get("PYACTCOMP_REPOSITORY", "").rstrip("/")
-    pages = {"Repository": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
-    return {name: home + page for name, page in pages.items()} if home else {}
+# The address of the repository, which the forge's workflows set; elsewhere empty.
+HOME = os.environ.get("PYACTCOMP_REPOSITORY", "").rstrip("/")
+PAGES = {"Repository": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+
+
+def _readme() -> str:
+    """Return the README; an index has none of the files that it links to, so links lead to the repository."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if HOME:
+        text = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{HOME}/raw/main/", text)
+        text = re.sub(r"(?<=\]\()(?!https?:|#)", f"{HOME}/blob/main/", text)
+    return text
 
 
 class CMakeBuild(build_ext):
@@ -120,7 +128,9 @@ class BuildWithSources(build_py):
 
 
 setup(
-    project_urls=_addresses(),
+    long_description=_readme(),
+    long_description_content_type="text/markdown",
+    project_urls={name: HOME + page for name, page in PAGES.items()} if HOME else {},
     ext_modules=[Extension("pyactcomp._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "build_py": BuildWithSources},
     options={"bdist_wheel": {"build_number": "1cuda"}} if os.environ.get("PAC_CUDA") == "ON" else {},

@@ -93,6 +93,9 @@ def test_the_source_distribution_has_what_the_build_takes(sdist: Path) -> None:
 def test_the_metadata_name_the_repository_that_builds(sdist: Path) -> None:
     found = (sdist / "PKG-INFO").read_text()
     assert "\nProject-URL: Issues, https://example.org/pyactcomp/issues\n" in found
+    assert "](https://example.org/pyactcomp/raw/main/docs/frontier.png)" in found
+    assert "](https://example.org/pyactcomp/blob/main/docs/benchmarks.md)" in found
+    assert not re.search(r"\]\((?!https?:|#)", found), "a link that leads nowhere on an index"
     for field in ("Author", "Keywords", "License-Expression", "Requires-Python", "Classifier: Operating System"):
         assert f"\n{field}" in found, field
 
