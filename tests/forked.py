@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,7 @@ def _run(file: Path, folder: Path, outputs: list[Path]) -> None:
     for stream, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream)
     os.chdir(folder)
+    gc.freeze()  # collections of the program walk what it makes, and not every package
     sys.argv, sys.path = [str(file)], ["", *sys.path]
     runpy.run_path(str(file), run_name="__main__")
 
