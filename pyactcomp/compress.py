@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -22,10 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from . import codec, fusions
 from .checkpoint import StoredCheckpoint, drop_checkpoints, stored_checkpoints
-from .codec import Impl, Rounding
 from .compiled import marks
 from .compiled.blocks import called, reason_unavailable, repeating_blocks
-from .config import MIN_BYTES, Config, Exactness, Mode, OnConflict, Skip, Tile
+from .config import MIN_BYTES, Config, Exactness, Former, Mode, Skip, Tile, warn_of_former
 from .engine.classes import give_class
 from .engine.marks import FUSING
 from .engine.offloading import refuse_without_link
@@ -38,6 +37,9 @@ from .fusions.fusion import is_fused_class
 from .fusions.replaced import calls_are_replaced
 from .fusions.tampering import tampering_reason
 from .readers.observer import prepare
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger("pyactcomp")
 ModelT = TypeVar("ModelT", bound=Module)
@@ -330,17 +332,14 @@ def compress(
     fuse_head: bool = False,
     tile: Tile = "auto",
     group_size: int = 64,
-    rounding: Rounding = "nearest",
-    seed: int = 0,
     min_bytes: int = MIN_BYTES,
     skip: Iterable[Skip] = (),
-    impl: Impl = "auto",
     unknown: Exactness = "exact",
     attention: Exactness = "exact",
     keep_weight_copies: bool = False,
-    on_conflict: OnConflict = "raise",
     compile_blocks: bool = False,
     offload: bool | float | str = False,
+    **former: Unpack[Former],
 ) -> ModelT:
     """Compress the tensors saved by autograd in the forward of ``model``, to 8 bits or without loss.
 
@@ -352,9 +351,11 @@ def compress(
         Changed in place: gets hooks, and modules with a fused form change class. Pass the outermost module of your
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
-    mode, fuse, fuse_head, tile, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, \
-keep_weight_copies, on_conflict, compile_blocks, offload
+    mode, fuse, fuse_head, tile, group_size, min_bytes, skip, unknown, attention, keep_weight_copies, compile_blocks, \
+offload
         As in :class:`Config`.
+    impl, rounding, seed, on_conflict
+        For this release alone; the warning says what to do instead.
 
     Returns
     -------
@@ -388,23 +389,21 @@ keep_weight_copies, on_conflict, compile_blocks, offload
     >>> model(torch.randn(256, 512)).sum().backward()
     """
     _check_model(model)
+    warn_of_former("compress", former)
     config = Config(
         mode=mode,
         fuse=fuse,
         fuse_head=fuse_head,
         tile=tile,
         group_size=group_size,
-        rounding=rounding,
-        seed=seed,
         min_bytes=min_bytes,
         skip=skip,
-        impl=impl,
         unknown=unknown,
         attention=attention,
         keep_weight_copies=keep_weight_copies,
-        on_conflict=on_conflict,
         compile_blocks=compile_blocks,
         offload=offload,
+        **former,
     )
     prepare()
     if any(_sessions(model)):
@@ -526,16 +525,13 @@ def compressed(
     *,
     mode: Mode = "int8",
     group_size: int = 64,
-    rounding: Rounding = "nearest",
-    seed: int = 0,
     min_bytes: int = MIN_BYTES,
     skip: Iterable[Skip] = (),
-    impl: Impl = "auto",
     unknown: Exactness = "exact",
     attention: Exactness = "exact",
     keep_weight_copies: bool = False,
-    on_conflict: OnConflict = "raise",
     offload: bool | float | str = False,
+    **former: Unpack[Former],
 ) -> Compressed:
     """Compress the tensors saved by autograd inside a ``with`` block, including a loss outside the model.
 
@@ -544,8 +540,7 @@ def compressed(
     model : Module, optional
         The model whose parameters and buffers must never be compressed; also names parameters in errors. Without a
         model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
-    mode, group_size, rounding, seed, min_bytes, skip, impl, unknown, attention, keep_weight_copies, on_conflict, \
-offload
+    mode, group_size, min_bytes, skip, unknown, attention, keep_weight_copies, offload
         As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
         ``fuse``, ``fuse_head``, ``tile`` and ``compile_blocks``.
 
@@ -569,20 +564,18 @@ offload
     """
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"compressed expects a torch.nn.Module or nothing, got {type(model).__name__}")
+    warn_of_former("compressed", former)
     config = Config(
         mode=mode,
         fuse=False,
         group_size=group_size,
-        rounding=rounding,
-        seed=seed,
         min_bytes=min_bytes,
         skip=skip,
-        impl=impl,
         unknown=unknown,
         attention=attention,
         keep_weight_copies=keep_weight_copies,
-        on_conflict=on_conflict,
         offload=offload,
+        **former,
     )
     if model is not None:
         refuse_without_link(offload, (parameter.device for parameter in model.parameters()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, TypedDict
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict, cast
 
 import torch
 
@@ -26,6 +28,39 @@ MODES = tuple(_BITS)
 # Below 128 KiB a kernel launch costs more than the memory is worth. Statistics of normalisation layers (mean and
 # reciprocal deviation, one number a row: 64 KiB at 16,384 tokens) stay exact too.
 MIN_BYTES = 128 * 1024
+
+
+class Former(TypedDict, total=False):
+    """Options that ``compress``, ``compressed`` and ``verify`` take for this release alone, each with a warning."""
+
+    impl: Impl
+    rounding: Rounding
+    seed: int
+    on_conflict: OnConflict
+
+
+_INSTEAD = {
+    "impl": "to debug kernels, set PYACTCOMP_IMPL in the environment",
+    "rounding": "leave it out; functional.Codes and codec.quantize still round stochastically",
+    "seed": "leave it out, as rounding",
+    "on_conflict": "open the other hooks inside the model, or catch pyactcomp.HookConflictError",
+}
+
+
+def warn_of_former(function: str, options: Mapping[str, object]) -> None:
+    """Warn of each option that goes with the next release; raise TypeError for one that never was."""
+    for name in options:
+        if name not in _INSTEAD:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        warnings.warn(
+            f"{function}({name}=...) goes with the next release: {_INSTEAD[name]}", DeprecationWarning, stacklevel=3
+        )
+
+
+def _impl_of_environment() -> Impl:
+    impl = os.environ.get("PYACTCOMP_IMPL", "auto")
+    check_choice("PYACTCOMP_IMPL", impl, IMPLS)
+    return cast("Impl", impl)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +96,8 @@ class Config:
     skip : sequence of str or module types
         Modules to leave uncompressed with all their submodules, by qualified name or by type.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
-        Implementation of the kernels; only ``"auto"`` falls back to another.
+        Implementation of the kernels, by default that of ``PYACTCOMP_IMPL`` in the environment, else ``"auto"``, which
+        alone falls back to another.
     unknown : {"exact", "int8"}
         How to store the tensors of an operator missing from the table of readers
         (:func:`pyactcomp.register_reader` adds a row): unchanged, or in codes, which may not be exact enough.
@@ -98,7 +134,7 @@ class Config:
     seed: int = 0
     min_bytes: int = MIN_BYTES
     skip: Iterable[Skip] = ()
-    impl: Impl = "auto"
+    impl: Impl = field(default_factory=_impl_of_environment)
     unknown: Exactness = "exact"
     attention: Exactness = "exact"
     keep_weight_copies: bool = False
@@ -202,7 +238,7 @@ def _skip_tuple(skip: object) -> tuple[Skip, ...]:
     return items
 
 
-class Options(TypedDict, total=False):
+class Options(Former, total=False):
     """The options of ``compress``, for functions that pass them on: their types, and their names in an editor."""
 
     mode: Mode
@@ -210,14 +246,10 @@ class Options(TypedDict, total=False):
     fuse_head: bool
     tile: Tile
     group_size: int
-    rounding: Rounding
-    seed: int
     min_bytes: int
     skip: Iterable[Skip]
-    impl: Impl
     unknown: Exactness
     attention: Exactness
     keep_weight_copies: bool
-    on_conflict: OnConflict
     compile_blocks: bool
     offload: bool | float | str

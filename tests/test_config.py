@@ -17,7 +17,7 @@ import pyactcomp
 from pyactcomp import codec
 from pyactcomp.codec import format as fmt
 from pyactcomp.compress import MODULE_OPTIONS
-from pyactcomp.config import Config
+from pyactcomp.config import Config, Former
 
 
 def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:
@@ -141,7 +141,9 @@ def test_signatures_spell_out_every_option(function: Callable[..., Any], without
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    assert keywords == {f.name: (f.default, f.type) for f in fields(Config) if f.name not in without}
+    assert keywords == {
+        f.name: (f.default, f.type) for f in fields(Config) if f.name not in without | Former.__annotations__.keys()
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,3 +169,38 @@ def test_every_option_reaches_the_configuration(option: str, value: Any, monkeyp
             call()
     expected = tuple(value) if option == "skip" else value
     assert [getattr(config, option) for config in asked] == [expected] * len(calls)
+
+
+@pytest.mark.filterwarnings("always::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("impl", "reference", "PYACTCOMP_IMPL"),
+        ("rounding", "stochastic", "functional.Codes"),
+        ("seed", 7, "leave it out"),
+        ("on_conflict", "skip", "HookConflictError"),
+    ],
+)
+def test_a_former_option_warns_and_says_what_to_do_instead(option: str, value: Any, instead: str) -> None:
+    model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    calls: dict[str, Callable[[], Any]] = {
+        "compress": lambda: pyactcomp.compress(model, **{option: value}),
+        "compressed": lambda: pyactcomp.compressed(**{option: value}),
+        "verify": lambda: pyactcomp.verify(model, x, torch.sum, **{option: value}),
+    }
+    for name, call in calls.items():
+        with pytest.warns(DeprecationWarning, match=rf"^{name}\({option}=.*{instead}") as caught:
+            call()
+        assert [each.filename for each in caught if each.category is DeprecationWarning] == [__file__]
+    with pytest.raises(TypeError, match=r"compressed\(\) got an unexpected keyword argument 'fuse'"):
+        pyactcomp.compressed(fuse=True)  # type: ignore[call-arg]
+
+
+def test_the_environment_names_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYACTCOMP_IMPL", "reference")
+    assert Config().impl == "reference"
+    monkeypatch.setenv("PYACTCOMP_IMPL", "gpu")
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=r"PYACTCOMP_IMPL must be one of .*'reference'.*got 'gpu'"):
+        pyactcomp.compress(model)
+    assert not model._forward_hooks

@@ -198,6 +198,4 @@ class Session(Packing):
             )
         else:
             advice = "only the innermost pair runs, so one of the two would silently do nothing; use one of them"
-        raise HookConflictError(
-            f"other saved-tensor hooks are active here ({name}): {advice}, or pass on_conflict='skip' to step aside"
-        )
+        raise HookConflictError(f"other saved-tensor hooks are active here ({name}): {advice}")

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ..compress import Compressed, fused_by, paused, session_of
-from ..config import Config, Options
+from ..config import Config, Former, Options, warn_of_former
 from ..errors import PyactcompError, check_integer
 from .checked import Checked
 from .noise import rounded_again
@@ -100,6 +100,7 @@ def verify(
     check_integer("steps", steps, 2**31)
     if optimizer is not None and not steps:
         raise ValueError("optimizer is for the training between looks: pass steps=... as well")
+    warn_of_former("verify", {name: options[name] for name in Former.__annotations__ if name in options})
     config = _config(model, options)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not steps:
