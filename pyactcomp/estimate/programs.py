@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..errors import PyactcompError
 
 _SEQ = 1024
-_BATCH = 8
 
 
 @dataclass(frozen=True)

@@ -389,21 +389,6 @@ _BY_SCALARS: dict[str, tuple[str, Callable[[Mapping[int, object]], tuple[Form | 
 ELEMENTWISE = frozenset({"mul", "div", "addcmul", "addcdiv", "lerp"})
 """Operators whose operand is a statistic or a scale if broadcast over many elements of another operand."""
 
-AMPLIFYING = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("div", "addcdiv", "log", "log2", "log10", "log1p", "logit", "sqrt", "rsqrt", "reciprocal", "atan2"),
-        *("pow", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
-        *("xlogy", "xlogy.Tensor", "xlogy.Scalar_Other"),
-        *("std", "std_mean", "linalg_vector_norm", "norm", "native_layer_norm", "_fused_rms_norm", "native_group_norm"),
-        *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
-        *SOLUTIONS,
-        *("_cdist_forward", "prod", "cumprod"),
-    )
-)
-"""Operators whose derivative grows without bound where an operand, or the operand's deviation, is small. There the
-operand needs relative precision."""
-
 DECIDING = tuple(
     f"aten::{name}"
     for name in (
@@ -441,7 +426,7 @@ DIVIDING = {
         for name in ("rsqrt", "sqrt", "reciprocal", "log", "log2", "log10", "log1p", "logit", "pow", "atan2", "xlogy")
     },
 }
-"""The argument by which an operator, or its derivative, divides: see :data:`AMPLIFYING`."""
+"""The argument by which an operator, or its derivative, divides: the derivative grows without bound near zero."""
 
 FUNCTIONS: dict[str, str] = {
     "flash_attn.flash_attn_interface.FlashAttnFunc": "flash-attn",
