@@ -195,6 +195,11 @@ def test_a_model_without_a_head_is_to_be_compiled_first() -> None:
         pyactcomp.compress(Model(WAYS["view"], bias=False), fuse_head=True)
 
 
+def test_a_wrapper_around_a_compiled_model_takes_the_option_too() -> None:
+    model = nn.Sequential(torch.compile(Model(WAYS["view"], bias=False), backend=as_inductor))
+    assert pyactcomp.compress(model, fuse_head=True) is model
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["view", "shift"])
 def test_a_loss_in_generated_code_is_taken_in_chunks(way: str) -> None:

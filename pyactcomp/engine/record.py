@@ -105,9 +105,14 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
 
 
+def is_compiled(module: Module) -> bool:
+    """Return whether a module was compiled in place, or is the wrapper that ``torch.compile`` returns."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def _eager_children(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
     """Yield named submodules that run eagerly: a hook inside a compiled module would be traced, and retraced."""
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         return
     for name, child in module.named_children():
         if isinstance(child, torch.jit.ScriptModule):

@@ -11,6 +11,7 @@ from torch.nn import Module
 from ..config import Config
 from ..engine.classes import give_class, given_of
 from ..engine.marks import FUSING
+from ..engine.record import is_compiled
 from . import families, head, written
 from .fusion import Fused, Fusion, is_fused_class, original_of
 from .state import FusionState, LeftAlone
@@ -51,7 +52,7 @@ def fuse(model: Module, config: Config, skipped: Collection[Module] = ()) -> Fus
         else:
             alone.append(LeftAlone(name, type(module).__name__, reason))
     headed = any(issubclass(fused, head.Head) for fused in plan.values())
-    if config.fuse_head and not headed and not _is_compiled(model):
+    if config.fuse_head and not headed and not any(map(is_compiled, model.modules())):
         headless = _headless(model, alone)
         raise ValueError(
             f"fuse_head=True needs a language model whose loss can be taken in chunks, got {headless.type}: "
@@ -126,11 +127,6 @@ def _mixes_rows(module: Module, fusion: Fusion, config: Config) -> bool:
         return False
     length = fusion.fused.row_length(module)
     return length is not None and length < config.group_size
-
-
-def _is_compiled(model: Module) -> bool:
-    """Return whether ``torch.compile`` traces the model or a module inside."""
-    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _with_losses(model: Module) -> list[Module]:

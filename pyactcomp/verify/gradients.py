@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..compress import Compressed, fused_by, paused, session_of
 from ..config import Config, Former, Options, warn_of_former
+from ..engine.record import is_compiled
 from ..errors import PyactcompError, check_integer
 from .checked import Checked
 from .noise import rounded_again
@@ -141,7 +142,8 @@ def _look(
         del compressed
         hooks = Compressed(model, replace(config, fuse=False, fuse_head=False))
         loss_compressed, compressed = compressed_by(config, hooks)
-        if checked.session.rounding and not _is_compiled(model):
+        # Not of a compiled model: new hooks would compile it anew.
+        if checked.session.rounding and not any(map(is_compiled, model.modules())):
             with paused(model), _state_kept(model), rounded_again(model):
                 noise = _error(_gradients(_loss(model, batch, loss_fn), parameters), exact)
 
@@ -239,11 +241,6 @@ def _worst_column(got: Tensor, exact: Tensor) -> float:
     difference, norm = ((t.double() ** 2).sum(sums).sqrt() for t in (got.double() - exact.double(), exact))
     ratios = torch.where(difference == 0, 0.0, difference / norm)
     return float(ratios.max()) if ratios.numel() else 0.0
-
-
-def _is_compiled(model: Module) -> bool:
-    """Return whether ``torch.compile`` traces the model or a module inside: new hooks would compile it anew."""
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 
 def _ratio(difference: float, norm: float) -> float:
