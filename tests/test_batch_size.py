@@ -128,8 +128,7 @@ def test_peaks_on_no_line_end_in_a_size_that_was_run_and_fits(budget: int) -> No
     assert largest - found.size <= max(1, found.size // 32)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(("optimizer", "warm"), [("AdamW", True), ("SGD", False)])
 def test_real_steps_end_at_the_cap_and_leave_the_training_as_before(optimizer: str, warm: bool) -> None:
     memory = Memory()
     training = Training(memory, optimizer)

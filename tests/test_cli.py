@@ -71,9 +71,13 @@ def test_demo_writes_rows_and_picture(tmp_path: Path) -> None:
     ],
 )
 def test_demo_refuses_bad_options(arguments: tuple[str, ...], named: str) -> None:
-    ran = _run(*arguments)
-    assert ran.returncode == 2
-    assert named in ran.stderr
+    from typer.testing import CliRunner
+
+    from pyactcomp.cli.commands import app
+
+    ran = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+    assert ran.exit_code == 2
+    assert named in ran.output
 
 
 @pytest.mark.usefixtures("cli_installed")

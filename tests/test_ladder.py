@@ -97,9 +97,15 @@ class Failing(Memory):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize("check", [1, 3, 5, 8], ids=["first block", "third block", "backward", "end of backward"])
-@pytest.mark.parametrize("rung", ["keep", "lossless", "int8", "int8+checkpoint", "half"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
+# In the first block, in the third, in backward and at its end; each rung and each place with a scaler and without.
+@pytest.mark.parametrize(
+    ("check", "rung", "scaled"),
+    [
+        (check, rung, bool((i + j) % 2))
+        for i, check in enumerate((1, 3, 5, 8))
+        for j, rung in enumerate(("keep", "lossless", "int8", "int8+checkpoint", "half"))
+    ],
+)
 def test_recovered_step_is_the_step_begun_on_that_rung(check: int, rung: str, scaled: bool) -> None:
     def scaler() -> Any:
         return {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)} if scaled else {}
@@ -183,21 +189,21 @@ def test_last_rung_raises_with_all_that_was_tried_and_the_training_is_as_before(
     assert [climb.rung for climb in found.climbs] == ["keep", "int8", "half"]
 
 
-def test_a_hundred_failures_leave_nothing_allocated() -> None:
+def test_twenty_failures_leave_nothing_allocated() -> None:
     def tensors() -> int:
         gc.collect()
         return sum(isinstance(each, Tensor) for each in gc.get_objects() if type(each).__module__ != "unittest.mock")
 
     memory = Failing()
-    rungs = [pyactcomp.Rung(f"rung {number}") for number in range(101)]
+    rungs = [pyactcomp.Rung(f"rung {number}") for number in range(21)]
     net = model(memory)
     found = pyactcomp.Ladder(net, torch.optim.AdamW(net.parameters()), rungs)
     found.step(batch(), loss)
     count, used = tensors(), memory.used
     # One check in backward of each run fails.
-    memory.checks = [memory.count + 6 * run for run in range(1, 101)]
+    memory.checks = [memory.count + 6 * run for run in range(1, 21)]
     found.step(batch(), loss)
-    assert len(found.climbs) == 100
+    assert len(found.climbs) == 20
     assert tensors() == count
     assert memory.used - used < ACTIVATION
 
