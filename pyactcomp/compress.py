@@ -334,7 +334,6 @@ def compress(
     group_size: int = 64,
     min_bytes: int = MIN_BYTES,
     skip: Iterable[Skip] = (),
-    unknown: Exactness = "exact",
     attention: Exactness = "exact",
     keep_weight_copies: bool = False,
     compile_blocks: bool = False,
@@ -351,10 +350,9 @@ def compress(
         Changed in place: gets hooks, and modules with a fused form change class. Pass the outermost module of your
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
-    mode, fuse, fuse_head, tile, group_size, min_bytes, skip, unknown, attention, keep_weight_copies, compile_blocks, \
-offload
+    mode, fuse, fuse_head, tile, group_size, min_bytes, skip, attention, keep_weight_copies, compile_blocks, offload
         As in :class:`Config`.
-    impl, rounding, seed, on_conflict
+    impl, rounding, seed, on_conflict, unknown
         For this release alone; the warning says what to do instead.
 
     Returns
@@ -398,7 +396,6 @@ offload
         group_size=group_size,
         min_bytes=min_bytes,
         skip=skip,
-        unknown=unknown,
         attention=attention,
         keep_weight_copies=keep_weight_copies,
         compile_blocks=compile_blocks,
@@ -527,7 +524,6 @@ def compressed(
     group_size: int = 64,
     min_bytes: int = MIN_BYTES,
     skip: Iterable[Skip] = (),
-    unknown: Exactness = "exact",
     attention: Exactness = "exact",
     keep_weight_copies: bool = False,
     offload: bool | float | str = False,
@@ -540,7 +536,7 @@ def compressed(
     model : Module, optional
         The model whose parameters and buffers must never be compressed; also names parameters in errors. Without a
         model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
-    mode, group_size, min_bytes, skip, unknown, attention, keep_weight_copies, offload
+    mode, group_size, min_bytes, skip, attention, keep_weight_copies, offload
         As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
         ``fuse``, ``fuse_head``, ``tile`` and ``compile_blocks``.
 
@@ -571,7 +567,6 @@ def compressed(
         group_size=group_size,
         min_bytes=min_bytes,
         skip=skip,
-        unknown=unknown,
         attention=attention,
         keep_weight_copies=keep_weight_copies,
         offload=offload,

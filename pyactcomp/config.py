@@ -37,12 +37,14 @@ class Former(TypedDict, total=False):
     rounding: Rounding
     seed: int
     on_conflict: OnConflict
+    unknown: Exactness
 
 
 _INSTEAD = {
     "impl": "to debug kernels, set PYACTCOMP_IMPL in the environment",
     "rounding": "leave it out; functional.Codes and codec.quantize still round stochastically",
     "seed": "leave it out, as rounding",
+    "unknown": "pyactcomp.register_reader says of one operator what its backward needs",
     "on_conflict": "open the other hooks inside the model, or catch pyactcomp.HookConflictError",
 }
 

@@ -179,6 +179,7 @@ def test_every_option_reaches_the_configuration(option: str, value: Any, monkeyp
         ("rounding", "stochastic", "functional.Codes"),
         ("seed", 7, "leave it out"),
         ("on_conflict", "skip", "HookConflictError"),
+        ("unknown", "int8", "register_reader"),
     ],
 )
 def test_a_former_option_warns_and_says_what_to_do_instead(option: str, value: Any, instead: str) -> None:
