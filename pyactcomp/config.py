@@ -250,7 +250,6 @@ class Options(Former, total=False):
     group_size: int
     min_bytes: int
     skip: Iterable[Skip]
-    unknown: Exactness
     attention: Exactness
     keep_weight_copies: bool
     compile_blocks: bool

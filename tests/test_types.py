@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pyactcomp import Config
-from pyactcomp.config import Options
+from pyactcomp.config import Config, Options
 
 ROOT = Path(__file__).parents[1]
 

@@ -101,7 +101,7 @@ def verify(
     check_integer("steps", steps, 2**31)
     if optimizer is not None and not steps:
         raise ValueError("optimizer is for the training between looks: pass steps=... as well")
-    warn_of_former("verify", {name: options[name] for name in Former.__annotations__ if name in options})
+    warn_of_former("verify", {name: value for name, value in options.items() if name in Former.__annotations__})
     config = _config(model, options)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not steps:
