@@ -40,8 +40,10 @@ __all__ = ["delayed_fixture"]
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("mode", ["int8", "lossless"])
 def test_gradients_are_bitwise_those_without_offload(delayed: Delayed, mode: str, run: Run) -> None:
-    cases = [("late", 1, 1.0), ("early", 64 * KIB, 1.0), ("random", 64 * KIB, 1.0), ("late", 1 << 40, 1.0)]
-    for when, window, share in [*cases, ("random", 16 * KIB, 0.5)]:
+    cases = [("late", 1, 1.0), ("random", 64 * KIB, 1.0), ("random", 16 * KIB, 0.5)]
+    if mode == "int8":  # the order of copies knows no form of what is copied
+        cases += [("early", 64 * KIB, 1.0), ("late", 1 << 40, 1.0)]
+    for when, window, share in cases:
         link = delayed.use(when, window=window)
         model = compressed(Model(), mode=mode, offload=share)
         for _ in range(2):
