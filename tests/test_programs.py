@@ -27,7 +27,7 @@ from pyactcomp.engine.frame import Frame
 from pyactcomp.engine.packing import Packing
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS, CHUNKS = 500, 10
+PROGRAMS, CHUNKS = 320, 8
 
 ROW_KINDS = [f"{kind}: {row}" for kind, (_, rows) in ROWS.items() for row in rows]
 ROW_KINDS += [f"edit: {row}" for row in EDITS] + [f"silent edit: {row}" for row in SILENT_EDITS]
@@ -226,9 +226,9 @@ def test_the_command_prints_scripts_and_counts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raise_for_what_is_packed(monkeypatch)
-    assert programs.main(["--seed", "0", "--count", "4", "--modes", "int8"]) == 1
+    assert programs.main(["--seed", "0", "--count", "2", "--modes", "int8"]) == 1
     printed = capsys.readouterr().out
     assert (
         printed.count("main(globals())") == printed.count("# int8 raises RuntimeError in backward, torch nothing: ") > 0
     )
-    assert printed.splitlines()[-1].startswith("4 programs, ")
+    assert printed.splitlines()[-1].startswith("2 programs, ")
