@@ -34,7 +34,7 @@ ALLOWED = {
     "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "offload", "snapshots"}
     | {"torch_private"},
     "estimate": {"_core", "codec", "compress", "errors", "snapshots", "torch_private"},
-    "integrations": {"checkpoint", "compress", "config", "errors", "live", "report"},
+    "integrations": {"checkpoint", "climb", "compress", "config", "errors", "live", "report"},
     "live": {"engine", "errors", "torch_private"},
     "offload": {"engine", "errors"},
     "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},

@@ -304,3 +304,54 @@ def test_two_processes_climb_together(tmp_path: Path) -> None:
         optimizer.zero_grad()
     assert torch.allclose(one["weight"], net.weight, rtol=1e-4)
     assert not dist.is_initialized()
+
+
+class Counted(nn.Module):
+    """A block of a model, with a check of the memory at its end."""
+
+    def __init__(self, block: nn.Module, memory: Memory) -> None:
+        super().__init__()
+        self.block, self.cap = block, Capped(memory)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.cap(self.block(*args, **kwargs))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("check", [1, 2, 3, 4], ids=["first block", "second block", "backward", "end of backward"])
+@pytest.mark.parametrize("rung", ["int8", "int8+checkpoint"])
+def test_a_trainers_step_runs_again_as_one_begun_on_that_rung(check: int, rung: str, tmp_path: Path) -> None:
+    direct, _ = trained(tmp_path, Failing(), (rung,))
+    climbed, climbs = trained(tmp_path, Failing(check), ("keep", rung))
+    assert [climb.rung for climb in climbs] == ["keep"]
+    assert same(direct, climbed)
+
+
+@pytest.mark.parametrize("check", [5, 7, 8], ids=["forward", "backward", "end of backward"])
+def test_gradients_of_earlier_micro_batches_stay(check: int, tmp_path: Path) -> None:
+    whole, _ = trained(tmp_path, Failing(), ("keep",), gradient_accumulation_steps=2)
+    rungs = ("keep", pyactcomp.Rung("again"))
+    again, climbs = trained(tmp_path, Failing(check), rungs, gradient_accumulation_steps=2)
+    assert [climb.step for climb in climbs] == [1]
+    assert same(whole, again)
+
+
+def trained(directory: Path, memory: Memory, rungs: Any, **more: Any) -> tuple[Any, list[pyactcomp.Climb]]:
+    """Return the weights after two steps of a trainer, and what its ladder climbed."""
+    text = pytest.importorskip("works_with_text", reason="Hugging Face transformers is not installed")
+    trainers = pytest.importorskip("test_integrations", reason="the Trainer needs accelerate")
+    climb = pytest.importorskip("pyactcomp.integrations.transformers").climb
+    net = text.built(text.llama)
+    for layer in net.model.layers:
+        layer.mlp = Counted(layer.mlp, memory)
+    args = trainers.arguments(text.transformers.TrainingArguments, directory, **more)
+    args.max_steps = 2
+    trainer = text.transformers.Trainer(net, args, train_dataset=2 * trainers.rows())
+    climbing = climb(trainer, rungs)
+    trainer.train()
+    return net.state_dict(), climbing.climbs
+
+
+def test_a_loop_of_its_own_takes_no_parts_of_a_batch() -> None:
+    found = ladder(Memory(), "keep", "half")
+    with pytest.raises(ValueError, match="leave half out of rungs"):
+        found.gradients(lambda: None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 
 from .failures import attempt, give_back, gpu_in_use
 from .rungs import Rung, make_rungs
-from .state import Buffers, HasState, Others, RandomState
+from .state import Buffers, Gradients, HasState, Others, RandomState
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+T = TypeVar("T")
 
 _log = logging.getLogger("pyactcomp")
 
@@ -159,23 +161,62 @@ class Ladder:
             If the last rung needs too much too, or the optimizer itself. Nothing has been trained by this step, unless
             the message says so.
         """
-        saved = (Buffers(self.model), Others(self._others), RandomState())
-        while True:
-            outcome = attempt(functools.partial(self._gradients, batch, loss), self._describe)
-            failed, needed = self._agreed(outcome.failure is not None)
-            if not failed:
-                break
-            self.optimizer.zero_grad(set_to_none=True)
-            for each in saved:
-                each.put_back()
-            give_back()
-            self._climb(outcome.failure)
+        value, needed = self._attempts(
+            functools.partial(self._gradients, batch, loss), lambda: self.optimizer.zero_grad(set_to_none=True)
+        )
         self._reduce(needed)
         self._update()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        assert outcome.value is not None
-        return outcome.value
+        return value
+
+    def gradients(self, run: Callable[[], T]) -> T:
+        """Run forward and backward of a loop that steps the optimizer itself, and climb where memory runs out in them.
+
+        Gradients of earlier micro-batches are put back before ``run`` is called again; until then they have a copy on
+        the host.
+
+        Parameters
+        ----------
+        run : callable
+            Computes a loss and adds to the gradients. Called again after each climb, so all else that it changes must
+            be among ``others``.
+
+        Returns
+        -------
+        object
+            What ``run`` returned.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            If the last rung needs too much too. The gradients are those from before.
+        ValueError
+            With several processes, since a loop of one's own reduces gradients during backward, and with rungs that
+            split the batch.
+        """
+        if _processes() > 1:
+            raise ValueError("with several processes a rank cannot repeat its backward alone: use Ladder.step")
+        split = [rung.name for rung in self._rungs if rung.parts > 1]
+        if split:
+            raise ValueError(f"a loop of your own takes its batches whole: leave {', '.join(split)} out of rungs")
+        value, _ = self._attempts(run, Gradients(self.model).put_back)
+        self.steps += 1
+        return value
+
+    def _attempts(self, run: Callable[[], T], put_gradients_back: Callable[[], object]) -> tuple[T, list[bool]]:
+        """Climb until a function runs; return its result, and which parameters have a gradient in any process."""
+        saved = (Buffers(self.model), Others(self._others), RandomState())
+        while True:
+            outcome = attempt(run, self._describe)
+            failed, needed = self._agreed(outcome.failure is not None)
+            if not failed:
+                return cast("T", outcome.value), needed
+            put_gradients_back()
+            for each in saved:
+                each.put_back()
+            give_back()
+            self._climb(outcome.failure)
 
     def _gradients(self, batch: Any, loss: Callable[[Module, Any], Tensor]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,8 @@ from ..compress import compress, decompress
 from ..errors import PyactcompError, check_choice
 
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
+# Of transformers, newer and older, and of diffusers.
+_ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,7 @@ def _compressing(name: str, mode: str) -> Rung:
 
 
 def _checkpointing(model: Module, blocks: Sequence[Module]) -> Rung | str:
-    enable = getattr(model, "gradient_checkpointing_enable", None) or getattr(
-        model, "enable_gradient_checkpointing", None
-    )
+    enable = next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
     if not blocks and enable is None:
         return "the model cannot enable checkpointing by itself: give the blocks to checkpoint as blocks="
 

@@ -84,6 +84,21 @@ class Buffers:
                 module._buffers[name] = buffer
 
 
+class Gradients:
+    """A model's gradients, in copies on the host."""
+
+    def __init__(self, model: Module) -> None:
+        self._saved = [(p, p.grad, None if p.grad is None else _on_host(p.grad)) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        """Write the values back into the same tensors; gradients made since are dropped."""
+        with torch.no_grad():
+            for parameter, grad, value in self._saved:
+                parameter.grad = grad
+                if grad is not None and value is not None:
+                    grad.copy_(value)
+
+
 class Weights:
     """A model's parameters and gradients, and its optimizer's state, in copies on the host."""
 

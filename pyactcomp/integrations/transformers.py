@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from torch.nn import Module
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..checkpoint import STORES, Store, use_checkpoint
+from ..climb import Climb, Ladder, Rung
 from ..compress import MODULE_OPTIONS, compress, compressed, decompress
 from ..errors import check_choice
 from ..live import Watch
@@ -151,6 +153,70 @@ class CompressionCallback(TrainerCallback):
                 decompress(model)
         compress(model, **self.options)
         _compressed_by[model] = self
+
+
+@dataclass
+class Climbing:
+    """What :func:`climb` returns. ``ladder`` is that of the training that runs, or of the last; None before."""
+
+    ladder: Ladder | None = None
+
+    @property
+    def climbs(self) -> list[Climb]:
+        """The rungs that were left, in order."""
+        return [] if self.ladder is None else self.ladder.climbs
+
+
+def climb(trainer: Trainer, rungs: Sequence[str | Rung] = ("keep", "int8", "int8+checkpoint")) -> Climbing:
+    """Let each training step of a trainer climb a :class:`pyactcomp.Ladder` where memory runs out, and run again.
+
+    A step of the trainer is forward and backward of one micro-batch. The failed one leaves nothing: gradients of
+    earlier micro-batches, buffers and generators are put back. The optimizer's own step does not climb.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Of one process. Its ``training_step`` is replaced on this instance.
+    rungs : sequence of str or Rung
+        As for :class:`pyactcomp.Ladder`, but none that splits the batch. ``"keep"`` is the model as it is: plain, or as
+        a :class:`CompressionCallback` has compressed it. The model stays on the last rung when training ends.
+
+    Returns
+    -------
+    Climbing
+
+    Raises
+    ------
+    ValueError
+        When training begins, with several processes, sharded parameters, or rungs that split the batch.
+
+    Notes
+    -----
+    Metrics that a trainer of TRL notes in ``compute_loss`` count a step that fails in backward twice.
+
+    Examples
+    --------
+    >>> import transformers
+    >>> from pyactcomp.integrations.transformers import climb
+    >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1))
+    >>> trainer = transformers.Trainer(model, transformers.TrainingArguments(use_cpu=True, report_to=[]))
+    >>> climbing = climb(trainer)
+    >>> climbing.climbs                                 # after trainer.train(): what happened
+    []
+    """
+    climbing, run = Climbing(), trainer.training_step
+
+    def training_step(model: Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        ladder = climbing.ladder
+        if ladder is None or ladder.optimizer is not trainer.optimizer:
+            ladder = climbing.ladder = Ladder(trainer.model, trainer.optimizer, rungs)
+        # A copy: a trainer may take the labels out of its inputs.
+        return ladder.gradients(
+            lambda: run(model, dict(inputs) if isinstance(inputs, Mapping) else inputs, *args, **kwargs)
+        )
+
+    trainer.training_step = training_step
+    return climbing
 
 
 def _refuse_head(args: TrainingArguments, model: Module) -> None:
