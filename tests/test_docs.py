@@ -31,7 +31,8 @@ def found(path: str) -> object:
     "room", [pyactcomp, pyactcomp.functional, pyactcomp.allocator, pyactcomp.snapshots], ids=lambda room: room.__name__
 )
 def test_every_public_name_is_documented(room: ModuleType) -> None:
-    documented = {id(found(path)) for path in REFERENCE}
+    # No room has names of the trainers' modules, which import trainers that may be absent.
+    documented = {id(found(path)) for path in REFERENCE if not path.startswith("pyactcomp.integrations.")}
     pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     for name in room.__all__:
         public = getattr(room, name)
