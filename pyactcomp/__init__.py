@@ -12,6 +12,7 @@ from .errors import HookConflictError, PyactcompError
 from .estimate import estimate
 from .live import memory, watch
 from .moved import moved
+from .plan import plan
 from .readers import register_reader
 from .report import report
 from .verify import verify
@@ -36,6 +37,7 @@ __all__ = [
     "functional",
     "memory",
     "offload",
+    "plan",
     "register_reader",
     "report",
     "snapshots",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType, TracebackType
 from typing import Any, Literal, NamedTuple
 from weakref import ref
 
@@ -202,14 +202,48 @@ def stored_checkpoints(model: Module) -> Iterator[StoredCheckpoint]:
             yield function
 
 
+class _RunsAgain:
+    """The forward of a block that :func:`checkpoint_blocks` checkpoints."""
+
+    def __init__(self, block: Module) -> None:
+        self.block = block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the block's class, and again in backward."""
+        forward = MethodType(type(self.block).forward, self.block)
+        if not (self.block.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return _EXACT(functools.partial(forward, **kwargs), *args)
+
+
+_EXACT = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+
+def checkpoint_blocks(blocks: Iterable[Module]) -> None:
+    """Let blocks run again in backward; :func:`drop_checkpoints` undoes it.
+
+    A block that has a switch for it, as those of transformers, uses the switch: then the block leaves its cache of keys
+    and values alone, which a second run would extend. Any other block gets a forward of its own.
+    """
+    for block in blocks:
+        if isinstance(getattr(type(block), "gradient_checkpointing", None), bool):
+            vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=_EXACT)
+        else:
+            vars(block)["forward"] = _RunsAgain(block)
+
+
 def drop_checkpoints(model: Module) -> None:
-    """Give all modules of a model back the checkpoint functions from before :func:`use_checkpoint`."""
+    """Undo :func:`use_checkpoint` and :func:`checkpoint_blocks` in all modules of a model."""
     for module in model.modules():
+        if isinstance(vars(module).get("forward"), _RunsAgain):
+            del vars(module)["forward"]
         for name, _ in _PLACES:
             function = vars(module).get(name)
             while isinstance(function, StoredCheckpoint):
                 function = function.run
                 setattr(module, name, function)
+            if function is _EXACT:
+                del vars(module)["_gradient_checkpointing_func"], vars(module)["gradient_checkpointing"]
 
 
 class CheckpointHandle(contextlib.AbstractContextManager["CheckpointHandle"]):

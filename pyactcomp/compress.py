@@ -21,7 +21,7 @@ from torch.nn import LayerNorm, Module, RMSNorm
 from torch.utils.hooks import RemovableHandle
 
 from . import codec, fusions
-from .checkpoint import StoredCheckpoint, drop_checkpoints, stored_checkpoints
+from .checkpoint import StoredCheckpoint, checkpoint_blocks, drop_checkpoints, stored_checkpoints
 from .compiled import marks
 from .compiled.blocks import called, reason_unavailable, repeating_blocks
 from .config import MIN_BYTES, Config, Exactness, Former, Mode, Skip, Tile, warn_of_former
@@ -36,6 +36,7 @@ from .fusions import FusionState, unfuse
 from .fusions.fusion import is_fused_class
 from .fusions.replaced import calls_are_replaced
 from .fusions.tampering import tampering_reason
+from .layout import Layout
 from .readers.observer import prepare
 
 if TYPE_CHECKING:
@@ -338,6 +339,7 @@ def compress(
     keep_weight_copies: bool = False,
     compile_blocks: bool = False,
     offload: bool | float | str = False,
+    plan: Layout | None = None,
     **former: Unpack[Former],
 ) -> ModelT:
     """Compress the tensors saved by autograd in the forward of ``model``, to 8 bits or without loss.
@@ -352,6 +354,9 @@ def compress(
         :func:`compressed`).
     mode, fuse, fuse_head, tile, group_size, min_bytes, skip, attention, keep_weight_copies, compile_blocks, offload
         As in :class:`Config`.
+    plan : Plan, optional
+        From :func:`pyactcomp.plan`: which blocks to compress and which to run again in backward, in place of ``mode``,
+        ``fuse_head``, ``compile_blocks`` and ``offload``. ``skip`` leaves more modules as they are.
     impl, rounding, seed, on_conflict, unknown
         For this release alone; the warning says what to do instead.
 
@@ -388,6 +393,14 @@ def compress(
     """
     _check_model(model)
     warn_of_former("compress", former)
+    rerun: list[Module] = []
+    if plan is not None:
+        if not isinstance(plan, Layout):
+            raise TypeError(f"plan must be what pyactcomp.plan returns, got {type(plan).__name__}")
+        if mode != "int8" or fuse_head or compile_blocks or offload:
+            raise ValueError("plan= decides mode and fuse_head, without compile_blocks and offload: leave these out")
+        rerun = plan.checkpointed(model)
+        mode, fuse_head, skip = plan.mode or mode, plan.fuse_head, [*skip, *plan.kept()]
     config = Config(
         mode=mode,
         fuse=fuse,
@@ -406,6 +419,10 @@ def compress(
     if any(_sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
     _check_not_shared(model)
+    if plan is not None and plan.mode is None:
+        checkpoint_blocks(rerun)
+        _roots.add(model)
+        return model
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)
     refuse_without_link(config.offload, (parameter.device for parameter in model.parameters()))
@@ -423,6 +440,7 @@ def compress(
         _offer_norms(session, model)
         marks.mark(model, config, skipped)
         session.watch_gradients(model)
+        checkpoint_blocks(rerun)
     except BaseException:
         for _, begun in _sessions(model):
             begun.stop_watching()

@@ -19,7 +19,7 @@ from pyactcomp.estimate.gpus import GPUS, gpu_named
 from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
-from pyactcomp.estimate.training import _repeating
+from pyactcomp.layout import repeating
 
 MODELS = Path(__file__).with_name("estimate_models.py")
 BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
@@ -189,10 +189,10 @@ def test_checkpointing_takes_blocks_of_stages_and_not_stages() -> None:
 
     stages = nn.Sequential(*(stage() for _ in range(2)))
     model = nn.ModuleDict({"stages": stages, "head": nn.Linear(8, 2)})
-    assert list(_repeating(model)) == [each for one in stages for each in one[1]["blocks"]]
+    assert list(repeating(model)) == [each for one in stages for each in one[1]["blocks"]]
     # Most of a block's parameters are not in the two parts that repeat: it stays whole.
     parts = [nn.ModuleDict({"wide": nn.Linear(64, 64), "two": nn.Sequential(block(), block())}) for _ in range(2)]
-    assert list(_repeating(nn.ModuleDict({"parts": nn.ModuleList(parts)}))) == parts
+    assert list(repeating(nn.ModuleDict({"parts": nn.ModuleList(parts)}))) == parts
 
 
 def test_8_bit_optimizer_has_the_state_of_bitsandbytes() -> None:

@@ -37,7 +37,7 @@ def _block(draw: random.Random, kinds: int) -> tuple[Choice, ...]:
 def _chain(draw: random.Random, length: int, kinds: int, equal: bool) -> Chain:
     first = _block(draw, kinds)
     blocks = tuple(first if equal else _block(draw, kinds) for _ in range(length))
-    return Chain(draw.randrange(100, 2000) * MIB, blocks, fixed=draw.randrange(0, 2500) * MIB)
+    return Chain(draw.randrange(100, 2000) * MIB, blocks, fixed=draw.randrange(0, 2500) * MIB, change=20e-6)
 
 
 def _every(chain: Chain) -> list[tuple[int, float, tuple[int, ...]]]:
@@ -84,7 +84,7 @@ def test_more_budget_never_costs_more() -> None:
 def test_equal_plans_are_told_apart_by_their_runs() -> None:
     # Two of the blocks must be packed, any two: the plan packs neighbours.
     block = (Choice("keep", 0.0, 100, 0, 0), Choice("int8", 1e-3, 20, 0, 0))
-    picks = solve(Chain(0, (block,) * 6), 6 * 100 - 2 * 80)
+    picks = solve(Chain(0, (block,) * 6, change=1e-6), 6 * 100 - 2 * 80)
     assert picks is not None
     assert picks.count(1) == 2
     assert sum(a != b for a, b in itertools.pairwise(picks)) == 1

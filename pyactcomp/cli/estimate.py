@@ -17,6 +17,7 @@ from .shared import AsJson, console, numbers_table, print_notes, progress_bar, s
 
 if TYPE_CHECKING:
     from ..estimate import Estimate, ModeEstimate
+    from ..plan import Plan
 
 _QUICK = 2.0  # seconds without a progress bar
 _ROWS_AT_PEAK = 8
@@ -51,6 +52,12 @@ def estimate(
     gpu: Annotated[
         str, typer.Option(help="h100, h200, a100-40, a100-80, 4090, 3090, l4, t4, or a size: 24GiB.")
     ] = "h100",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Also plan what each block does, so that the peak stays within a size (20GiB) or the GPU: auto."
+        ),
+    ] = None,
     largest: Annotated[bool, typer.Option(help="Look for the largest batch and the longest sequence that fit.")] = True,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the curve of a step into this file (needs matplotlib).")
@@ -59,6 +66,8 @@ def estimate(
 ) -> None:
     """Estimate without a GPU the memory of training a model: peaks by mode, and whether they fit."""
     from ..estimate import estimate as run
+    from ..plan import limit_of
+    from ..plan import plan as find
 
     drawing = _drawing(plot)
     progress = progress_bar()
@@ -66,7 +75,10 @@ def estimate(
     patience = threading.Timer(_QUICK, progress.start)
     if progress.console.is_terminal:
         patience.start()
+    planned: Plan | None = None
     try:
+        if budget is not None:
+            limit_of(budget)
         found = run(
             model,
             batch=batch,
@@ -79,6 +91,19 @@ def estimate(
             largest=largest,
             progress=lambda what: progress.update(task, description=what),
         )
+        if budget is not None:
+            planned = find(
+                model,
+                batch,
+                budget=budget,
+                seq=seq,
+                optimizer=optimizer,
+                dtype=dtype,
+                autocast=autocast,
+                gpu=gpu,
+                fuse_head="head" in mode,
+                progress=lambda what: progress.update(task, description=f"plan: {what}"),
+            )
     except PyactcompError as error:
         reason = str(error).partition("\n")[0]
         found = None
@@ -91,9 +116,12 @@ def estimate(
     if drawing is not None:
         drawing(found)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        plan = {} if planned is None else {"plan": planned.to_dict()}
+        typer.echo(json.dumps({**found.as_dict(), **plan}, indent=2))
     else:
         _print(found)
+        if planned is not None:
+            console.print(str(planned), soft_wrap=True)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from ..errors import PyactcompError
-from .gpus import gpu_named
+from .gpus import Gpu, gpu_named
 from .largest import largest_batch, longest_seq
 from .optimizers import maker
 from .process import Child
 from .result import ALLOCATORS, MODES, Estimate, ModeEstimate, Question
+from .sending import send
 
 __all__ = ["ALLOCATORS", "MODES", "Estimate", "ModeEstimate", "estimate"]
 
@@ -83,10 +86,13 @@ def estimate(
     """
     from .recorded import estimated  # the replay needs the native module, which compression does not
 
-    name = model if isinstance(model, str) else _place_of(model)
-    _check(batch, seq, modes, dtype, autocast, optimizer)
+    if isinstance(modes, str) or not modes:
+        raise PyactcompError(f"modes is a list of {', '.join(MODES)}; got {modes!r}")
+    for mode in modes:
+        if mode not in MODES:
+            raise PyactcompError(f"mode is one of {', '.join(MODES)}; got {mode!r}")
     card = gpu_named(gpu)
-    question = Question(name, batch, seq, optimizer, dtype, autocast, gpu)
+    question = question_of(model, batch, seq, optimizer, dtype, autocast, card)
     tell = progress or (lambda _: None)
     tell("loading the model")
     found = []
@@ -105,25 +111,46 @@ def estimate(
                     tell(f"{mode}: the longest sequence")
                     one = longest_seq(one, run, card)
             found.append(one)
-    return Estimate(name, card.name, card.memory, tuple(found))
+    return Estimate(str(question.model), card.name, card.memory, tuple(found))
+
+
+def question_of(
+    model: str | Callable[..., Any] | Module,
+    batch: Any,
+    seq: int | None,
+    optimizer: str,
+    dtype: str | None,
+    autocast: str | None,
+    gpu: Gpu,
+    loss: Callable[..., Any] | None = None,
+) -> Question:
+    """Return what a child process is asked about a training, or raise :class:`PyactcompError`.
+
+    A Module goes to the child with ``batch`` and ``loss``; otherwise ``batch`` is a number.
+    """
+    if isinstance(model, Module):
+        for name, value in (("seq", seq), ("dtype", dtype)):
+            if value is not None:
+                raise PyactcompError(f"a model has its own {name}: leave out {name}={value!r}")
+        _check(1, None, autocast=autocast, optimizer=optimizer)
+        return Question(send(model, batch, loss), 1, None, optimizer, None, autocast, gpu)
+    if loss is not None:
+        raise PyactcompError("loss is for a Module: a function that builds the model returns (model, batch, loss)")
+    _check(batch, seq, dtype=dtype, autocast=autocast, optimizer=optimizer)
+    return Question(model if isinstance(model, str) else _place_of(model), batch, seq, optimizer, dtype, autocast, gpu)
 
 
 def _check(
     batch: object,
     seq: object,
-    modes: Sequence[str],
-    dtype: str | None,
+    *,
+    dtype: str | None = None,
     autocast: str | None,
     optimizer: str,
 ) -> None:
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise PyactcompError(f"{name} is a whole number of at least 1; got {value!r}")
-    if isinstance(modes, str) or not modes:
-        raise PyactcompError(f"modes is a list of {', '.join(MODES)}; got {modes!r}")
-    for mode in modes:
-        if mode not in MODES:
-            raise PyactcompError(f"mode is one of {', '.join(MODES)}; got {mode!r}")
     for name, value in (("dtype", dtype), ("autocast", autocast)):
         if value is not None and value not in DTYPES:
             raise PyactcompError(f"{name} is one of {', '.join(DTYPES)}; got {value!r}")

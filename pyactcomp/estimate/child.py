@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 from ..codec.kernels import none
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
-from .gpus import gpu_named
 from .operators import Operators
 from .programs import builder
 from .result import Question
@@ -20,7 +19,7 @@ from .training import quiet, record
 
 
 def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Read a :class:`Question` and then (mode, batch, seq) until the end, and write an answer to each.
+    """Read a :class:`Question` and then (mode or Layout, batch, seq) until the end, and write an answer to each.
 
     An answer is ``("recorded", Recorded)``, ``("refused", str)`` or ``("failed", str)``, pickled. Each mode runs in a
     fork: so it starts with the addresses, workspaces and classes of a fresh process, and modules are imported once.
@@ -28,11 +27,11 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     quiet()
     none.launch_nothing()
     question: Question = pickle.load(requests)
-    gpu = gpu_named(question.gpu)
+    gpu = question.gpu
     private.pretend(gpu.properties, native.live)
     native.set_device(gpu.major, gpu.minor, gpu.workspace)
     try:
-        Operators.serve(native)
+        operators = Operators.serve(native, gpu)
         build = builder(question.model)
     except PyactcompError as error:
         _write(answers, ("refused", str(error)))
@@ -49,7 +48,7 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
         asked = dataclasses.replace(question, batch=batch, seq=seq)
         process = os.fork()
         if process == 0:
-            _write(answers, _answer(native, build, asked, mode))
+            _write(answers, _answer(native, build, asked, mode, operators))
             sys.stderr.flush()
             os._exit(0)
         _, status = os.waitpid(process, 0)
@@ -57,9 +56,9 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
             _write(answers, ("failed", f"the process of mode {mode} ended with status {status}"))
 
 
-def _answer(native: Any, build: Any, asked: Question, mode: str) -> tuple[str, Any]:
+def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Operators) -> tuple[str, Any]:
     try:
-        return "recorded", record(native, build, asked, mode, native.reads)
+        return "recorded", record(native, build, asked, mode, native.reads, operators)
     except PyactcompError as error:
         return "refused", str(error)
     except Exception as error:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+
+import torch
+from torch.nn import Module
 
 from ..errors import PyactcompError
 
 GIB = 1 << 30
 MIB = 1 << 20
+
+# What large kernels reach of a data sheet's rates.
+_REACHED_FLOPS, _REACHED_BYTES = 0.6, 0.85
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,11 @@ class Gpu:
     processors : int
     optin : int
         Shared memory of a block, in bytes.
+    tera_half, tera_single : float
+        10**12 FLOPs a second of matrix products, as the data sheet has them: of 16-bit elements without sparsity, and
+        of float32 without TF32.
+    tera_bytes : float
+        10**12 bytes a second of the memory, as the data sheet has them.
     context : int
         Bytes that CUDA takes before the first tensor: code of torch's kernels, stacks, tables.
     """
@@ -36,7 +47,19 @@ class Gpu:
     minor: int
     processors: int
     optin: int
+    tera_half: float
+    tera_single: float
+    tera_bytes: float
     context: int = 520 * MIB
+
+    def flops(self, wide: bool) -> float:
+        """Return the FLOPs a second that products of 16-bit elements reach, or of wider ones."""
+        return _REACHED_FLOPS * 1e12 * (self.tera_single if wide else self.tera_half)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that kernels reach."""
+        return _REACHED_BYTES * 1e12 * self.tera_bytes
 
     @property
     def workspace(self) -> int:
@@ -66,14 +89,14 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 85_017_755_648, 9, 0, 132, 232_448),
-    "h200": Gpu("NVIDIA H200", 150_109_880_320, 9, 0, 132, 232_448),
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_297_786_368, 8, 0, 108, 166_912),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_094_105_088, 8, 0, 108, 166_912),
-    "4090": Gpu("NVIDIA GeForce RTX 4090", 25_386_352_640, 8, 9, 128, 101_376),
-    "3090": Gpu("NVIDIA GeForce RTX 3090", 25_298_141_184, 8, 6, 82, 101_376),
-    "l4": Gpu("NVIDIA L4", 23_659_151_360, 8, 9, 58, 101_376),
-    "t4": Gpu("Tesla T4", 15_655_829_504, 7, 5, 40, 65_536),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 85_017_755_648, 9, 0, 132, 232_448, 989.0, 67.0, 3.35),
+    "h200": Gpu("NVIDIA H200", 150_109_880_320, 9, 0, 132, 232_448, 989.0, 67.0, 4.8),
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_297_786_368, 8, 0, 108, 166_912, 312.0, 19.5, 1.555),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_094_105_088, 8, 0, 108, 166_912, 312.0, 19.5, 2.039),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 25_386_352_640, 8, 9, 128, 101_376, 165.0, 82.6, 1.008),
+    "3090": Gpu("NVIDIA GeForce RTX 3090", 25_298_141_184, 8, 6, 82, 101_376, 71.0, 35.6, 0.936),
+    "l4": Gpu("NVIDIA L4", 23_659_151_360, 8, 9, 58, 101_376, 121.0, 30.3, 0.3),
+    "t4": Gpu("Tesla T4", 15_655_829_504, 7, 5, 40, 65_536, 65.0, 8.1, 0.32),
 }
 ALIASES = {"a100": "a100-80", "rtx4090": "4090", "rtx3090": "3090"}
 
@@ -100,4 +123,28 @@ def gpu_named(text: str) -> Gpu:
     if memory < GIB:
         raise PyactcompError(f"a GPU has at least 1 GiB; got {text!r}")
     h100 = GPUS["h100"]
-    return Gpu(text.strip(), memory, h100.major, h100.minor, h100.processors, h100.optin)
+    return replace(h100, name=text.strip(), memory=memory)
+
+
+def gpu_of(text: str | None, model: object) -> Gpu:
+    """Return a GPU by its name or size; without one the GPU that a model is on, or else an H100.
+
+    A GPU that is not in :data:`GPUS` has the rates of the H100: of several choices they tell which takes longer.
+    """
+    if text is not None:
+        return gpu_named(text)
+    parameters = model.parameters() if isinstance(model, Module) else iter(())
+    device = next((each.device for each in parameters if each.is_cuda), None)
+    if device is None:
+        return GPUS["h100"]
+    found = torch.cuda.get_device_properties(device)
+    known = next((each for each in GPUS.values() if each.name == found.name), GPUS["h100"])
+    return replace(
+        known,
+        name=found.name,
+        memory=found.total_memory,
+        major=found.major,
+        minor=found.minor,
+        processors=found.multi_processor_count,
+        optin=int(getattr(found, "shared_memory_per_block_optin", known.optin)),
+    )

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
+from .gpus import Gpu
 from .kernel_memory import PRODUCTS, blocks_of
 
 _serving: Operators | None = None
+_HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class _Plan:
     result: Any
     blocks: list[int]
     multiplies: bool
+    seconds: float
 
 
 class Operators:
@@ -73,10 +76,15 @@ class Operators:
     ----------
     reads : dict of str to int
         Operators whose answer depends on values, and how often each was asked; the answer was True.
+    seconds : float
+        What the operators so far take at least: the GPU's peak rates for their FLOPs, or for the bytes that they read
+        and write, whichever takes longer. Not counted: kernels of this package, and operators that write in place.
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, gpu: Gpu) -> None:
         self._native = native
+        self._gpu = gpu
+        self.seconds = 0.0
         self._mode = private.fake_mode()
         self._plans: dict[Any, _Plan] = {}
         self.reads: dict[str, int] = {}
@@ -86,11 +94,11 @@ class Operators:
         self._registrations = private.serve_others(self, whole)
 
     @classmethod
-    def serve(cls, native: Any) -> Operators:
+    def serve(cls, native: Any, gpu: Gpu) -> Operators:
         """Return the operators of this process, which they serve until its end."""
         global _serving
         if _serving is None:
-            _serving = cls(native)
+            _serving = cls(native, gpu)
         return _serving
 
     def __call__(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +117,7 @@ class Operators:
         result = self._made(plan.result, tensors, made)
         if plan.blocks:
             self._native.temporary(plan.blocks)
+        self.seconds += plan.seconds
         return result
 
     def _made(self, result: Any, tensors: list[Tensor], made: dict[int, Tensor]) -> Any:
@@ -163,7 +172,19 @@ class Operators:
         identities = {id(each): index for index, each in enumerate(fakes)}
         result = self._described(out, tensors, identities, owners, {})
         name = operator._schema.name.partition("::")[2]
-        return _Plan(result, blocks_of(operator, args, kwargs), name in PRODUCTS)
+        seconds = self._roofline(operator, fake_args, fake_kwargs, out, result, fakes)
+        return _Plan(result, blocks_of(operator, args, kwargs), name in PRODUCTS, seconds)
+
+    def _roofline(self, operator: Any, args: Any, kwargs: Any, out: Any, result: Any, read: list[Tensor]) -> float:
+        """Return the seconds that an operator takes at least; zero for one that only returns views."""
+        results = result if type(result) in (tuple, list) else (result,)
+        written = sum(each.nbytes for each in results if type(each) is _New)
+        if not written:
+            return 0.0
+        moved = written + sum(each.numel() * each.itemsize for each in read)
+        wide = any(each.itemsize > _HALF_BYTES for each in read if each.is_floating_point())
+        flops = private.flops(operator, args, kwargs, out)
+        return max(flops / self._gpu.flops(wide), moved / self._gpu.bandwidth)
 
     def _described(
         self,

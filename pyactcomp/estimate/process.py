@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import ImplementationUnavailableError, PyactcompError
+from ..layout import Layout
 from ..torch_private import extensions
 from .result import Question, Recorded
 
@@ -48,6 +49,8 @@ with os.fdopen(int(descriptor), "wb") as answers:
     answer(native, sys.stdin.buffer, answers)
 """
 
+_INSIDE = "PYACTCOMP_PHANTOM"  # set in a child's environment
+
 
 class Child:
     """A child process that answers one question in several modes; a context manager.
@@ -65,10 +68,16 @@ class Child:
     """
 
     def __init__(self, question: Question) -> None:
+        if _INSIDE in os.environ:
+            raise PyactcompError(
+                "this program estimates or plans while a child process imports it for a model's classes: put what it "
+                'runs under `if __name__ == "__main__":`'
+            )
         self._errors = tempfile.TemporaryFile()
         reading, writing = os.pipe()
         environment = {
             **os.environ,
+            _INSIDE: "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "HF_HUB_OFFLINE": "1",
@@ -97,8 +106,8 @@ class Child:
             self.close()
             raise
 
-    def record(self, mode: str, batch: int, seq: int | None) -> Recorded:
-        """Return the events of a training in a mode.
+    def record(self, mode: str | Layout, batch: int, seq: int | None) -> Recorded:
+        """Return the events of a training in a mode, or by a layout of the blocks.
 
         Raises
         ------

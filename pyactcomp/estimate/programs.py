@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PyactcompError
+from .sending import receive
 
 _SEQ = 1024
 
@@ -33,14 +34,21 @@ class Program:
 Build = Callable[[int, "int | None", "torch.dtype | None"], Program]
 
 
-def builder(model: str) -> Build:
+def builder(model: str | bytes) -> Build:
     """Return the function of batch, sequence length and dtype that builds a program.
+
+    A model that was sent with its batch has that batch alone.
 
     Raises
     ------
     PyactcompError
         If the model cannot be found; the error names the missing file.
     """
+    if isinstance(model, bytes):
+        received, values, loss = receive(model)
+        values = _on_device(values)
+        program = Program(received, _loss_of(received, values, loss), _tensors(values), None)
+        return lambda batch, seq, dtype: program
     kind, _, rest = model.partition(":")
     if kind == "timm" and rest:
         return _of_timm(rest)
@@ -122,7 +130,7 @@ def _loss_of(model: nn.Module, values: Any, criterion: Callable[..., Any] | None
         else:
             out = model(values)
         if criterion is not None:
-            out = criterion(out, values) if len(inspect.signature(criterion).parameters) > 1 else criterion(out)
+            out = criterion(out, values) if _takes_batch(criterion) else criterion(out)
         elif isinstance(out, Mapping) and "loss" in out:
             out = out["loss"]
         elif hasattr(out, "loss"):
@@ -133,6 +141,14 @@ def _loss_of(model: nn.Module, values: Any, criterion: Callable[..., Any] | None
         return out
 
     return loss
+
+
+def _takes_batch(criterion: Callable[..., Any]) -> bool:
+    """Return whether a loss takes the batch beside the output."""
+    try:
+        return len(inspect.signature(criterion).parameters) > 1
+    except ValueError:  # of torch's functions, some tell no parameters
+        return False
 
 
 def _of_timm(name: str) -> Build:
@@ -208,7 +224,10 @@ def _class_of(config: Any) -> tuple[Any, str]:
         ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "tokens"),
         ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "images"),
     )
-    served = [(name, kind) for name, mapping, kind in kinds if type(config) in getattr(auto, mapping)]
+    # The look-up imports the model's module: here once, and not in each fork.
+    served = [
+        (name, kind) for name, mapping, kind in kinds if getattr(auto, mapping).get(type(config), None) is not None
+    ]
     # Encoders have a head for generation too: without a name of the head, a masked model is one.
     named = " ".join(getattr(config, "architectures", None) or ())
     if "MaskedLM" in named or not named:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .gpus import Gpu
+
 MODES = ("plain", "lossless", "int8", "int8+head", "checkpoint", "int8+checkpoint", "int8+head+checkpoint")
 ALLOCATORS = ("native", "expandable", "pyactcomp")
 
@@ -15,27 +17,53 @@ class Question:
 
     Attributes
     ----------
-    model : str
-        As :func:`pyactcomp.estimate` takes it.
+    model : str or bytes
+        As :func:`pyactcomp.estimate` takes it; bytes are a model and its batch, from :mod:`.sending`.
     batch, seq : int or None
     optimizer : str
     dtype, autocast : str or None
         Of the weights; of autocast's regions.
-    gpu : str
+    gpu : Gpu
     """
 
-    model: str
+    model: str | bytes
     batch: int | None
     seq: int | None
     optimizer: str
     dtype: str | None
     autocast: str | None
-    gpu: str
+    gpu: Gpu
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """Where the steady step runs a block, as numbers of events, and how long by the roofline.
+
+    Attributes
+    ----------
+    name : str
+        The qualified name.
+    began, ended : int
+        Of the forward.
+    done : int
+        At the last gradient of a parameter.
+    seconds : tuple of float
+        Of the forward, and of the backward.
+    """
+
+    name: str
+    began: int
+    ended: int
+    done: int
+    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Findings of a child process for one mode: bytes by part, and the allocator's events."""
+    """Findings of a child process for one mode: bytes by part, and the allocator's events.
+
+    ``blocks`` are those that repeat, each run once by the steady step and trained, in the order of the forward.
+    """
 
     batch: int
     seq: int | None
@@ -45,6 +73,7 @@ class Recorded:
     labels: tuple[str, ...]
     gradients: tuple[int, ...]
     notes: tuple[str, ...]
+    blocks: tuple[BlockRun, ...] = ()
 
 
 @dataclass(frozen=True)

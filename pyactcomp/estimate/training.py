@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint import checkpoint_blocks
 from ..compress import compress
 from ..errors import PyactcompError
+from ..layout import Layout, repeating
 from ..torch_private import phantom as private
+from .operators import Operators
 from .optimizers import maker
 from .programs import Build
-from .result import Question, Recorded
+from .result import BlockRun, Question, Recorded
 
 STEPS = 3
-# The share of a module's parameters above which the blocks inside make it a stage.
-_STAGE = 0.8
 #: Labels of memory that no module asked for.
 PHASES = ("backward", "weights and batch", "optimizer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def record(native: Any, build: Build, question: Question, mode: str, reads: Callable[[], int]) -> Recorded:
+def record(
+    native: Any, build: Build, question: Question, mode: str | Layout, reads: Callable[[], int], operators: Operators
+) -> Recorded:
     """Build the model, run the steps in a mode, and return the allocator's events with marks.
 
     Raises
@@ -53,10 +56,13 @@ def record(native: Any, build: Build, question: Question, mode: str, reads: Call
     enabled = question.autocast is not None
     region = torch.autocast("cuda", DTYPES[question.autocast or "bfloat16"], enabled=enabled)
     gradients: tuple[int, ...] = ()
-    with labels.named(model):
+    blocks = _Blocks(native, operators, model) if isinstance(mode, Layout) else None
+    with labels.named(model, blocks):
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=True)
             mark(f"zeroed{step}")
+            if blocks is not None:
+                blocks.begin()
             with region:
                 loss = program.loss()
             mark(f"forward{step}")
@@ -81,6 +87,7 @@ def record(native: Any, build: Build, question: Question, mode: str, reads: Call
         labels=tuple(labels.names),
         gradients=gradients,
         notes=_notes(reads()),
+        blocks=() if blocks is None else blocks.runs(),
     )
 
 
@@ -96,7 +103,10 @@ def _bytes(tensors: Any) -> int:
     return sum(-(-size // 512) * 512 for size in storages.values())
 
 
-def _apply(mode: str, model: nn.Module) -> None:
+def _apply(mode: str | Layout, model: nn.Module) -> None:
+    if isinstance(mode, Layout):
+        compress(model, plan=mode)
+        return
     if mode == "lossless":
         compress(model, mode="lossless")
     elif mode.startswith("int8"):
@@ -111,34 +121,57 @@ def _checkpoint(model: nn.Module) -> None:
     if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
-    blocks = list(_repeating(model))
+    blocks = list(repeating(model))
     if not blocks:
         raise PyactcompError(
             "mode 'checkpoint' takes blocks that repeat, in a ModuleList or Sequential: there are none"
         )
-    run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    for block in blocks:
-        block.forward = functools.partial(run, block.forward)
+    checkpoint_blocks(blocks)
 
 
-def _repeating(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks: children of one container, of one class, that have children themselves.
+class _Blocks:
+    """Notes where a step runs the blocks that repeat: the forward of each, and its last gradient."""
 
-    A stage that consists of such blocks is no block: its blocks are.
-    """
-    for child in module.children():
-        blocks = list(child.children())
-        same = isinstance(child, (nn.ModuleList, nn.Sequential)) and len({type(each) for each in blocks}) == 1
-        if same and len(blocks) > 1 and any(True for _ in blocks[0].children()):
-            for block in blocks:
-                inner = list(_repeating(block))
-                yield from inner if _size(inner) > _STAGE * _size([block]) else [block]
-        else:
-            yield from _repeating(child)
+    def __init__(self, native: Any, operators: Operators, model: nn.Module) -> None:
+        self._now: Callable[[], tuple[int, float]] = lambda: (native.count(), operators.seconds)
+        names = {module: name for name, module in model.named_modules()}
+        self._names = {block: names[block] for block in repeating(model)}
+        for block in self._names:
+            for parameter in block.parameters():
+                if parameter.requires_grad:
+                    # Not a hook on a tensor of the block: the engine would store more.
+                    hook = functools.partial(self._done, block)
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self.begin()
 
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._names
 
-def _size(modules: Iterable[nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._calls: dict[nn.Module, list[tuple[tuple[int, float], tuple[int, float]]]] = {}
+        self._ends: dict[nn.Module, tuple[int, float]] = {}
+
+    def run(self, block: nn.Module, forward: Callable[[], Any]) -> Any:
+        before = self._now()
+        out = forward()
+        self._calls.setdefault(block, []).append((before, self._now()))
+        return out
+
+    def _done(self, block: nn.Module, _: Tensor) -> None:
+        self._ends[block] = self._now()
+
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Return the blocks that the last step ran once and trained, in the order of the forward."""
+        once = {block: calls[0] for block, calls in self._calls.items() if len(calls) == 1 and block in self._ends}
+        found = []
+        last = 0.0  # backward comes from the last block to the first: each begins where the one after it is done
+        for block, (before, after) in sorted(once.items(), key=lambda each: each[1][0], reverse=True):
+            done, spent = self._ends[block]
+            backward = max(spent - max(last, after[1]), 0.0)
+            last = spent
+            found.append(BlockRun(self._names[block], before[0], after[0], done, (after[1] - before[1], backward)))
+        return tuple(found[::-1])
 
 
 class _Labels:
@@ -158,7 +191,7 @@ class _Labels:
             self._native.set_label(before)
 
     @contextmanager
-    def named(self, model: nn.Module) -> Iterator[None]:
+    def named(self, model: nn.Module, blocks: _Blocks | None = None) -> Iterator[None]:
         first = len(self.names)
         numbers = {id(module): first + index for index, (_, module) in enumerate(model.named_modules())}
         self.names += [name or type(model).__name__ for name, _ in model.named_modules()]
@@ -171,6 +204,8 @@ class _Labels:
                 return original(module, *args, **kwargs)
             before = self._native.set_label(number)
             try:
+                if blocks is not None and module in blocks:
+                    return blocks.run(module, lambda: original(module, *args, **kwargs))
                 return original(module, *args, **kwargs)
             finally:  # also after a module that raises: a checkpointed block stops in its middle
                 self._native.set_label(before)

@@ -1,1 +1,124 @@
 """Plans which blocks of a model keep, compress or run again under a budget of memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from ..errors import PyactcompError
+from ..estimate import question_of
+from ..estimate.gpus import Gpu, gpu_of
+from ..estimate.process import Child
+from ..layout import CHOICES
+from .planner import Planner
+from .result import Plan
+
+__all__ = ["CHOICES", "Plan", "limit_of", "plan"]
+
+
+def plan(
+    model: str | Callable[..., Any] | Module,
+    batch: Any = 8,
+    *,
+    budget: int | str,
+    seq: int | None = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: str = "adamw",
+    dtype: str | None = None,
+    autocast: str | None = None,
+    gpu: str | None = None,
+    choices: Sequence[str] = CHOICES,
+    fuse_head: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> Plan:
+    """Find what each block of a model does, so that a training step stays within a budget and takes the least time.
+
+    A child process measures each choice, and then the plan, by training steps on tensors without memory, as
+    :func:`pyactcomp.estimate` does; where the plan misses the budget, the next one is found with the difference.
+
+    Parameters
+    ----------
+    model : Module, str or callable
+        A model, not compressed and not checkpointed, which stays as it is; or the name or function of one, as
+        :func:`pyactcomp.estimate` takes it.
+    batch : object
+        The largest batch of the training. For a Module the batch itself, on any device: a tensor, a dict of keyword
+        arguments, or a tuple of arguments; otherwise the number of samples.
+    budget : int or str
+        The most bytes that tensors may take at once, as ``torch.cuda.max_memory_allocated`` counts them: a number, or
+        a text like ``"20GiB"``. ``"auto"``: what is free on the GPU that the model is on, or all of ``gpu`` but CUDA's
+        own memory. Allocators reserve more; the plan says how much.
+    seq, dtype : optional
+        As for :func:`pyactcomp.estimate`; not for a Module, which has its own.
+    loss : callable, optional
+        For a Module that does not return its loss: a function of the output, or of the output and the batch, at the top
+        of a module.
+    optimizer, autocast, gpu
+        As for :func:`pyactcomp.estimate`. By default the GPU that the model is on, or else an H100.
+    choices : sequence of str
+        What blocks may do: ``keep``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``.
+    fuse_head : bool
+        As for :func:`pyactcomp.compress`, in plans that compress to 8 bits.
+    progress : callable, optional
+        Called with the name of each stage as it begins.
+
+    Returns
+    -------
+    Plan
+        For :func:`pyactcomp.compress`.
+
+    Raises
+    ------
+    PyactcompError
+        If no plan is within the budget: the error names the smallest budget that has one. And where
+        :func:`pyactcomp.estimate` raises.
+
+    Examples
+    --------
+    >>> import pyactcomp
+    >>> plan = pyactcomp.plan(model, batch, budget="20GiB", optimizer="adamw:fused")  # doctest: +SKIP
+    >>> print(plan)  # doctest: +SKIP
+    >>> pyactcomp.compress(model, plan=plan)  # doctest: +SKIP
+    """
+    wrong = [each for each in choices if each not in CHOICES]
+    if isinstance(choices, str) or not choices or wrong:
+        raise PyactcompError(f"choices is a list of {', '.join(CHOICES)}; got {choices!r}")
+    limit = limit_of(budget)
+    card = gpu_of(gpu, model)
+    limit = _free(card, model) if limit is None else limit
+    question = question_of(model, batch, seq, optimizer, dtype, autocast, card, loss)
+    with Child(question) as child:
+        return Planner(child, question, tuple(choices), fuse_head, progress or (lambda _: None)).within(limit)
+
+
+def limit_of(budget: object) -> int | None:
+    """Return a budget in bytes, None for ``"auto"``.
+
+    Raises
+    ------
+    PyactcompError
+        For anything else.
+    """
+    if budget == "auto":
+        return None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    if isinstance(budget, str):
+        from .._core import SimulatedDevice  # reads sizes; compression does not need the native module
+
+        with contextlib.suppress(ValueError):
+            return SimulatedDevice(budget).capacity
+    raise PyactcompError(f'budget is a number of bytes above 0, a text like "20GiB", or "auto"; got {budget!r}')
+
+
+def _free(card: Gpu, model: object) -> int:
+    """Return the bytes that tensors may take: on the GPU that a model is on, or else on an empty one."""
+    parameters = model.parameters() if isinstance(model, Module) else iter(())
+    device = next((each.device for each in parameters if each.is_cuda), None)
+    if device is None:
+        return card.memory - card.context
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)

@@ -10,12 +10,10 @@ later ones, and the last block needs its temporaries on top of what all blocks s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-CHANGE_S = 20e-6
-"""Seconds that a change of the choice between neighbours counts: equal plans are told apart by their runs."""
 
 
 class Choice(NamedTuple):
@@ -53,12 +51,15 @@ class Chain:
         The peak of all that runs outside of the blocks, such as the optimizer's step.
     seconds : float
         Time beside the blocks that other chains do not take.
+    change : float
+        Seconds that a change of the choice between neighbours counts, so that equal plans are told apart by their runs.
     """
 
     base: int
     blocks: tuple[tuple[Choice, ...], ...]
     fixed: int = 0
     seconds: float = 0.0
+    change: float = 0.0
 
     def peak(self, picks: Sequence[int]) -> int:
         """Return the peak, in bytes, of the choices with these indices."""
@@ -71,10 +72,10 @@ class Chain:
         return peak
 
     def cost(self, picks: Sequence[int]) -> float:
-        """Return the seconds of the choices with these indices, with :data:`CHANGE_S` for each change."""
+        """Return the seconds of the choices with these indices, and of their changes."""
         chosen = [block[pick] for block, pick in zip(self.blocks, picks, strict=True)]
-        changes = sum(a.name != b.name for a, b in zip(chosen, chosen[1:], strict=False))
-        return self.seconds + sum(choice.seconds for choice in chosen) + CHANGE_S * changes
+        changes = sum(a.name != b.name for a, b in itertools.pairwise(chosen))
+        return self.seconds + sum(choice.seconds for choice in chosen) + self.change * changes
 
     def smallest(self) -> int:
         """Return the smallest budget for which there is a plan, in bytes."""
@@ -123,7 +124,7 @@ def solve(chain: Chain, budget: int) -> list[int] | None:
         grown = [
             _Label(
                 label.stored + choice.stored,
-                label.cost + choice.seconds + (CHANGE_S if label.name not in ("", choice.name) else 0.0),
+                label.cost + choice.seconds + (chain.change if label.name not in ("", choice.name) else 0.0),
                 pick,
                 choice.name,
                 label,
@@ -132,7 +133,7 @@ def solve(chain: Chain, budget: int) -> list[int] | None:
             for label in labels
             if _allows(choice, label.stored, budget)
         ]
-        labels = _unbeaten(grown)
+        labels = _unbeaten(grown, chain.change)
     if not labels:
         return None
     last: _Label | None = min(labels, key=lambda label: label.cost)
@@ -143,13 +144,13 @@ def solve(chain: Chain, budget: int) -> list[int] | None:
     return picks[::-1]
 
 
-def _unbeaten(labels: list[_Label]) -> list[_Label]:
+def _unbeaten(labels: list[_Label], change: float) -> list[_Label]:
     """Return the labels that no other one beats: with fewer bytes, and cheaper even if it has to change the choice."""
     kept: list[_Label] = []
     cheapest = float("inf")
     of_name: dict[str, float] = {}
     for label in sorted(labels, key=lambda label: (label.stored, label.cost)):
-        if label.cost < of_name.get(label.name, float("inf")) and label.cost < cheapest + CHANGE_S:
+        if label.cost < of_name.get(label.name, float("inf")) and label.cost < cheapest + change:
             kept.append(label)
             of_name[label.name] = label.cost
             cheapest = min(cheapest, label.cost)

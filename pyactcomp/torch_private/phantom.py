@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils.flop_counter import flop_registry
 
 #: Errors of an operator whose result depends on values, and of one without a function for shapes.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -120,6 +121,12 @@ def fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
 def meta_storage(nbytes: int) -> torch.UntypedStorage:
     """Return a storage without memory."""
     return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+
+
+def flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the FLOPs of an operator by torch's formulas; zero for one without, such as an elementwise one."""
+    formula = flop_registry.get(operator._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

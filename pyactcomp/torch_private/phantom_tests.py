@@ -41,7 +41,14 @@ def _test_fake() -> None:
     assert phantom.storage_key(out) == phantom.storage_key(claimed)
 
 
+def _test_flops() -> None:
+    a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
+    assert phantom.flops(torch.ops.aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert phantom.flops(torch.ops.aten.relu.default, (a,), {}, a) == 0
+
+
 TESTS: dict[str, Callable[[], None]] = {
     "torch._C._dispatch_get_registrations_for_dispatch_key, _dispatch_has_kernel": _test_operators,
     "torch._subclasses.fake_tensor.FakeTensor; UntypedStorage._cdata": _test_fake,
+    "torch.utils.flop_counter.flop_registry, OpOverload._overloadpacket": _test_flops,
 }

@@ -1,0 +1,166 @@
+"""Finds the best plan for a budget: measures, solves, simulates the plan, and solves again with the difference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from ..config import Mode
+from ..errors import PyactcompError
+from ..estimate.process import Child
+from ..estimate.result import ModeEstimate, Question, Recorded
+from ..layout import Layout
+from .chain import Chain, solve
+from .result import Plan, size_text
+from .tables import Table, chain_of, roofline, table_of
+
+# Each round simulates a plan. Three find the budget's last percent in nearly all cases.
+_ROUNDS = 6
+_MODES: tuple[Mode | None, ...] = (None, "lossless", "int8")
+
+
+class Planner:
+    """Measures layouts of one model's blocks, each once, and finds the best."""
+
+    def __init__(
+        self,
+        child: Child,
+        question: Question,
+        choices: tuple[str, ...],
+        fuse_head: bool,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._child, self._question, self._card, self._fuse_head = child, question, question.gpu, fuse_head
+        self._tell = tell
+        self._runs: dict[Layout, tuple[Recorded, ModeEstimate]] = {}
+        self._kept, _ = self._run(Layout(None, ()), "keep")
+        self._names = [each.name for each in self._kept.blocks]
+        if not self._names:
+            raise PyactcompError(
+                "the model has no blocks to plan: modules of one class, with children of their own, in a ModuleList or "
+                "Sequential, that a step runs once and trains"
+            )
+        self._choices = choices
+
+    def _run(self, layout: Layout, what: str) -> tuple[Recorded, ModeEstimate]:
+        from ..estimate.recorded import estimated  # the replay needs the native module, which compression does not
+
+        if layout not in self._runs:
+            self._tell(what)
+            recorded = self._child.record(layout, self._question.batch or 1, self._question.seq)
+            self._runs[layout] = recorded, estimated(recorded, what, self._card)
+        return self._runs[layout]
+
+    def peak(self, layout: Layout) -> int:
+        """Return the peak of a training by a layout, in bytes."""
+        return _peak(self._run(layout, "simulating the plan")[1])
+
+    def layout(self, mode: Mode | None, choices: Sequence[str]) -> Layout:
+        """Return the layout of these choices, in the order of the blocks."""
+        if mode is None and set(choices) == {"keep"}:
+            return Layout(None, ())
+        blocks = tuple(zip(self._names, choices, strict=True))
+        return Layout(mode, blocks, self._fuse_head and mode == "int8")
+
+    def _uniform(self, mode: Mode | None, choice: str) -> Table:
+        layout = self.layout(mode, [choice] * len(self._names))
+        recorded, _ = self._run(layout, choice if mode in (None, choice) else f"{choice}, the rest {mode}")
+        table = table_of(recorded)
+        if table.names != tuple(self._names):
+            raise PyactcompError(f"with {choice} the blocks ran in another order: {table.names} after {self._names}")
+        return table
+
+    @functools.cached_property
+    def chains(self) -> dict[Mode | None, Chain]:
+        """Return the chain of blocks of each mode; a model has one mode."""
+        kept = self._uniform(None, "keep")
+        chains: dict[Mode | None, Chain] = {}
+        for mode in _MODES:
+            suits = [c for c in self._choices if c in ("keep", "checkpoint") or (mode and c.startswith(mode))]
+            if not suits or (mode and not any(c.startswith(mode) for c in suits)):
+                continue
+            # What the rest stores without loss differs little by the blocks: the tables of an uncompressed rest serve.
+            tables = {c: self._uniform(mode if mode == "int8" or c == mode else None, c) for c in suits}
+            seconds = roofline(self._kept, {"keep": kept, **tables}, self._card.bandwidth)
+            saved = max(kept.base - min(each.base for each in tables.values()), 0)
+            chains[mode] = chain_of(tables, seconds, 2 * saved / self._card.bandwidth)
+        return chains
+
+    def within(self, limit: int) -> Plan:
+        """Return the plan for a budget."""
+        _, kept = self._run(Layout(None, ()), "keep")
+        if "keep" in self._choices and _peak(kept) <= limit:
+            return self._plan(limit, Layout(None, ()), sum(sum(each.seconds) for each in self._kept.blocks))
+        chains = self.chains
+        found: dict[Layout, float] = {}
+        # What the chains do not see: ends of blocks of memory, and where choices meet.
+        miss = dict.fromkeys(chains, 0)
+        for mode, chain in chains.items():
+            for index, choice in enumerate(chain.blocks[0]):
+                if self.layout(mode, [choice.name] * len(self._names)) in self._runs:
+                    same = [index] * len(self._names)
+                    peak = self._consider(limit, mode, chain, same, found)
+                    miss[mode] = max(miss[mode], peak - chain.peak(same))
+        for _ in range(_ROUNDS):
+            solved = [(mode, solve(chain, limit - miss[mode])) for mode, chain in chains.items()]
+            best = min(
+                ((chains[mode].cost(picks), index) for index, (mode, picks) in enumerate(solved) if picks is not None),
+                default=None,
+            )
+            if best is None:
+                break
+            mode, picks = solved[best[1]]
+            assert picks is not None
+            peak = self._consider(limit, mode, chains[mode], picks, found)
+            more = peak - chains[mode].peak(picks)
+            if more == miss[mode]:
+                break
+            miss[mode] = more
+        if not found:
+            smallest = self._smallest(limit, chains, found)
+            if smallest is not None:
+                raise PyactcompError(
+                    f"no plan is within the budget of {size_text(limit)}: the smallest budget that has one is "
+                    f"{smallest} bytes ({size_text(smallest)}); a smaller batch or an 8-bit optimizer needs less"
+                )
+        layout = min(found, key=lambda each: found[each])
+        return self._plan(limit, layout, found[layout])
+
+    def _consider(
+        self, limit: int, mode: Mode | None, chain: Chain, picks: Sequence[int], found: dict[Layout, float]
+    ) -> int:
+        """Run the choices with these indices, note them with their cost if they fit, and return the peak."""
+        layout = self.layout(mode, [block[pick].name for block, pick in zip(chain.blocks, picks, strict=True)])
+        peak = self.peak(layout)
+        if peak <= limit:
+            found[layout] = chain.cost(picks)
+        return peak
+
+    def _smallest(self, limit: int, chains: dict[Mode | None, Chain], found: dict[Layout, float]) -> int | None:
+        """Return the least peak of all that ran and of the smallest plans; None if one of these fits."""
+        for mode, chain in chains.items():
+            picks = solve(chain, chain.smallest())
+            assert picks is not None
+            self._consider(limit, mode, chain, picks, found)
+        return None if found else min(_peak(estimate) for _, estimate in self._runs.values())
+
+    def _plan(self, limit: int, layout: Layout, seconds: float) -> Plan:
+        _, estimate = self._runs[layout]
+        _, kept = self._runs[Layout(None, ())]
+        return Plan(
+            mode=layout.mode,
+            blocks=layout.blocks or tuple((name, "keep") for name in self._names),
+            fuse_head=layout.fuse_head,
+            budget=limit,
+            peak=_peak(estimate),
+            reserved=estimate.peak_reserved,
+            kept_peak=_peak(kept),
+            seconds=seconds,
+            kept_seconds=sum(sum(each.seconds) for each in self._kept.blocks),
+            measured=False,
+            gpu=self._card.name,
+        )
+
+
+def _peak(estimate: ModeEstimate) -> int:
+    return max(estimate.peak_allocated, estimate.first_step)
