@@ -69,6 +69,21 @@ def test_peaks_are_within_budgets_and_more_budget_takes_less_time(model: str, ba
 
 
 @pytest.mark.slow
+def test_measured_seconds_decide() -> None:
+    steps = {"keep": 0.2, "int8": 0.1, "checkpoint": 0.3}
+    chosen = {"choices": tuple(steps), "seconds": steps}
+    plan = pyactcomp.plan(f"{MODELS}:short_mlp", 64, budget="1GiB", **chosen)
+    assert {choice for _, choice in plan.blocks} == {"int8"}  # faster, though nothing has to be saved
+    assert plan.measured
+    assert plan.slowdown == pytest.approx(0.5)
+    assert "time of the step 0.50x of 200 ms (measured)" in str(plan)
+    with pytest.raises(PyactcompError, match=r"seconds gives numbers above 0 for checkpoint, int8, keep; got .*nan"):
+        pyactcomp.plan(f"{MODELS}:mlp", budget="1GiB", choices=tuple(steps), seconds={**steps, "int8": float("nan")})
+    with pytest.raises(PyactcompError, match=r"for checkpoint, int8, keep; got \{'keep': 0.2\}"):
+        pyactcomp.plan(f"{MODELS}:mlp", budget="1GiB", choices=tuple(steps), seconds={"keep": 0.2})
+
+
+@pytest.mark.slow
 def test_no_layout_that_fits_is_faster() -> None:
     choices = ("keep", "int8", "checkpoint")
     with _planner("short_mlp", 64, choices) as planner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def plan(
     gpu: str | None = None,
     choices: Sequence[str] = CHOICES,
     fuse_head: bool = False,
+    seconds: Mapping[str, float] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Plan:
     """Find what each block of a model does, so that a training step stays within a budget and takes the least time.
@@ -63,6 +64,9 @@ def plan(
         What blocks may do: ``keep``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``.
     fuse_head : bool
         As for :func:`pyactcomp.compress`, in plans that compress to 8 bits.
+    seconds : dict of str to float, optional
+        What you measured: the seconds of a step in which all blocks do the same, by choice, for ``keep`` and each other
+        choice. Without it the seconds are estimated from the GPU's data sheet, by which compression is never faster.
     progress : callable, optional
         Called with the name of each stage as it begins.
 
@@ -87,12 +91,17 @@ def plan(
     wrong = [each for each in choices if each not in CHOICES]
     if isinstance(choices, str) or not choices or wrong:
         raise PyactcompError(f"choices is a list of {', '.join(CHOICES)}; got {choices!r}")
+    if seconds is not None:
+        named = {"keep", *choices}
+        if set(seconds) != named or not all(0 < each < float("inf") for each in seconds.values()):
+            raise PyactcompError(f"seconds gives numbers above 0 for {', '.join(sorted(named))}; got {dict(seconds)!r}")
     limit = limit_of(budget)
     card = gpu_of(gpu, model)
     limit = _free(card, model) if limit is None else limit
     question = question_of(model, batch, seq, optimizer, dtype, autocast, card, loss)
     with Child(question) as child:
-        return Planner(child, question, tuple(choices), fuse_head, progress or (lambda _: None)).within(limit)
+        tell = progress or (lambda _: None)
+        return Planner(child, question, tuple(choices), fuse_head, tell, seconds).within(limit)
 
 
 def limit_of(budget: object) -> int | None:

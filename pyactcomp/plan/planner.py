@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..config import Mode
 from ..errors import PyactcompError
@@ -12,7 +12,7 @@ from ..estimate.result import ModeEstimate, Question, Recorded
 from ..layout import Layout
 from .chain import Chain, solve
 from .result import Plan, size_text
-from .tables import Table, chain_of, roofline, table_of
+from .tables import Table, chain_of, roofline, shared_out, table_of
 
 # Each round simulates a plan. Three find the budget's last percent in nearly all cases.
 _ROUNDS = 6
@@ -29,9 +29,10 @@ class Planner:
         choices: tuple[str, ...],
         fuse_head: bool,
         tell: Callable[[str], object],
+        steps: Mapping[str, float] | None = None,
     ) -> None:
         self._child, self._question, self._card, self._fuse_head = child, question, question.gpu, fuse_head
-        self._tell = tell
+        self._tell, self._steps = tell, steps
         self._runs: dict[Layout, tuple[Recorded, ModeEstimate]] = {}
         self._kept, _ = self._run(Layout(None, ()), "keep")
         self._names = [each.name for each in self._kept.blocks]
@@ -81,6 +82,9 @@ class Planner:
                 continue
             # What the rest stores without loss differs little by the blocks: the tables of an uncompressed rest serve.
             tables = {c: self._uniform(mode if mode == "int8" or c == mode else None, c) for c in suits}
+            if self._steps is not None:
+                chains[mode] = chain_of(tables, shared_out(self._kept, self._steps), 0.0)
+                continue
             seconds = roofline(self._kept, {"keep": kept, **tables}, self._card.bandwidth)
             saved = max(kept.base - min(each.base for each in tables.values()), 0)
             chains[mode] = chain_of(tables, seconds, 2 * saved / self._card.bandwidth)
@@ -89,8 +93,8 @@ class Planner:
     def within(self, limit: int) -> Plan:
         """Return the plan for a budget."""
         _, kept = self._run(Layout(None, ()), "keep")
-        if "keep" in self._choices and _peak(kept) <= limit:
-            return self._plan(limit, Layout(None, ()), sum(sum(each.seconds) for each in self._kept.blocks))
+        if "keep" in self._choices and _peak(kept) <= limit and self._steps is None:  # nothing is estimated faster
+            return self._plan(limit, Layout(None, ()), self._kept_seconds)
         chains = self.chains
         found: dict[Layout, float] = {}
         # What the chains do not see: ends of blocks of memory, and where choices meet.
@@ -126,6 +130,12 @@ class Planner:
         layout = min(found, key=lambda each: found[each])
         return self._plan(limit, layout, found[layout])
 
+    @property
+    def _kept_seconds(self) -> float:
+        if self._steps is not None:
+            return self._steps["keep"]
+        return sum(sum(each.seconds) for each in self._kept.blocks)
+
     def _consider(
         self, limit: int, mode: Mode | None, chain: Chain, picks: Sequence[int], found: dict[Layout, float]
     ) -> int:
@@ -156,8 +166,8 @@ class Planner:
             reserved=estimate.peak_reserved,
             kept_peak=_peak(kept),
             seconds=seconds,
-            kept_seconds=sum(sum(each.seconds) for each in self._kept.blocks),
-            measured=False,
+            kept_seconds=self._kept_seconds,
+            measured=self._steps is not None,
             gpu=self._card.name,
         )
 

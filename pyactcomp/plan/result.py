@@ -38,7 +38,7 @@ class Plan(Layout):
     kept_peak : int
         The peak if all blocks are kept.
     seconds, kept_seconds : float
-        Of the forward and backward of the blocks: by this plan, and with all blocks kept.
+        Of the forward and backward of the blocks, or of the step if it was measured: by this plan, and with all kept.
     measured : bool
         Whether the seconds were measured; else they are estimated from the GPU's rates.
     gpu : str
@@ -85,12 +85,17 @@ class Plan(Layout):
         rows.append(("", "the rest of the model", (self.mode or "keep") + head))
         wide, long = (max(len(row[i]) for row in rows) for i in (0, 1))
         reserved = ", ".join(f"{size_text(size)} {name}" for name, size in self.reserved.items())
-        source = "measured" if self.measured else f"estimated from data sheets, {self.gpu}"
+        times = (
+            f"time of the step {self.slowdown:.2f}x of {1e3 * self.kept_seconds:.3g} ms (measured)"
+            if self.measured
+            else f"time of the blocks {self.slowdown:.2f}x of {1e3 * self.kept_seconds:.3g} ms (estimated from data "
+            f"sheets, {self.gpu})"
+        )
         return "\n".join(
             [
                 first,
                 *(f"  {number:{wide}}  {name:{long}}  {choice}" for number, name, choice in rows),
                 f"peak {size_text(self.peak)} instead of {size_text(self.kept_peak)}; reserved {reserved}",
-                f"time of the blocks {self.slowdown:.2f}x of {1e3 * self.kept_seconds:.3g} ms ({source})",
+                times,
             ]
         )

@@ -85,6 +85,12 @@ def roofline(keep: Recorded, tables: Mapping[str, Table], bandwidth: float) -> d
     return seconds
 
 
+def shared_out(keep: Recorded, steps: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+    """Return the seconds of each block by choice, from measured steps: the shares are those that are estimated."""
+    total = sum(sum(run.seconds) for run in keep.blocks)
+    return {name: tuple(step * sum(run.seconds) / total for run in keep.blocks) for name, step in steps.items()}
+
+
 def chain_of(tables: Mapping[str, Table], seconds: Mapping[str, tuple[float, ...]], beside: float) -> Chain:
     """Return the chain of blocks with the choices of the tables."""
     base = min(table.base for table in tables.values())
