@@ -355,8 +355,8 @@ def compress(
     mode, fuse, fuse_head, tile, group_size, min_bytes, skip, attention, keep_weight_copies, compile_blocks, offload
         As in :class:`Config`.
     plan : Plan, optional
-        From :func:`pyactcomp.plan`: which blocks to compress and which to run again in backward, in place of ``mode``,
-        ``fuse_head``, ``compile_blocks`` and ``offload``. ``skip`` leaves more modules as they are.
+        From :func:`pyactcomp.plan`: what each block does, in place of ``mode``, ``fuse_head``, ``compile_blocks`` and
+        ``offload``. ``skip`` leaves more modules as they are.
     impl, rounding, seed, on_conflict, unknown
         For this release alone; the warning says what to do instead.
 

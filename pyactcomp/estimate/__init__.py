@@ -86,6 +86,11 @@ def estimate(
     """
     from .recorded import estimated  # the replay needs the native module, which compression does not
 
+    if isinstance(model, Module):
+        raise PyactcompError(
+            f"model is a name or a function that builds the model; got a {type(model).__name__}, which pyactcomp.plan "
+            "takes"
+        )
     if isinstance(modes, str) or not modes:
         raise PyactcompError(f"modes is a list of {', '.join(MODES)}; got {modes!r}")
     for mode in modes:

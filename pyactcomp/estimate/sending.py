@@ -44,14 +44,15 @@ class _Pickler(pickle.Pickler):
 
         super().__init__(file)
         self._key = storage_key
-        self._memories: dict[int, _Memory] = {}
+        # With a tensor of each memory, so that no other memory gets the same key meanwhile.
+        self._memories: dict[int, tuple[_Memory, Tensor]] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
         if value.layout is not torch.strided or type(value) not in (Tensor, Parameter):
             raise pickle.PicklingError(f"a tensor of class {type(value).__name__} and layout {value.layout}")
-        memory = self._memories.setdefault(self._key(value), _Memory(value.untyped_storage().nbytes()))
+        memory, _ = self._memories.setdefault(self._key(value), (_Memory(value.untyped_storage().nbytes()), value))
         layout = value.dtype, value.storage_offset(), tuple(value.shape), tuple(value.stride())
         return _tensor, (memory, layout, value.requires_grad, isinstance(value, Parameter))
 
