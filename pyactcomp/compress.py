@@ -438,7 +438,7 @@ def compress(
         model.register_forward_hook(_CloseHooks(session), always_call=True)
         _keep_exact(session, skipped)
         _offer_norms(session, model)
-        marks.mark(model, config, skipped)
+        session.serve(marks.mark(model, config, skipped).tape)
         session.watch_gradients(model)
         checkpoint_blocks(rerun)
     except BaseException:

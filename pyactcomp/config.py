@@ -176,11 +176,6 @@ class Config:
             )
         check_tile(self.tile)
         check_offload(self.offload)
-        if self.offload and self.compile_blocks:
-            raise ValueError(
-                f"offload={self.offload!r} moves what eager modules store, and compile_blocks=True leaves little of "
-                "that: drop one of the two"
-            )
         check_integer("seed", self.seed, 2**64)
         check_integer("min_bytes", self.min_bytes, 2**63)
         object.__setattr__(self, "skip", _skip_tuple(self.skip))

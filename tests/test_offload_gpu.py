@@ -241,6 +241,42 @@ def test_hardly_anything_of_32_layers_stays_on_the_device(record_property: Any) 
     assert found.step["cuda:0"][0].allocated_bytes > 0
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_graphs_send_what_they_save(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """In both modes: of "reduce-overhead" the copies run between the CUDA graphs."""
+    monkeypatch.setattr(offloading, "WINDOW", 8 * MIB)
+    data = _data()
+
+    def run(**options: Any) -> tuple[list[Tensor], list[int]]:
+        torch.compiler.reset()
+        model = pyactcomp.compress(_model().train(), **options)
+        for layer in model:
+            layer.dropout.p = layer.dropout1.p = layer.dropout2.p = layer.self_attn.dropout = 0.0
+        model.compile(mode=mode)
+        held = []
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            before = torch.cuda.memory_allocated()
+            loss = model(data).float().square().mean()
+            held.append(torch.cuda.memory_allocated() - before)
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss.backward()
+            del loss
+        return [parameter.grad.clone() for parameter in model.parameters()], held
+
+    expected, kept = run()
+    found, held = run(offload=1.0)
+    assert all(map(torch.equal, found, expected))
+    counts = _counts()
+    assert (counts["alive"], counts["device_bytes"], counts["host_bytes"]) == (0, 0, 0)
+    assert counts["left_bytes"] > 0.8 * counts["packed_bytes"]
+    if mode == "default":
+        assert held[-1] <= 0.3 * kept[-1]
+        assert held[1:] == [held[1]] * 3
+    torch.compiler.reset()
+
+
 def test_a_captured_forward_that_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "WINDOW", 1)
     model = pyactcomp.compress(_model(), offload=1.0)

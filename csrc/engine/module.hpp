@@ -1,6 +1,7 @@
 // The Python class of the hooks, and all classes of the engine in the module.
 #pragma once
 
+#include "engine/away.hpp"
 #include "engine/tape_types.hpp"
 #include "engine/unpack.hpp"
 
@@ -244,7 +245,9 @@ inline void add_classes(PyObject* module) {
         all.recast, all.shared, all.region, all.view, all.recipe, all.from_recipe}) {
     if (PyModule_AddType(module, type) != 0) throw PythonError();
   }
-  if (PyModule_AddFunctions(module, recipe_functions) != 0) throw PythonError();
+  for (PyMethodDef* const functions : {recipe_functions, away_functions}) {
+    if (PyModule_AddFunctions(module, functions) != 0) throw PythonError();
+  }
   add_offload_classes(module);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from .graphs import GraphRecord
 
 _NAME = "_pyactcomp_mark"
 _PACKAGE = Path(__file__).parent.parent
+# From one on: the same in each process that compresses the same models, which then finds its graphs in torch's caches.
+_tapes = itertools.count(1)
 
 
 @functools.cache
@@ -44,16 +47,19 @@ class Graphs:
         A warning has named the reason why graphs keep what they save.
     classes : dict
         The marked class of each class of modules, skipped or not, and compiled under a name or not.
+    tape : int
+        Under ``offload`` the number by which the graphs find the model's tape as they run, else 0.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tape: int | None = None) -> None:
         self.config = config
+        self.tape = (next(_tapes) if config.offload else 0) if tape is None else tape
         self.records: list[GraphRecord] = []
         self.warned = False
         self.classes: dict[tuple[type[Module], bool, str], type[Module]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Graphs, (self.config,)
+        return Graphs, (self.config, self.tape)
 
     @property
     def explained(self) -> bool:

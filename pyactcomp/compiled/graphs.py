@@ -25,6 +25,8 @@ class SavedValue:
     form : {"codes", "16 bits", "bits", "kept"}
     reason : str
         Why the tensor is kept; empty if packed.
+    where : {"device", "host"}
+        Where the stored bytes wait for backward.
     """
 
     name: str
@@ -35,6 +37,7 @@ class SavedValue:
     after: int
     form: str
     reason: str
+    where: str = "device"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class GraphRecord:
         """Return one line, and one for each form and each reason."""
         before, after = self.before / _MIB, self.after / _MIB
         lines = [f"graph of {self.name}: {before:.2f} MiB saved for backward, {after:.2f} stored"]
+        if sent := sum(value.after for value in self.saved if value.where == "host") / _MIB:
+            lines[0] += f", of which {sent:.2f} leave for the host"
         sums: dict[str, list[int]] = {}
         for value in self.saved:
             found = sums.setdefault(value.form if not value.reason else f"kept: {value.reason}", [0, 0, 0])

@@ -159,7 +159,7 @@ def unwrapped(module: Module) -> Iterator[Module]:
         module = children[0]
 
 
-def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> None:
+def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Graphs:
     """Mark the root, the modules that repeat and the modules compiled in place; and the skipped ones as such.
 
     With ``compile_blocks`` the marked blocks compile themselves, and so do the projections that gain by it.
@@ -173,6 +173,7 @@ def mark(model: Module, config: Config, skipped: Collection[Module] = ()) -> Non
         to_compile |= unaligned_projections(model, exempt | inside)
     for module in dict.fromkeys([*unwrapped(model), *blocks_of(model), *_compiled(model), *to_compile, *skipped]):
         _mark(module, graphs, module in exempt, to_compile.get(module, ""))
+    return graphs
 
 
 def mark_compiled(model: Module) -> None:

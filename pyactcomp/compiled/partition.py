@@ -22,7 +22,7 @@ from .uses import Uses
 
 
 def partition(
-    joint: fx.GraphModule, joint_inputs: object, config: Config, **kwargs: Any
+    joint: fx.GraphModule, joint_inputs: object, config: Config, tape: int = 0, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule, tuple[SavedValue, ...]]:
     """Partition a joint graph with torch's min-cut, knowing what codes cost, and rewrite both graphs.
 
@@ -34,6 +34,8 @@ def partition(
         Its inputs, as AOTAutograd gives them.
     config : Config
         ``mode``, ``group_size``, ``min_bytes`` and ``attention`` apply.
+    tape : int, optional
+        Where the stored values leave the device, the number of the model's graphs.
     **kwargs
         As AOTAutograd gives them: ``num_fwd_outputs``, ``static_lifetime_input_indices``, ...
 
@@ -68,4 +70,4 @@ def partition(
 
     with partitioning(costs, within):
         forward, backward = min_cut(joint, joint_inputs, **kwargs)
-    return forward, backward, rewrite(forward, backward, num_outputs, known, config, uses)
+    return forward, backward, rewrite(forward, backward, num_outputs, known, config, uses, tape)

@@ -48,7 +48,7 @@ class Partitioner(CustomPartitionerFn):
             return self._as_without(gm, joint_inputs, **kwargs)
         untouched = _copy(gm)
         try:
-            forward, backward, saved = partition(gm, joint_inputs, mark.graphs.config, **kwargs)
+            forward, backward, saved = partition(gm, joint_inputs, mark.graphs.config, mark.graphs.tape, **kwargs)
         except Exception as problem:
             _warn_of_failure(mark.name, f"{type(problem).__name__}: {problem}")
             return self._as_without(untouched, joint_inputs, **kwargs)
@@ -63,7 +63,7 @@ class Partitioner(CustomPartitionerFn):
         inner = getattr(self.inner, "uuid", None)
         return (
             digest_of_sources(),
-            None if mark is None else (repr(mark.graphs.config), registered_operators()),
+            None if mark is None else (repr(mark.graphs.config), mark.graphs.tape, registered_operators()),
             None if inner is None else inner(),
         )
 

@@ -122,11 +122,15 @@ def plans_of(
             reasons[name] = plan
         else:
             plans[name] = plan
-    inputs = [node for node in forward.graph.find_nodes(op="placeholder") if value(node) is not None]
-    living = {_memory(node): node.name for node in inputs if node.name in known.static | known.kept_inputs}
-    returned = {_memory(node) for node in outputs[:num_outputs] if value(node) is not None}
-    _settle(saved, plans, reasons, living, returned, config)
+    returned = {memory_of(node) for node in outputs[:num_outputs] if value(node) is not None}
+    _settle(saved, plans, reasons, living_memory(forward, known), returned, config)
     return plans, reasons
+
+
+def living_memory(forward: fx.GraphModule, known: Joint) -> dict[int, str]:
+    """Return the names of the inputs that live anyway, by their memory."""
+    inputs = [node for node in forward.graph.find_nodes(op="placeholder") if value(node) is not None]
+    return {memory_of(node): node.name for node in inputs if node.name in known.static | known.kept_inputs}
 
 
 def _settle(
@@ -153,7 +157,7 @@ def _settle(
     """
     by_memory: dict[int, list[str]] = {}
     for name, node in saved.items():
-        by_memory.setdefault(_memory(node), []).append(name)
+        by_memory.setdefault(memory_of(node), []).append(name)
     for memory, names in by_memory.items():
         kept = [name for name in names if name in reasons]
         tensors = {name: tensor for name in names if (tensor := value(saved[name])) is not None}
@@ -170,7 +174,7 @@ def _settle(
             reasons[name] = f"in the memory of {owner}, which is kept"
 
 
-def _memory(node: fx.Node) -> int:
+def memory_of(node: fx.Node) -> int:
     """Return the identity of a tensor's storage."""
     tensor = value(node)
     assert tensor is not None

@@ -10,10 +10,11 @@ from torch import Tensor, fx
 from ..config import Config
 from ..torch_private.partitions import traced
 from .activations import Traces, differentiate, gelu_of
+from .away import leave, may_leave
 from .graphs import SavedValue
 from .joint import Joint, first_operator, name_of, nbytes, new_input, outputs_of, value
 from .masks import hoist
-from .plans import Plan, plans_of
+from .plans import Plan, living_memory, memory_of, plans_of
 from .rows import is_summed_by_rows
 from .sharing import first_use, share_casts, share_views
 from .standardized import differences_of
@@ -21,9 +22,18 @@ from .uses import Uses
 
 
 def rewrite(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, known: Joint, config: Config, uses: Uses
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_outputs: int,
+    known: Joint,
+    config: Config,
+    uses: Uses,
+    tape: int,
 ) -> tuple[SavedValue, ...]:
-    """Rewrite both graphs in place; return what they save, parameters and other static inputs aside."""
+    """Rewrite both graphs in place; return what they save, parameters and other static inputs aside.
+
+    With the number of a ``tape`` the stored values leave for the host.
+    """
     share_casts(forward, backward, num_outputs)
     share_views(forward, backward, num_outputs)
     plans, _ = plans_of(forward, backward, num_outputs, known, config, uses, set())
@@ -38,6 +48,8 @@ def rewrite(
         del plans[name]
         reasons[name] = "compared in backward"
     values = []
+    leaving = []
+    living = living_memory(forward, known)
     traces: Traces = {}
     end = forward.graph.find_nodes(op="output")[0]
     outputs = outputs_of(forward)
@@ -47,18 +59,27 @@ def rewrite(
     for node, description in zip(outputs[num_outputs:], descriptions[num_outputs:], strict=True):
         tensor = value(node)
         plan = None if tensor is None else plans.get(node.name)
+        if tape and plan is not None and plan.form == "kept":
+            plan = None  # what leaves is copied anyway
         stored = [node] if plan is None else _store(forward, backward, node, entries[node.name], plan, traces)
         saved.extend(stored)
         described.extend([description] * len(stored))
+        parts = stored if plan is None else stored[: len(plan.parts)]
+        leaves = bool(tape) and tensor is not None and may_leave(parts, config.min_bytes)
+        leaves = leaves and (plan is not None or memory_of(node) not in living)
+        if leaves:
+            leaving.append(parts)
         if tensor is not None and node.name not in known.static:
             after = sum(nbytes(part) for part in map(value, stored) if part is not None)
             form, reason = "kept" if plan is None else plan.form, reasons.get(node.name, "")
             shape = tuple(size if isinstance(size, int) else str(size) for size in tensor.shape)
             size = before.get(node.name, nbytes(tensor))
-            values.append(SavedValue(node.name, name_of(node), tensor.dtype, shape, size, after, form, reason))
+            where = "host" if leaves else "device"
+            values.append(SavedValue(node.name, name_of(node), tensor.dtype, shape, size, after, form, reason, where))
     end.args = (tuple(saved),)
     if "desc" in end.meta:
         end.meta["desc"] = described
+    leave(forward, backward, num_outputs, leaving, tape)
     for graph in (forward, backward):
         graph.graph.lint()
         graph.recompile()

@@ -141,9 +141,16 @@ class Waits:
 
 
 class Offloading:
-    """What leaves the devices under one configuration."""
+    """What leaves the devices under one configuration.
 
-    def __init__(self, offload: float | str, min_bytes: int) -> None:
+    Attributes
+    ----------
+    number : int
+        By which the compiled graphs of the model find it as they run; 0 without.
+    """
+
+    def __init__(self, offload: float | str, min_bytes: int, number: int = 0) -> None:
+        self.number = number
         self.share = share_of(offload)
         self._adapts = offload == "auto"
         self.host_limit = host_limit_of(offload)
@@ -219,10 +226,15 @@ def all_alive() -> list[Offloading]:
     return list(_alive)
 
 
+def serving(number: int) -> Offloading | None:
+    """Return what serves the compiled graphs of a model, by their number; None once the model is decompressed."""
+    return next((each for each in _alive if each.number == number), None)
+
+
 @never_traced
-def offloading_of(offload: bool | float | str, min_bytes: int) -> Offloading | None:
+def offloading_of(offload: bool | float | str, min_bytes: int, number: int = 0) -> Offloading | None:
     """Return what leaves under the value of the option, None if nothing does."""
-    return Offloading(offload, min_bytes) if offload else None
+    return Offloading(offload, min_bytes, number) if offload else None
 
 
 def refuse_without_link(offload: bool | float | str, devices: Iterable[torch.device]) -> None:

@@ -45,14 +45,14 @@ HALF_BYTES = 2
 class Packing:
     """Packs tensors as one configuration says: kernels, forms, seeds, and parameter names for errors."""
 
-    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
+    def __init__(self, config: Config, seeds: Seeds | None = None, tape: int = 0) -> None:
         self.config = config
         self.seeds = Seeds(config.seed) if seeds is None else seeds
         self.stochastic = config.rounding == "stochastic"
         self.lossless = config.mode == "lossless"
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
-        self.offloading = offloading_of(config.offload, config.min_bytes)
+        self.offloading = offloading_of(config.offload, config.min_bytes, tape)
 
     @functools.cached_property
     def decisions(self) -> saved.Decisions:

@@ -156,6 +156,16 @@ def refuse_capture() -> None:
 
 
 @for_library
+def refuse_lost_handle(found: Tensor) -> None:
+    """Raise the error of a compiled graph's backward that got another tensor than its forward saved."""
+    raise PyactcompError(
+        f"the backward of a compiled graph got a tensor of shape {tuple(found.shape)}, and not the handle that its "
+        "forward saved for a tensor sent to the host: saved-tensor hooks, such as torch.autograd.graph.save_on_cpu, "
+        "have copied it. Drop the hooks, or compress without offload"
+    )
+
+
+@for_library
 def warn_of_short_host(pinned: int, available: int) -> None:
     """Warn that host memory is too short for the stored bytes; once a configuration."""
     warnings.warn(

@@ -72,6 +72,7 @@ def of_graph(module: str, values: Iterable[Any]) -> list[SavedTensor]:
             value.before,
             value.after,
             value.reason if value.form == "kept" else None,
+            where=value.where,
         )
         for value in values
     ]

@@ -69,8 +69,8 @@ class Session(Packing):
         Why nothing was recorded or compressed so far; empty once something is.
     """
 
-    def __init__(self, config: Config, seeds: Seeds | None = None) -> None:
-        super().__init__(config, seeds)
+    def __init__(self, config: Config, seeds: Seeds | None = None, tape: int = 0) -> None:
+        super().__init__(config, seeds, tape)
         self.recorder: Recorder | None = None
         self.silence = NOT_YET
         self._watch: Watch | None = None
@@ -78,7 +78,12 @@ class Session(Packing):
         self._frames = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Session, (self.config, self.seeds)
+        return Session, (self.config, self.seeds, 0 if self.offloading is None else self.offloading.number)
+
+    def serve(self, tape: int) -> None:
+        """Let the compiled graphs of the model find what leaves by a number."""
+        if self.offloading is not None:
+            self.offloading.number = tape
 
     def _stack(self) -> list[Frame | None]:
         stack: list[Frame | None] | None = getattr(self._frames, "stack", None)

@@ -102,6 +102,12 @@ class Observer(Protocol):
     ) -> None:
         """Offer a recipe to the bit for the output of a layer norm."""
 
+    def send(self, tensors: list[Tensor], tape: object, /) -> list[Tensor]:
+        """Put copies of tensors on a tape, unless it is None; return a handle for each, which owns the copy."""
+
+    def take(self, handles: list[Tensor], /) -> list[Tensor]:
+        """Return the tensors behind handles, to be read by work queued on the current stream from here on."""
+
     def configure_engine(self, names: dict[str, object]) -> None:
         """Set what the library asks by name."""
 
