@@ -1,6 +1,6 @@
 """The kernels of the activations, on the device that this process has Triton kernels for.
 
-Run by ``test_functional_activations.py`` in processes of their own, with Triton's interpreter and, where there is a
+Run by ``test_triton.py`` in processes of their own, with Triton's interpreter and, where there is a
 GPU, without.
 """
 

@@ -1,6 +1,6 @@
 """The fused kernels of ``pyactcomp.functional``, on the device that this process has Triton kernels for.
 
-Run by ``test_functional.py`` in processes of their own, with Triton's interpreter and, where there is a GPU, without.
+Run by ``test_triton.py`` in processes of their own, with Triton's interpreter and, where there is a GPU, without.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernel of ``linear_cross_entropy``, on the device that this process has Triton kernels for.
 
-Run by ``test_functional_head.py`` in processes of their own, with Triton's interpreter and, where there is a GPU,
+Run by ``test_triton.py`` in processes of their own, with Triton's interpreter and, where there is a GPU,
 without.
 """
 

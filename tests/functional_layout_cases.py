@@ -1,6 +1,6 @@
 """The layouts of what fused kernels make, on the device that this process has Triton kernels for.
 
-Run by ``test_functional_layouts.py`` in processes of their own.
+Run by ``test_triton.py`` in processes of their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the kernels of the norms compile to for sm_90; needs no GPU.
 
-Run by ``test_functional_norms.py`` in a process of its own, without Triton's interpreter.
+Run by ``test_triton.py`` in a process of its own, without Triton's interpreter.
 """
 
 from __future__ import annotations

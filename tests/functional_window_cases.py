@@ -1,6 +1,6 @@
 """The kernels of window attention and of the residual addition, on the device that this process has Triton for.
 
-Run by ``test_functional_windows.py`` in processes of their own, with Triton's interpreter and, where there is a GPU,
+Run by ``test_triton.py`` in processes of their own, with Triton's interpreter and, where there is a GPU,
 without.
 """
 

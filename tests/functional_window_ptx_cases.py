@@ -1,6 +1,6 @@
 """What the kernels of window attention compile to for sm_90; needs no GPU.
 
-Run by ``test_functional_windows.py`` in a process of its own, without Triton's interpreter.
+Run by ``test_triton.py`` in a process of its own, without Triton's interpreter.
 """
 
 from __future__ import annotations

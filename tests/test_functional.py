@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from child_pytest import run_cases
 from functional_checks import (
     EPS,
     SEED,
@@ -46,11 +45,6 @@ def impl(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(f"impl={request.param!r} cannot be used for {CPU}: {reason}")
     return str(request.param)
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_fused_kernels(interpret: bool) -> None:
-    run_cases("functional_fused_cases.py", interpret=interpret)
 
 
 def wide(*shape: int, seed: int = 0) -> Tensor:

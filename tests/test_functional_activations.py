@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from child_pytest import run_cases
 from functional_checks import SEED, assert_codes_saved, normal, saved_by, turned
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,12 +27,6 @@ from pyactcomp.functional.codes import INT8
 from pyactcomp.torch_private import top_saved_tensor_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.mark.parametrize("cases", ["activation", "rope"])
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_activation_kernels(interpret: bool, cases: str) -> None:
-    run_cases(f"functional_{cases}_cases.py", interpret=interpret)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

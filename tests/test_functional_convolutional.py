@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from child_pytest import run_cases
 from convolutional_checks import (
     Case,
     assert_codes_of_normalised,
@@ -22,11 +21,6 @@ from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import Codes
 from pyactcomp.functional.convolutional.batch_norm import batch_norm
 from pyactcomp.functional.convolutional.max_pool import max_pool2d
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_fused_kernels(interpret: bool) -> None:
-    run_cases("functional_convolutional_cases.py", interpret=interpret)
 
 
 def wide(*shape: int, seed: int = 0) -> Tensor:

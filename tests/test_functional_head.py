@@ -18,11 +18,6 @@ from pyactcomp.errors import PyactcompError
 from pyactcomp.functional.head.linear_cross_entropy import RowLoss, linear_cross_entropy
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_kernel(interpret: bool) -> None:
-    run_cases("functional_head_cases.py", interpret=interpret)
-
-
 def test_compiled_kernel() -> None:
     run_cases("head_ptx_cases.py", interpret=False)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from child_pytest import run_cases
 from layout_checks import FAR, LAYOUTS, PAIRS, check, in_layout, normal, off_by
 from torch import nn
 
@@ -15,11 +14,6 @@ import pyactcomp
 from pyactcomp import functional
 from pyactcomp.functional import Codes
 from pyactcomp.functional.convolutional.batch_norm import batch_norm
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_kernels(interpret: bool) -> None:
-    run_cases("functional_layout_cases.py", interpret=interpret)
 
 
 def test_every_function_is_here() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from child_pytest import run_cases
 from functional_checks import assert_codes_saved, normal, padded, saved_by
 from norm_checks import Case, case, check, recipe_of
 from torch import Tensor, nn
@@ -20,16 +19,6 @@ from pyactcomp.functional.norms.layer_norm import add_layer_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(8, 64), (8, 256), (4, 64), (2, 128)]
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_norm_kernels(interpret: bool) -> None:
-    run_cases("functional_norm_cases.py", interpret=interpret)
-
-
-@pytest.mark.slow
-def test_norm_kernels_compile_for_sm_90() -> None:
-    run_cases("functional_norm_ptx_cases.py", interpret=False)
 
 
 # Without quantisation the functions are those of torch.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from child_pytest import run_cases
 from functional_checks import EPS, assert_within, normal, saved_by
 from gated_mlp_checks import apart, in_torch, leaves_of, projections
 from live_bytes import LiveBytes
@@ -21,11 +20,6 @@ from pyactcomp.functional.activations.projection import Product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 WIDTH, MIDDLE, TOKENS = 64, 192, 150
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_kernels(interpret: bool) -> None:
-    run_cases("functional_gated_mlp_cases.py", interpret=interpret)
 
 
 def _step(tile: int | None, activation: Any, rich: bool, recipe: bool, around: Any = None) -> list[Tensor]:

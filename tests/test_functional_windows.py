@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from child_pytest import run_cases
 from functional_checks import SEED, assert_codes_saved, normal, saved_by
 from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of
@@ -16,16 +15,6 @@ from pyactcomp.functional import Codes, softmax
 from pyactcomp.functional.windows.residual_add import residual_add
 from pyactcomp.functional.windows.take_rows import take_rows
 from pyactcomp.functional.windows.window_attention import window_attention
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
-def test_window_kernels(interpret: bool) -> None:
-    run_cases("functional_window_cases.py", interpret=interpret)
-
-
-@pytest.mark.slow
-def test_compiled_kernels() -> None:
-    run_cases("functional_window_ptx_cases.py", interpret=False)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -18,16 +18,29 @@ from pyactcomp.errors import ImplementationUnavailableError
 Floats = NDArray[np.float32]
 
 
-@pytest.mark.parametrize(
-    "interpret", [True, pytest.param(False, marks=[pytest.mark.gpu, pytest.mark.alone])], ids=["interpreted", "gpu"]
-)
-def test_kernels_give_the_bytes_of_the_reference(interpret: bool) -> None:
-    run_cases("triton_cases.py", interpret=interpret)
+# In as few processes as serve two workers: each imports torch, Triton and its interpreter.
+CASES = {
+    "codec": ("triton",),
+    "activations and norms": ("functional_activation", "functional_rope", "functional_norm", "functional_fused"),
+    "heads, windows and convolutions": (
+        "functional_head",
+        "functional_gated_mlp",
+        "functional_layout",
+        "functional_window",
+        "functional_convolutional",
+    ),
+}
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "gpu"])
+@pytest.mark.parametrize("kind", [pytest.param("codec", marks=pytest.mark.alone), *list(CASES)[1:]])
+def test_kernels_give_what_torchs_operators_and_the_reference_give(kind: str, interpret: bool) -> None:
+    run_cases(*(f"{name}_cases.py" for name in CASES[kind]), interpret=interpret)
 
 
 @pytest.mark.slow
-def test_compiled_kernels_hold_no_inexact_instruction() -> None:
-    run_cases("triton_ptx_cases.py", interpret=False)
+def test_compiled_kernels_hold_no_inexact_instruction_and_no_spill() -> None:
+    run_cases("triton_ptx_cases.py", "functional_norm_ptx_cases.py", "functional_window_ptx_cases.py", interpret=False)
 
 
 def test_triton_serves_cpu_tensors_only_in_the_interpreter() -> None:
