@@ -337,7 +337,7 @@ def test_keras(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow  # starts a cluster
 def test_ray_train(regressed: Any, tmp_path: Path) -> None:
     train = pytest.importorskip("ray.train.torch", reason="Ray Train is not installed")
-    ray = importlib.import_module("ray")
+    ray, settings = importlib.import_module("ray"), importlib.import_module("ray.train")
     loss_of, initial, expected = regressed
     written = tmp_path / "result"
 
@@ -361,14 +361,15 @@ def test_ray_train(regressed: Any, tmp_path: Path) -> None:
     cloudpickle = importlib.import_module("ray.cloudpickle")
     for name in (__name__, "works_with", "test_integrations", "trainers"):
         cloudpickle.register_pickle_by_value(importlib.import_module(name))
-    ray.init(num_cpus=4, include_dashboard=False)
+    ray.init(num_cpus=4)
     results = []
     try:
         for compressing in (True, False):
             trainer = train.TorchTrainer(
                 loop,
                 train_loop_config={"compressing": compressing},
-                scaling_config=importlib.import_module("ray.train").ScalingConfig(num_workers=1, use_gpu=False),
+                scaling_config=settings.ScalingConfig(num_workers=1, use_gpu=False),
+                run_config=settings.RunConfig(storage_path=str(tmp_path / "runs")),
             )
             trainer.fit()
             results.append(json.loads(written.read_text()))
