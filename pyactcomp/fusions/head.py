@@ -57,7 +57,7 @@ class Head(Fused):
                 # A pass over the graph takes the loss in chunks, unless the graph returns the logits.
                 output = original.forward(self, *args, **kwargs)
                 trains = self.training and torch.is_grad_enabled() and has_loss
-                return _without_columns(output, head_of(self)) if trains else output
+                return _without_columns(output, None if by_name else head_of(self)) if trains else output
             codes = active_codes(self) if has_loss else None
             head: Any = head_of(self)
             if codes is None or not bypassable_as(head, nn.Linear) or type(head.weight) is not Parameter:
@@ -96,7 +96,7 @@ def _without_logits(output: Any, by_name: bool) -> Any:
 
 
 def _without_columns(output: Any, head: Any) -> Any:
-    """Put None in place of logits while torch.compile traces: beside a loss, what has as many columns as the head."""
+    """Leave out logits while torch.compile traces: in a tuple with a loss, what has as many columns as the head."""
     if isinstance(output, dict) and "logits" in output:
         return type(output)(**{name: part for name, part in output.items() if name != "logits"})
     if type(output) is tuple and isinstance(head, nn.Linear) and any(map(_is_scalar, output)):
@@ -141,15 +141,13 @@ def head_of(model: Module) -> Module | None:
     named = getattr(model, "get_output_embeddings", None)
     if callable(named):
         return cast("Module | None", named())
-    last, tied, embeddings = None, None, []
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            embeddings.append(module.weight)
-        elif isinstance(module, nn.Linear):
-            last = module
-            for weight in embeddings:
-                tied = module if weight is module.weight else tied
-    return last if tied is None else tied
+            for linear in linears:
+                if linear.weight is module.weight:
+                    return linear
+    return linears[-1] if linears else None
 
 
 def takes_labels(cls: type[Module]) -> bool:
