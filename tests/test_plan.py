@@ -24,6 +24,7 @@ from pyactcomp.estimate.gpus import GPUS
 from pyactcomp.estimate.process import Child
 from pyactcomp.layout import CHOICES, Layout
 from pyactcomp.plan.planner import Planner
+from pyactcomp.plan.result import Plan
 
 MODELS = Path(plan_models.__file__)
 MIB = 1 << 20
@@ -138,7 +139,7 @@ def test_model_itself_can_be_planned_and_stays_as_it_is() -> None:
     assert plan.blocks == pyactcomp.plan(f"{MODELS}:mlp", 64, budget="180MiB", choices=("keep", "checkpoint")).blocks
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     assert not any("forward" in vars(module) for module in model.modules())
-    again = pyactcomp.Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan
     text = str(plan).splitlines()
     assert text[0].startswith("blocks 0-")
@@ -273,7 +274,7 @@ def test_plan_of_the_page_is_what_the_command_prints() -> None:
     assert printed is not None
     options = [*command[1].split(), "--mode", "plain", "--no-largest", "--json"]
     ran = subprocess.run([sys.executable, "-m", "pyactcomp", *options], capture_output=True, text=True, check=True)
-    plan = pyactcomp.Plan.from_dict(json.loads(ran.stdout)["plan"])
+    plan = Plan.from_dict(json.loads(ran.stdout)["plan"])
     lines = str(plan).splitlines(), printed[1].splitlines()
     # Releases of torch and transformers differ by some tensors, so the numbers may in the last digits.
     words, shown = ([re.sub(r"\d+", "#", line).split() for line in text] for text in lines)

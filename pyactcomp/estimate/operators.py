@@ -176,7 +176,7 @@ class Operators:
         return _Plan(result, blocks_of(operator, args, kwargs), name in PRODUCTS, seconds)
 
     def _roofline(self, operator: Any, args: Any, kwargs: Any, out: Any, result: Any, read: list[Tensor]) -> float:
-        """Return the seconds that an operator takes at least; zero for one that only returns views."""
+        """Return the seconds of an operator at the rates that a GPU reaches; zero for one that only returns views."""
         results = result if type(result) in (tuple, list) else (result,)
         written = sum(each.nbytes for each in results if type(each) is _New)
         if not written:
