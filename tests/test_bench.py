@@ -57,7 +57,7 @@ SUITES: dict[str, tuple[list[str], set[str]]] = {
     "frontier": (["--only", "llama_1b_bf16", "--methods", "int8,exact"], {"vanilla", "int8", "exact"}),
     "breadth": (["--only", "transformers/llama,torch_geometric/SAGEConv(mean),transformers/timm_backbone"], set()),
 }
-SLOW = {"sharded", "frontier", "breadth"}
+SLOW = {"sharded", "frontier", "breadth", "pairs"}
 # Of what the rows of a suite promise, by their method: vanilla is exact, codes are off by less than 2 percent.
 ERRORS = {"plain": (0.0, 0.0), "checkpoint": (0.0, 0.0), "int8": (0.0, 0.02)}
 

@@ -424,7 +424,7 @@ def test_backward_reads_a_buffer_as_it_was_before_the_forward_changed_it(
 
 
 def test_keys_of_graphs_in_torchs_caches_change_with_registered_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = SimpleNamespace(graphs=SimpleNamespace(config=INT8))
+    mark = SimpleNamespace(graphs=SimpleNamespace(config=INT8, tape=0))
     monkeypatch.setattr(partitioner, "partitioned_mark", lambda: mark)
     monkeypatch.setattr(lookup, "_registered", {})
     before = partitioner.Partitioner(None).uuid()
