@@ -40,7 +40,7 @@ test: $(VENV)/package $(VENV)/tools
 slow: $(VENV)/package $(VENV)/tools
 	$(PYTEST) -m slow $(ARGS)
 
-# The library that packs and restores, under the address and undefined-behaviour sanitizers: two minutes.
+# The library that packs and restores, under the address and undefined-behaviour sanitizers: three minutes.
 sanitize: $(VENV)/package $(VENV)/tools
 	$(RUN) -m pytest tests/test_sanitized.py $(ARGS)
 

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 # Each stored form, the owner of each, how readers share it, threads, exceptions, edits, and how operators are observed.
 MODULES = (
     *("engine_native", "engine_backward", "engine_ownership", "engine_sharing", "edited_after_saving"),
-    *("forms", "recompute", "observer", "observer_tensors", "steps"),
+    *("forms", "recompute", "observer", "observer_tensors", "steps", "offload", "offload_compiled"),
 )
 # Torch hides the types that `vptr` would compare.
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all"
@@ -53,6 +53,7 @@ def test_the_engine_is_right_under_sanitizers(tmp_path: Path, monkeypatch: pytes
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "sanitized_observer"),
+            *("-m", "not slow"),
             *(str(TESTS / f"test_{module}.py") for module in MODULES),
         ],
         # Python itself knows no sanitizers: their libraries have to be loaded first.
