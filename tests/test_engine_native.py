@@ -207,6 +207,22 @@ def test_stored_bytes_are_freed_with_the_graph_without_a_collection(freed: str) 
         gc.enable()
 
 
+def test_a_collection_while_a_form_is_freed_does_not_free_it_again() -> None:
+    """What is freed may call Python, and another thread may collect meanwhile: here the callback does."""
+    gc.collect()
+    before = saved.library().counts()[0]
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64)), min_bytes=0)
+    loss = model(x * 1 @ w).sum()
+    forms: list[weakref.ref[Any]] = []
+    node: Any = loss.grad_fn.next_functions[0][0]
+    forms.append(weakref.ref(saved_form(node, "mat1"), lambda _: gc.collect()))
+    del loss, node
+    assert forms[0]() is None
+    gc.collect()
+    assert saved.library().counts()[0] == before
+
+
 def test_threads_may_restore_one_graph_at_a_time_each() -> None:
     torch.manual_seed(0)
     weights = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]

@@ -173,6 +173,8 @@ PyObject* allocate(PyTypeObject* type, PyObject* = nullptr, PyObject* = nullptr)
 template <class Body>
 void deallocate(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
+  // What is destroyed below may call Python and let another thread run: a collection there must not find the object.
+  if (PyType_IS_GC(type)) PyObject_GC_UnTrack(object);
   if (reinterpret_cast<Header*>(object)->weak_references) PyObject_ClearWeakRefs(object);
   body<Body>(object).~Body();
   type->tp_free(object);
