@@ -126,6 +126,12 @@ def gpu_named(text: str) -> Gpu:
     return replace(h100, name=text.strip(), memory=memory)
 
 
+def device_of(model: object) -> torch.device | None:
+    """Return the GPU that a model's parameters are on, None for other models and for what is no Module."""
+    parameters = model.parameters() if isinstance(model, Module) else iter(())
+    return next((each.device for each in parameters if each.is_cuda), None)
+
+
 def gpu_of(text: str | None, model: object) -> Gpu:
     """Return a GPU by its name or size; without one the GPU that a model is on, or else an H100.
 
@@ -133,8 +139,7 @@ def gpu_of(text: str | None, model: object) -> Gpu:
     """
     if text is not None:
         return gpu_named(text)
-    parameters = model.parameters() if isinstance(model, Module) else iter(())
-    device = next((each.device for each in parameters if each.is_cuda), None)
+    device = device_of(model)
     if device is None:
         return GPUS["h100"]
     found = torch.cuda.get_device_properties(device)

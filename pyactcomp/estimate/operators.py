@@ -77,8 +77,8 @@ class Operators:
     reads : dict of str to int
         Operators whose answer depends on values, and how often each was asked; the answer was True.
     seconds : float
-        What the operators so far take at least: the GPU's peak rates for their FLOPs, or for the bytes that they read
-        and write, whichever takes longer. Not counted: kernels of this package, and operators that write in place.
+        What the operators so far take at the rates that the GPU reaches: for their FLOPs, or for the bytes that they
+        read and write, whichever takes longer. Not counted: kernels of this package, and operators that write in place.
     """
 
     def __init__(self, native: Any, gpu: Gpu) -> None:

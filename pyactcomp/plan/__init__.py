@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from ..errors import PyactcompError
 from ..estimate import question_of
-from ..estimate.gpus import Gpu, gpu_of
+from ..estimate.gpus import Gpu, device_of, gpu_of
 from ..estimate.process import Child
 from ..layout import CHOICES
 from .planner import Planner
@@ -126,8 +126,7 @@ def limit_of(budget: object) -> int | None:
 
 def _free(card: Gpu, model: object) -> int:
     """Return the bytes that tensors may take: on the GPU that a model is on, or else on an empty one."""
-    parameters = model.parameters() if isinstance(model, Module) else iter(())
-    device = next((each.device for each in parameters if each.is_cuda), None)
+    device = device_of(model)
     if device is None:
         return card.memory - card.context
     return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
