@@ -70,10 +70,10 @@ class Forwards {
   std::optional<Timing> next(Link& link, bool finish) {
     if (over_.empty()) return std::nullopt;
     if (finish) {
-      Link::Status status = 0;
+      // Another thread may take the oldest as soon as the GIL is released.
+      const Link::Event end = over_.front().end;
       const observer::WithoutGil released;
-      status = link.finish(over_.front().end);
-      if (status != 0) return std::nullopt;
+      if (link.finish(end) != 0) return std::nullopt;
     }
     if (over_.empty()) return std::nullopt;
     const Forward& oldest = over_.front();
