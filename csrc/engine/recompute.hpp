@@ -385,7 +385,9 @@ inline Ref recipe_of_group_norm(const Result<generated::NativeGroupNormBackward0
   const auto compute = [=, affine = *affine](at::ScalarType wanted, Tensors given) {
     const at::Tensor& image = given[0];
     const at::ScalarType wide = c10::promoteTypes(image.scalar_type(), at::kFloat);
-    const at::Tensor means = is_rounded(given[1]) ? image.reshape({n, groups, -1}).mean(2, false, wide) : given[1];
+    // CUDA's forward reads the means that it saves, rounded to the image's dtype; the CPU's reads them before that.
+    const bool again = given[1].is_cpu() && is_rounded(given[1]);
+    const at::Tensor means = again ? image.reshape({n, groups, -1}).mean(2, false, wide) : given[1];
     // A factor and an offset of each channel of each image.
     const at::Tensor scale = given[2].view({n, groups, 1}) * affine.first.view({1, groups, -1}).to(wide);
     const at::Tensor shift = affine.second.view({1, groups, -1}) - means.view({n, groups, 1}) * scale;

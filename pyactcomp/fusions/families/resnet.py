@@ -84,7 +84,7 @@ class NormAndMore(Fused, nn.BatchNorm2d):
         children = [child for child in map(self._modules.get, names) if not bypassable_as(child, nn.Identity)]
         relu = bool(children) and bypassable_as(children[0], nn.ReLU)
         if input.is_cuda and not has_kernels(input, self.running_mean, self.running_var, codes):
-            # Its result follows from the input, which is kept as it is.
+            # Its result is computed again from an input that backward has whole: one of 16 bits.
             x, relu = nn.BatchNorm2d.forward(self, input), False
         else:
             x = _normalise(self, input, codes, relu=relu)
