@@ -102,22 +102,14 @@ inline PyObject* send_away(PyObject*, PyObject* arguments) {
   });
 }
 
-/// take(handles): return the tensors behind handles.
+/// take(handle): return the tensor behind a handle.
 inline PyObject* take_back(PyObject*, PyObject* given) {
-  return guarded([&] {
-    if (!PyList_Check(given)) return PyErr_Format(PyExc_TypeError, "a list of handles was expected, got %R", given);
-    const Ref tensors = checked(PyList_New(0));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
-      const Ref tensor(THPVariable_Wrap(taken(tensor_in(PyList_GET_ITEM(given, i)))));
-      if (!tensor || PyList_Append(tensors.get(), tensor.get()) != 0) throw PythonError();
-    }
-    return Py_NewRef(tensors.get());
-  });
+  return guarded([&] { return THPVariable_Wrap(taken(tensor_in(given))); });
 }
 
 inline PyMethodDef away_functions[] = {
     {"send", send_away, METH_VARARGS, "Put copies of tensors on a tape; return a handle for each."},
-    {"take", take_back, METH_O, "Return the tensors behind handles."},
+    {"take", take_back, METH_O, "Return the tensor behind a handle."},
     {nullptr, nullptr, 0, nullptr},
 };
 

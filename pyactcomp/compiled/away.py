@@ -1,14 +1,15 @@
 """Saved values of graphs that leave the device: two operators, which hand tensors to the tape of the eager engine.
 
-``torch.ops.pyactcomp.send(tensors, tape) -> handles`` in the forward, and ``torch.ops.pyactcomp.take(handles) ->
-tensors`` in front of the first reader in the backward. The graphs save the handles: a handle owns the stored bytes,
+``torch.ops.pyactcomp.send(tensors, tape) -> handles`` in the forward, and ``torch.ops.pyactcomp.take(handle) ->
+tensor`` in front of the first reader in the backward. The graphs save the handles: a handle owns the stored bytes,
 and the tape decides when they leave and come back, so a graph may run any number of times before, or without, its
 backward.
 
 ``send`` copies, on the device. Inductor writes other values to the memory of a tensor after its last reader, the bytes
 leave later, and memory that an operator may keep would stay until the forward ends. At 2.6 TB/s the copies take about
 1 % of a step of an 8B model's widths (arithmetic, not measured). What ``take`` returns is the memory that the handle
-owns, as the schema says, so Inductor writes nothing to it.
+owns, as the schema says, so Inductor writes nothing to it. It takes one handle: Inductor gives what such an operator
+returns to the CUDA graph that reads it, and that may be no list.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _UNSAFE = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe")
 _library: Any = torch.library.Library("pyactcomp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("send(Tensor[] tensors, int tape) -> Tensor[]", tags=(torch.Tag.needs_exact_strides, *_UNSAFE))
 # A handle has no elements: no layout is better than another.
-_library.define("take(Tensor(a)[] handles) -> Tensor(a)[]", tags=(torch.Tag.flexible_layout, *_UNSAFE))
+_library.define("take(Tensor(a) handle) -> Tensor(a)", tags=(torch.Tag.flexible_layout, *_UNSAFE))
 
 
 def _send(tensors: list[Tensor], tape: int) -> list[Tensor]:
@@ -44,12 +45,12 @@ def _send_fake(tensors: list[Tensor], tape: int) -> list[Tensor]:
     return [each.new_empty((0, *each.shape)) for each in tensors]
 
 
-def _take(handles: list[Tensor]) -> list[Tensor]:
-    return saved.library().take(handles)
+def _take(handle: Tensor) -> Tensor:
+    return saved.library().take(handle)
 
 
-def _take_fake(handles: list[Tensor]) -> list[Tensor]:
-    return [each.new_empty(each.shape[1:]) for each in handles]
+def _take_fake(handle: Tensor) -> Tensor:
+    return handle.new_empty(handle.shape[1:])
 
 
 _library.impl("send", _send, "CompositeExplicitAutograd")
@@ -88,7 +89,7 @@ def leave(
         last = max(parts)
         with forward.graph.inserting_before(first_operator(forward) if last.op == "placeholder" else last.next):
             dense = [_permuted(part, order) for part, order in zip(parts, orders, strict=True)]
-            sent = _call(torch.ops.pyactcomp.send.default, dense, tape)
+            sent = _sent(dense, tape)
         for part, handle in zip(parts, sent, strict=True):
             handle._rename(f"handle_of_{part.name}")
             if part.meta.get("saved_tensor_with_no_vc_check"):
@@ -97,8 +98,9 @@ def leave(
         read = [entries[part.name] for part in parts]
         given = [new_input(backward, entry, handles[part]) for entry, part in zip(read, parts, strict=True)]
         with backward.graph.inserting_before(min(first_use(backward, entry) for entry in read)):
-            taken = _call(torch.ops.pyactcomp.take.default, given)
-            for entry, tensor, order in zip(read, taken, orders, strict=True):
+            for entry, handle, order in zip(read, given, orders, strict=True):
+                tensor = backward.graph.call_function(torch.ops.pyactcomp.take.default, (handle,))
+                tensor.meta["val"] = _take_fake(handle.meta["val"])
                 back = [order.index(dim) for dim in range(len(order))]
                 entry.replace_all_uses_with(_permuted(tensor, back))
                 backward.graph.erase_node(entry)
@@ -107,15 +109,15 @@ def leave(
     end.args = ((*outputs[:num_outputs], *(handles.get(each, each) for each in outputs[num_outputs:])),)
 
 
-def _call(target: Any, nodes: list[fx.Node], *arguments: int) -> list[fx.Node]:
-    """Insert a call of one of the operators; return the nodes of its results."""
+def _sent(nodes: list[fx.Node], tape: int) -> list[fx.Node]:
+    """Insert a call of ``send``; return the nodes of the handles."""
     graph = nodes[0].graph
-    call = graph.call_function(target, (nodes, *arguments))
-    call.meta["val"] = target([node.meta["val"] for node in nodes], *arguments)
-    results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(nodes))]
-    for result, found in zip(results, call.meta["val"], strict=True):
-        result.meta["val"] = found
-    return results
+    call = graph.call_function(torch.ops.pyactcomp.send.default, (nodes, tape))
+    call.meta["val"] = _send_fake([node.meta["val"] for node in nodes], tape)
+    handles = [graph.call_function(operator.getitem, (call, index)) for index in range(len(nodes))]
+    for handle, found in zip(handles, call.meta["val"], strict=True):
+        handle.meta["val"] = found
+    return handles
 
 
 def _permuted(node: fx.Node, order: list[int]) -> fx.Node:
