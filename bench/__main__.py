@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     context.add_argument("--memory-gib", type=float, help="the cap, by default 80")
     estimate = suites.add_parser("estimate", parents=[measuring], help="estimated peaks against measured ones")
     estimate.add_argument("--measure", action="store_true", help="measure the pairs, on a GPU")
+    suites.add_parser("plan", parents=[measuring], help="plans under budgets: their peaks and steps on a GPU")
     report = suites.add_parser("report", parents=[shared], help="tables and plots, from the JSON files alone")
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file whose bench blocks are filled")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the plots")
@@ -93,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mlp,
         overhead,
         pairs,
+        plan,
         scaling,
         sharded,
     )
@@ -154,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.measure and device != "cuda":
             top.error("--measure needs a GPU; without it, estimates are compared with committed measurements")
         estimate.run(options, args.measure)
+    elif args.suite == "plan":
+        plan.run(options)
     elif args.suite == "codec":
         codec.run(options)
     elif args.suite == "overhead":

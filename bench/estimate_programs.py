@@ -109,17 +109,18 @@ MODELS: dict[str, Workload] = {
 
 
 def __getattr__(name: str) -> Callable[[int], Made]:
-    """Return the function that builds a model and a batch."""
-    if name not in MODELS:
+    """Return the function that builds a model and a batch; with ``_tiny`` at the size that tests the bench."""
+    tiny = name.endswith("_tiny")
+    if (key := name.removesuffix("_tiny")) not in MODELS:
         raise AttributeError(name)
-    workload = MODELS[name]
+    workload = MODELS[key]
 
     def build(batch: int) -> Made:
         if workload.tf32:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
             torch.backends.cudnn.benchmark = True
         with torch.device("cuda"):
-            module = workload.build(False)
-        return module, workload.inputs(batch, "cuda", False)
+            module = workload.build(tiny)
+        return module, workload.inputs(batch, "cuda", tiny)
 
     return build

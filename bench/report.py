@@ -15,6 +15,7 @@ from . import (
     frontier_report,
     holds_report,
     pairs_report,
+    plan,
     sharded,
     untuned_report,
 )
@@ -123,6 +124,7 @@ TABLES = {
     "sharded": ("sharded", sharded.sharded_table),
     **context_report.TABLES,
     "estimate": ("estimate", estimate.estimate_table),
+    "plan": ("plan", plan.plan_table),
 }
 """The suite and the table of each block."""
 

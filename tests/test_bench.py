@@ -54,10 +54,11 @@ SUITES: dict[str, tuple[list[str], set[str]]] = {
     "holds": (["--only", "memorise", "--methods", "vanilla,int8", "--seeds", "1"], {"vanilla", "int8"}),
     "pairs": (["--before", str(rows.ROOT), "--only", CHAIN], {"int8"}),
     "sharded": ([], {"vanilla", "int8"}),
+    "plan": (["--only", "llama_1b_bf16"], {"keep", "int8", "checkpoint", "int8+checkpoint", "0.5"}),
     "frontier": (["--only", "llama_1b_bf16", "--methods", "int8,exact"], {"vanilla", "int8", "exact"}),
     "breadth": (["--only", "transformers/llama,torch_geometric/SAGEConv(mean),transformers/timm_backbone"], set()),
 }
-SLOW = {"sharded", "frontier", "breadth", "pairs"}
+SLOW = {"plan", "sharded", "frontier", "breadth", "pairs"}
 # Of what the rows of a suite promise, by their method: vanilla is exact, codes are off by less than 2 percent.
 ERRORS = {"plain": (0.0, 0.0), "checkpoint": (0.0, 0.0), "int8": (0.0, 0.02)}
 
@@ -139,7 +140,7 @@ def test_wrong_arguments_name_what_is_known(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("suite", ["codec", "mlp", "alloc", "holds"])
+@pytest.mark.parametrize("suite", ["codec", "mlp", "alloc", "holds", "plan"])
 def test_a_used_up_budget_starts_nothing(suite: str, tmp_path: Path) -> None:
     command = [suite, "--tiny", "--device", "cpu", "--out", str(tmp_path), "--budget-s", "0"]
     assert command_line.main(command) == 0

@@ -24,6 +24,7 @@ from bench import (
     holds_training,
     pairs,
     pairs_report,
+    plan,
     plots,
     report,
     rows,
@@ -465,3 +466,23 @@ def test_sharded_steps_stand_beside_the_same_without_us() -> None:
     )
     assert "| compile-blocks+int8 | 103.0 | 1.03 | 2.00 | 0.25 | 4.00 | 0.25 | 1.23% |" in drawn
     assert sharded.sharded_table([]) == ""
+
+
+def test_plans_stand_beside_the_best_of_equal_blocks_that_fits() -> None:
+    origin = {"commit": "c0ffee", "device": "NVIDIA H200", "command": "python -m bench plan", "dirty": False}
+    shared = {"workload": plan.MODELS[0], "scale": "full", "status": "ok", "time": "2026-11-27T00:00:00"}
+    shared["origin"] = origin
+    steps = {"keep": (100.0, 20), "int8": (104.0, 8), "checkpoint": (130.0, 6), "int8+checkpoint": (136.0, 4)}
+    rows = [
+        {**shared, "kind": "uniform", "method": choice, "median_ms": ms, "peak_bytes": gib * plan.GIB}
+        for choice, (ms, gib) in steps.items()
+    ]
+    sizes = {"budget_bytes": 7 * plan.GIB, "planned_bytes": 6.5 * plan.GIB, "peak_bytes": 6.6 * plan.GIB}
+    measured = {**shared, "kind": "measured", "what": "0-7 int8+checkpoint, 8-15 int8", "median_ms": 117.0, **sizes}
+    above = {**measured, "peak_bytes": 7.1 * plan.GIB, "median_ms": 143.0}
+    drawn = plan.plan_table([*rows, {**measured, "method": "0.2"}, {**above, "method": "0.4"}])
+    assert "| 0-7 int8+checkpoint, 8-15 int8 | 7.00 | 6.50 | 6.60 | 117.0 | 1.17 | checkpoint 1.30 |" in drawn
+    assert "1 of 2 plans kept within their budgets; the peak was predicted within 8.45%." in drawn
+    assert "steps took 0.90 to 1.10 times as long" in drawn
+    assert plan.plan_table([]) == ""
+    assert plan.plan_table(rows) == ""

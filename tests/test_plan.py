@@ -40,19 +40,13 @@ def _planner(model: str, batch: int, choices: tuple[str, ...] = CHOICES) -> Iter
         yield Planner(child, question, choices, False, lambda _: None)
 
 
-def _smallest(planner: Planner) -> int:
-    with pytest.raises(PyactcompError, match="the smallest budget that has one is") as caught:
-        planner.within(1)
-    return int(str(caught.value).partition("has one is ")[2].split()[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "batch"), [("bert", 16), ("llama", 16), ("unet", 4)])
 def test_peaks_are_within_budgets_and_more_budget_takes_less_time(model: str, batch: int) -> None:
     if model != "unet":
         pytest.importorskip("transformers")
     with _planner(model, batch) as planner:
-        low = _smallest(planner)
+        low = planner.smallest()
         high = planner.within(1 << 50).peak
         budgets = [low, *(int(low + share * (high - low)) for share in SHARES), high]
         plans = [planner.within(budget) for budget in budgets]
@@ -113,7 +107,7 @@ def test_measured_seconds_decide() -> None:
 def test_no_layout_that_fits_is_faster() -> None:
     choices = ("keep", "int8", "checkpoint")
     with _planner("short_mlp", 64, choices) as planner:
-        low, high = _smallest(planner), planner.within(1 << 50).peak
+        low, high = planner.smallest(), planner.within(1 << 50).peak
         chains = planner.chains
         every = []
         for mode, chain in chains.items():

@@ -121,12 +121,14 @@ class Planner:
                 break
             miss[mode] = more
         if not found:
-            smallest = self._smallest(limit, chains, found)
-            if smallest is not None:
-                raise PyactcompError(
-                    f"no plan is within the budget of {size_text(limit)}: the smallest budget that has one is "
-                    f"{smallest} bytes ({size_text(smallest)}); a smaller batch or an 8-bit optimizer needs less"
-                )
+            for mode, chain in chains.items():
+                self._consider(limit, mode, chain, _smallest(chain), found)
+        if not found:
+            smallest = self.smallest()
+            raise PyactcompError(
+                f"no plan is within the budget of {size_text(limit)}: the smallest budget that has one is "
+                f"{smallest} bytes ({size_text(smallest)}); a smaller batch or an 8-bit optimizer needs less"
+            )
         layout = min(found, key=lambda each: found[each])
         return self._plan(limit, layout, found[layout])
 
@@ -146,13 +148,11 @@ class Planner:
             found[layout] = chain.cost(picks)
         return peak
 
-    def _smallest(self, limit: int, chains: dict[Mode | None, Chain], found: dict[Layout, float]) -> int | None:
-        """Return the least peak of all that ran and of the smallest plans; None if one of these fits."""
-        for mode, chain in chains.items():
-            picks = solve(chain, chain.smallest())
-            assert picks is not None
-            self._consider(limit, mode, chain, picks, found)
-        return None if found else min(_peak(estimate) for _, estimate in self._runs.values())
+    def smallest(self) -> int:
+        """Return the smallest budget that has a plan: the least peak of all that ran, and of the smallest plans."""
+        for mode, chain in self.chains.items():
+            self._consider(0, mode, chain, _smallest(chain), {})
+        return min(_peak(estimate) for _, estimate in self._runs.values())
 
     def _plan(self, limit: int, layout: Layout, seconds: float) -> Plan:
         _, estimate = self._runs[layout]
@@ -170,6 +170,13 @@ class Planner:
             measured=self._steps is not None,
             gpu=self._card.name,
         )
+
+
+def _smallest(chain: Chain) -> list[int]:
+    """Return the indices of the choices with the smallest peak."""
+    picks = solve(chain, chain.smallest())
+    assert picks is not None
+    return picks
 
 
 def _peak(estimate: ModeEstimate) -> int:
