@@ -16,6 +16,7 @@ import pyactcomp
 from pyactcomp.errors import PyactcompError
 from pyactcomp.estimate import Estimate
 from pyactcomp.estimate.gpus import GPUS, gpu_named
+from pyactcomp.estimate.kernel_memory import reduction
 from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
@@ -49,8 +50,8 @@ def test_parts_of_a_step_are_those_of_its_shapes(perceptron: Estimate) -> None:
     assert plain.inputs == 4 * rows * WIDTH
     # Saved: the GELU's input and output, and the loss's input; and one block of 512 bytes for the loss.
     assert plain.activations == 4 * rows * (2 * HIDDEN + WIDTH) + 512
-    # cuBLAS's default below Hopper, in the threads of forward and backward.
-    assert plain.workspaces == 2 * (4096 * 1024 * 2 + 16 * 1024 * 8)
+    # cuBLAS's default below Hopper, in the threads of forward and backward; cuBLASLt's in forward, which adds a bias.
+    assert plain.workspaces == 2 * (4096 * 1024 * 2 + 16 * 1024 * 8) + MIB
 
 
 def test_int8_saves_codes_of_what_plain_saves(perceptron: Estimate) -> None:
@@ -202,3 +203,45 @@ def test_8_bit_optimizer_has_the_state_of_bitsandbytes() -> None:
     optimizer.step()
     assert [each.nbytes for each in optimizer.state[large].values()] == [6400, 6400, 4 * 25, 4 * 25]
     assert [each.nbytes for each in optimizer.state[small].values()] == [400, 400]
+
+
+@pytest.mark.parametrize(
+    ("shape", "over", "blocks"),
+    [
+        # As an H100 under torch 2.11 allocated them in the backward of linear layers: sums over 32768 rows.
+        ((32768, 512), [0], [128 * MIB, 4 * 4]),
+        ((32768, 2048), [0], [132 * MIB, 16 * 4]),
+        # A block of 512 threads, of which each sums 256 elements.
+        ((1 << 28,), [], [4 * (1 << 28) // (512 * 256), 4]),
+        ((4096, 512), [1], []),  # a row for each warp: nothing is shared
+        ((100, 512), [0], []),
+        ((0, 512), [0], []),
+        ((1, 512), [0], []),
+    ],
+)
+def test_reductions_take_memory_for_the_parts_of_thread_blocks(
+    shape: tuple[int, ...], over: list[int], blocks: list[int]
+) -> None:
+    x = torch.empty(shape, device="meta")
+    assert reduction(GPUS["h100"], x, over, 4, 4) == blocks
+    # The order of the dimensions in memory decides, not that of the shape.
+    turned = [x.dim() - 1 - d for d in over]
+    assert reduction(GPUS["h100"], x.T if x.dim() == 2 else x, turned, 4, 4) == blocks
+
+
+def test_long_reductions_run_in_halves() -> None:
+    x = torch.empty((1 << 21, 1024), dtype=torch.bfloat16, device="meta")  # 4 GiB: offsets take more than 31 bits
+    half = torch.empty((1 << 20, 1024), dtype=torch.bfloat16, device="meta")
+    parts = reduction(GPUS["h100"], half, [0], 4, 2)
+    assert parts[0] % (4 * 1024) == 0
+    assert reduction(GPUS["h100"], x, [0], 4, 2) == [*parts, 4 * 1024]
+    assert reduction(GPUS["h100"], x, [0], 4, 4) == parts
+
+
+def test_gradient_of_a_bias_needs_memory_beside_its_layers() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:perceptron", batch=512, seq=SEQ, modes=["plain"], gpu="h100")["plain"]
+    rows, names = 512 * SEQ, dict(found.at_peak)
+    # The peak is at the backward of the first layer: the GELU's input and gradient, and the parts of the bias's sum.
+    grad = torch.empty((rows, HIDDEN), device="meta")
+    parts = sum(reduction(GPUS["h100"], grad, [0], 4, 4))
+    assert names["backward"] >= parts > 4 * rows * HIDDEN / 2

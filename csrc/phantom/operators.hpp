@@ -13,6 +13,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -34,20 +35,23 @@ inline std::atomic<std::int64_t>& reads() {
   return count;
 }
 
-/// Bytes that the first matrix product of a thread takes for good: cuBLAS's workspace for each handle and stream.
-inline std::atomic<std::int64_t>& workspace_bytes() {
-  static std::atomic<std::int64_t> size{0};
-  return size;
+/// Bytes that the first matrix product of a thread takes for good, for each handle and stream: cuBLAS's workspace, and
+/// cuBLASLt's beside it for a product with a bias.
+inline std::array<std::atomic<std::int64_t>, 2>& workspace_bytes() {
+  static std::array<std::atomic<std::int64_t>, 2> sizes{};
+  return sizes;
 }
 
 constexpr std::int32_t kWorkspace = -2;  ///< the label of workspaces
 
-inline void take_workspace() {
-  thread_local bool taken = false;
-  if (!taken && workspace_bytes() > 0) {
-    taken = true;
+inline void take_workspace(bool biased) {
+  thread_local std::array<bool, 2> taken{};
+  for (size_t kind = 0; kind < (biased ? 2 : 1); ++kind) {
+    const auto size = workspace_bytes()[kind].load();
+    if (taken[kind] || size == 0) continue;
+    taken[kind] = true;
     const auto label = std::exchange(Ledger::label(), kWorkspace);
-    ledger().take(workspace_bytes());
+    ledger().take(size);
     Ledger::label() = label;
   }
 }
@@ -140,14 +144,18 @@ class Writing final : public c10::OperatorKernel {
 /// A matrix product that writes into its arguments.
 class Product final : public c10::OperatorKernel {
  public:
+  explicit Product(bool biased) : biased_(biased) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    take_workspace();
+    take_workspace(biased_);
     if (sizes_results(op, *stack)) {
       op.callBoxedForDispatchKey(kNeutral, *stack);
     } else {
       return_written(op, stack);
     }
   }
+
+ private:
+  bool biased_;
 };
 
 /// An operator that returns new tensors.
@@ -161,15 +169,17 @@ inline std::vector<c10::RegistrationHandleRAII>& registrations() {
   return *all;
 }
 
-enum class Kind { kWriting, kProduct, kHandingOn };
+enum class Kind { kWriting, kProduct, kBiasedProduct, kHandingOn };
 
 /// Serve operators, by names with overloads as the dispatcher has them.
 inline void serve(const std::vector<std::pair<std::string, std::string>>& names, Kind kind) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& [name, overload] : names) {
-    auto kernel = kind == Kind::kWriting   ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Writing>())
-                  : kind == Kind::kProduct ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Product>())
-                                           : c10::KernelFunction::makeFromBoxedFunction<&hand_on>();
+    const bool biased = kind == Kind::kBiasedProduct;
+    auto kernel = kind == Kind::kWriting ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Writing>())
+                  : kind == Kind::kHandingOn
+                      ? c10::KernelFunction::makeFromBoxedFunction<&hand_on>()
+                      : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Product>(biased));
     registrations().push_back(dispatcher.registerImpl({name, overload}, c10::DispatchKey::CUDA, std::move(kernel),
                                                       std::nullopt, nullptr, "pyactcomp's phantom tensors"));
   }

@@ -39,22 +39,26 @@ PYBIND11_MODULE(_phantom, m) {
   m.def("register_device", &register_device, "Put the device in place of CUDA's; before torch is imported.");
   m.def(
       "register_operators",
-      [](const Names& writing, const Names& products, const Names& others) {
+      [](const Names& writing, const Names& products, const Names& biased, const Names& others) {
         register_attention();
         serve(writing, Kind::kWriting);
         serve(products, Kind::kProduct);
+        serve(biased, Kind::kBiasedProduct);
         serve(others, Kind::kHandingOn);
         serve_memory();
       },
-      "Serve CUDA's operators: those that write into arguments, matrix products among them, and the others.");
+      "Serve CUDA's operators: those that write into arguments, then matrix products without and with a bias, and "
+      "others.");
   m.def(
       "set_device",
-      [](int major, int minor, std::int64_t workspace) {
+      [](int major, int minor, std::int64_t workspace, std::int64_t biased) {
         capability() = {major, minor};
-        workspace_bytes() = workspace;
+        workspace_bytes()[0] = workspace;
+        workspace_bytes()[1] = biased;
       },
-      "Set the version of the instructions, and the bytes of cuBLAS's workspace for each thread.");
-  m.def("take_workspace", &take_workspace, "Take cuBLAS's workspace of this thread, once.");
+      "Set the version of the instructions, and the bytes of the workspaces of cuBLAS and cuBLASLt for each thread.");
+  m.def("take_workspace", &take_workspace,
+        "Take the workspaces of this thread, each once: cuBLAS's, and for a product with a bias cuBLASLt's.");
   m.def("fresh", &fresh, "Return a tensor with memory of its own: nbytes, dtype, sizes, strides, offset.");
   m.def(
       "alias",

@@ -29,7 +29,7 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     question: Question = pickle.load(requests)
     gpu = question.gpu
     private.pretend(gpu.properties, native.live)
-    native.set_device(gpu.major, gpu.minor, gpu.workspace)
+    native.set_device(gpu.major, gpu.minor, *gpu.workspaces)
     try:
         operators = Operators.serve(native, gpu)
         build = builder(question.model)

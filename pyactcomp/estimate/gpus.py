@@ -62,21 +62,28 @@ class Gpu:
         return _REACHED_BYTES * 1e12 * self.tera_bytes
 
     @property
-    def workspace(self) -> int:
-        """Bytes that cuBLAS takes in each thread that multiplies matrices: torch's defaults for the instructions."""
-        return 32 * MIB if self.major >= 9 and self.major < 12 else 4096 * 1024 * 2 + 16 * 1024 * 8
+    def workspaces(self) -> tuple[int, int]:
+        """Bytes that cuBLAS takes in each thread that multiplies matrices, and cuBLASLt in each that adds a bias.
+
+        torch's defaults for the instructions.
+        """
+        return 32 * MIB if self.major >= 9 and self.major < 12 else 4096 * 1024 * 2 + 16 * 1024 * 8, MIB
+
+    @property
+    def threads(self) -> int:
+        """Threads that a processor holds."""
+        return 1536 if (self.major, self.minor) in ((8, 6), (8, 9)) else 1024 if self.major == 7 else 2048
 
     @property
     def properties(self) -> SimpleNamespace:
         """Stand-in for torch's object."""
-        threads = 1536 if (self.major, self.minor) in ((8, 6), (8, 9)) else 1024 if self.major == 7 else 2048
         return SimpleNamespace(
             name=self.name,
             major=self.major,
             minor=self.minor,
             total_memory=self.memory,
             multi_processor_count=self.processors,
-            max_threads_per_multi_processor=threads,
+            max_threads_per_multi_processor=self.threads,
             warp_size=32,
             regs_per_multiprocessor=65536,
             shared_memory_per_block_optin=self.optin,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
 from .gpus import Gpu
-from .kernel_memory import PRODUCTS, blocks_of
+from .kernel_memory import BIASED_PRODUCTS, PRODUCTS, REDUCTIONS, blocks_of
 
 _serving: Operators | None = None
 _HALF_BYTES = 2
@@ -66,6 +66,7 @@ class _Plan:
     result: Any
     blocks: list[int]
     multiplies: bool
+    biased: bool
     seconds: float
 
 
@@ -88,9 +89,14 @@ class Operators:
         self._mode = private.fake_mode()
         self._plans: dict[Any, _Plan] = {}
         self.reads: dict[str, int] = {}
-        writing, others, whole = private.operators()
-        products = [each for each in writing if each[0].partition("::")[2].rstrip("_") in PRODUCTS]
-        native.register_operators([each for each in writing if each not in products], products, others)
+        writing, others, whole = private.operators(REDUCTIONS)
+        products, biased = (
+            [each for each in writing if each[0].partition("::")[2].rstrip("_") in names]
+            for names in (PRODUCTS, BIASED_PRODUCTS)
+        )
+        native.register_operators(
+            [each for each in writing if each not in (*products, *biased)], products, biased, others
+        )
         self._registrations = private.serve_others(self, whole)
 
     @classmethod
@@ -112,7 +118,7 @@ class Operators:
                 return True
             plan = self._plans[key] = self._planned(operator, args, kwargs, tensors)
         if plan.multiplies:
-            self._native.take_workspace()
+            self._native.take_workspace(plan.biased)
         made: dict[int, Tensor] = {}
         result = self._made(plan.result, tensors, made)
         if plan.blocks:
@@ -173,7 +179,8 @@ class Operators:
         result = self._described(out, tensors, identities, owners, {})
         name = operator._schema.name.partition("::")[2]
         seconds = self._roofline(operator, fake_args, fake_kwargs, out, result, fakes)
-        return _Plan(result, blocks_of(operator, args, kwargs), name in PRODUCTS, seconds)
+        blocks, biased = blocks_of(self._gpu, operator, args, kwargs), name in BIASED_PRODUCTS
+        return _Plan(result, blocks, biased or name in PRODUCTS, biased, seconds)
 
     def _roofline(self, operator: Any, args: Any, kwargs: Any, out: Any, result: Any, read: list[Tensor]) -> float:
         """Return the seconds of an operator at the rates that a GPU reaches; zero for one that only returns views."""

@@ -6,7 +6,7 @@ In a process of its own: :func:`pretend` replaces functions of :mod:`torch.cuda`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +39,13 @@ _WHOLE = ("convolution",)
 _NOT_ELEMENTS = ("set_", "resize_", "_resize_output_", "copy_", "record_stream")
 
 
-def operators() -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
+def operators(measured: Collection[str] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
     """Return the operators of CUDA: those that only write into arguments, the others, and the others that stay whole.
+
+    Parameters
+    ----------
+    measured : collection of str
+        Operators that write into arguments, and count as others that stay whole.
 
     Returns
     -------
@@ -60,11 +65,12 @@ def operators() -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]
     for name in sorted(known):
         if name.partition("::")[2].split(".")[0] in _NOT_ELEMENTS:
             continue
-        if _writes_only(_overload(name)._schema):
+        short = name.partition("::")[2]
+        if short not in measured and _writes_only(_overload(name)._schema):
             writing.append(_parts(name))
         else:
             others.append(_parts(name))
-            if name in composite or name.partition("::")[2] in _WHOLE:
+            if name in composite or short in _WHOLE or short in measured:
                 whole.append(name)
     return writing, others, whole
 

@@ -16,6 +16,11 @@ def _test_operators() -> None:
     assert ("aten::embedding_dense_backward", "") in others
     assert ("aten::resize_", "") not in writing
     assert "aten::_foreach_add.List" in whole
+    assert ("aten::sum", "IntList_out") in writing
+    writing, others, whole = phantom.operators(["sum.IntList_out"])
+    assert ("aten::sum", "IntList_out") in others
+    assert ("aten::sum", "IntList_out") not in writing
+    assert "aten::sum.IntList_out" in whole
     if torch.version.cuda is not None:
         # A build with CUDA confirms the list for builds without.
         tables = {
