@@ -28,9 +28,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def record(
-    native: Any, build: Build, question: Question, mode: str | Layout, reads: Callable[[], int], operators: Operators
+    native: Any,
+    build: Build,
+    question: Question,
+    mode: str | Layout,
+    reads: Callable[[], int],
+    operators: Operators | None = None,
 ) -> Recorded:
     """Build the model, run the steps in a mode, and return the allocator's events with marks.
+
+    A layout's blocks are timed by ``operators``; a mode needs none.
 
     Raises
     ------
@@ -56,7 +63,7 @@ def record(
     enabled = question.autocast is not None
     region = torch.autocast("cuda", DTYPES[question.autocast or "bfloat16"], enabled=enabled)
     gradients: tuple[int, ...] = ()
-    blocks = _Blocks(native, operators, model) if isinstance(mode, Layout) else None
+    blocks = _Blocks(native, operators, model) if isinstance(mode, Layout) and operators is not None else None
     with labels.named(model, blocks):
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=True)
