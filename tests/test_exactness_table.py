@@ -40,12 +40,17 @@ HOLES = {"eager": OF_GAINS, "graph": IN_GRAPHS}
 
 
 def rows(mode: str, *ways: str) -> list[Any]:
-    """Return the rows with one of the ways; those that are known to be beyond their bound have to be so."""
+    """Return the rows with one of the ways; those that are known to be beyond their bound have to be so.
+
+    A graph is compiled for a third of a second, and neighbours in the table have one cause of error: of three, two are
+    slow. Eager mode has all.
+    """
     known = pytest.mark.xfail(reason="beyond its bound; a row that is within it leaves HOLES", strict=True)
+    found = [name for name, row in ROWS.items() if set(ways) & set(row.ways)]
+    slow = {name for index, name in enumerate(found) if mode == "graph" and index % 3}
     return [
-        pytest.param(name, marks=known if name in HOLES[mode] else ())
-        for name, row in ROWS.items()
-        if set(ways) & set(row.ways)
+        pytest.param(name, marks=[*[known] * (name in HOLES[mode]), *[pytest.mark.slow] * (name in slow)])
+        for name in found
     ]
 
 

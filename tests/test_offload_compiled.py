@@ -60,13 +60,15 @@ def compiled(model: nn.Module, backend: Any = as_inductor, **options: Any) -> nn
     return model
 
 
+# Each layer takes a second to compile.
+small = functools.partial(Model, layers=2)
 RUNS = (one, twice, accumulate, crossed, one_forward_one_backward, part)
 
 
 @functools.cache
 def wanted(mode: str) -> tuple[list[Tensor], ...]:
     """Return the gradients of the compiled model without offload, for each run."""
-    model = compiled(Model(), mode=mode)
+    model = compiled(small(), mode=mode)
     return tuple(gradients(model, run) for run in RUNS)
 
 
@@ -77,7 +79,7 @@ def test_gradients_are_bitwise_those_without_offload(
 ) -> None:
     expected = wanted(mode)
     link = delayed.use(when, window=window)
-    model = compiled(Model(), mode=mode, offload=share)
+    model = compiled(small(), mode=mode, offload=share)
     for run, each in (*zip(RUNS, expected, strict=True), (one, expected[0])):
         before = only() if pyactcomp.offload.statistics() else {"left": 0, "brought": 0}
         assert_equal(gradients(model, run), each, run)
@@ -142,7 +144,7 @@ def test_hardly_anything_of_a_language_model_stays(delayed: Delayed) -> None:
 
 def test_the_report_says_what_graphs_send(delayed: Delayed) -> None:
     delayed.use("late", window=16 * KIB)
-    model = compiled(Model(dropout=0.0), offload=1.0)
+    model = compiled(small(dropout=0.0), offload=1.0)
     one(model)
     report = pyactcomp.report(model)
     [graph] = report.graphs
@@ -154,7 +156,7 @@ def test_the_report_says_what_graphs_send(delayed: Delayed) -> None:
     assert report.host_bytes >= 0.95 * (report.stored_bytes - DATA.nbytes)
     assert f"{report.host_bytes / 2**20:.2f} leave for the host" in str(report)
     assert report.offloaded[0].startswith(f"Offload: {counts['left_bytes'] / counts['packed_bytes']:.1%} of the bytes")
-    assert {value.where for value in pyactcomp.report(_trained(compiled(Model()))).graphs[0].saved} == {"device"}
+    assert {value.where for value in pyactcomp.report(_trained(compiled(small()))).graphs[0].saved} == {"device"}
 
 
 def _trained(model: nn.Module) -> nn.Module:
@@ -164,7 +166,7 @@ def _trained(model: nn.Module) -> nn.Module:
 
 def test_a_forward_without_backward_leaves_nothing(delayed: Delayed) -> None:
     delayed.use("random", window=8 * KIB)
-    model = compiled(Model(), offload=1.0)
+    model = compiled(small(), offload=1.0)
     for _ in range(3):
         loss = model(DATA).square().mean()
         assert only()["alive"] > 0
@@ -201,7 +203,7 @@ def test_compiled_blocks_in_an_eager_model(delayed: Delayed) -> None:
 
     class Headed(Model):
         def __init__(self) -> None:
-            super().__init__(dropout=0.0)
+            super().__init__(layers=2, dropout=0.0)
             self.first = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ def test_compiled_blocks_in_an_eager_model(delayed: Delayed) -> None:
 
 def test_copies_and_models_compressed_again_have_a_tape(delayed: Delayed) -> None:
     delayed.use("late", window=8 * KIB)
-    model = compiled(Model(), offload=1.0)
+    model = compiled(small(), offload=1.0)
     assert_equal(gradients(model, one), wanted("int8")[0])
     other = copy.deepcopy(model)
     other.compile(backend=as_inductor)  # a copy is not compiled
@@ -244,7 +246,7 @@ def test_copies_and_models_compressed_again_have_a_tape(delayed: Delayed) -> Non
 
 def test_hooks_that_copy_handles_are_named(delayed: Delayed) -> None:
     delayed.use("late", window=1)
-    model = compiled(Model(), offload=1.0)
+    model = compiled(small(), offload=1.0)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         loss = model(DATA).square().mean()
     with pytest.raises(pyactcomp.PyactcompError, match=r"save_on_cpu, have copied it\. Drop"):
@@ -268,7 +270,7 @@ def test_inductors_code(delayed: Delayed) -> None:
 
     def make(**options: Any) -> nn.Module:
         torch.compiler.reset()
-        return compiled(Model(layers=2, dropout=0.0), "inductor", **options)
+        return compiled(small(dropout=0.0), "inductor", **options)
 
     def retained(model: nn.Module) -> None:
         x = DATA.clone().requires_grad_()
