@@ -5,6 +5,7 @@ Each runs with a GPU, and with tests/cuda_stand_in.py where there is none.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -252,6 +253,25 @@ def off() -> None:
         warnings.filterwarnings("error", message="pyactcomp")
         use_cuda()
     check_native()
+
+
+def _forked_case(case: str, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    globals()[case]()
+
+
+def in_forks(cases: str) -> None:
+    """Run cases, given with their variables as JSON, each in a fork of this process, and print how they exited.
+
+    This process has imported torch, for a second or two, and has not used CUDA.
+    """
+    exits = {}
+    for case, variables in json.loads(cases).items():
+        process = multiprocessing.get_context("fork").Process(target=_forked_case, args=(case, variables))
+        process.start()
+        process.join()
+        exits[case] = process.exitcode
+    sys.stdout.write(json.dumps(exits))
 
 
 if __name__ == "__main__":

@@ -35,15 +35,36 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return checks.with_the_checkout(tmp_path_factory.mktemp("environment"))
 
 
+# Processes of their own, which import torch anew.
 SLOW = ("launched", "spawn")
+FORKED = {case: variables for case, variables in checks.CASES.items() if case not in SLOW}
+
+
+@pytest.fixture(scope="module")
+def forks(environment: tuple[Path, Path]) -> tuple[dict[str, int], str]:
+    """Return how each case exited, in a fork of one process, and what all of them said."""
+    variables = {"PYACTCOMP_ALLOCATOR": "1", "PAC_STAND_IN": "1"}
+    cases = checks.HERE / "allocator_variable_cases.py"
+    done = checks.run(environment[0], cases, "in_forks", json.dumps(FORKED), **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout), done.stderr
 
 
 @needs_torch_without_cuda
 @needs_the_allocator
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in checks.CASES]
-)
-def test_the_allocator_is_attached_as_torch_initialises_cuda(case: str, environment: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("case", FORKED)
+def test_the_allocator_is_attached_as_torch_initialises_cuda(case: str, forks: tuple[dict[str, int], str]) -> None:
+    exits, said = forks
+    assert exits[case] == 0, said
+
+
+@pytest.mark.slow
+@needs_torch_without_cuda
+@needs_the_allocator
+@pytest.mark.parametrize("case", SLOW)
+def test_the_allocator_is_attached_in_processes_that_a_process_starts(
+    case: str, environment: tuple[Path, Path]
+) -> None:
     checks.check(environment[0], case, stand_in=True)
 
 
