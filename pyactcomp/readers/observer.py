@@ -105,8 +105,8 @@ class Observer(Protocol):
     def send(self, tensors: list[Tensor], tape: object, /) -> list[Tensor]:
         """Put copies of tensors on a tape, unless it is None; return a handle for each, which owns the copy."""
 
-    def take(self, handles: list[Tensor], /) -> list[Tensor]:
-        """Return the tensors behind handles, to be read by work queued on the current stream from here on."""
+    def take(self, handle: Tensor, /) -> Tensor:
+        """Return the tensor behind a handle, to be read by work queued on the current stream from here on."""
 
     def configure_engine(self, names: dict[str, object]) -> None:
         """Set what the library asks by name."""
