@@ -259,11 +259,12 @@ inline at::Tensor multiplied(const at::Tensor& x, const at::Tensor& scale, const
   return shift.defined() ? at::addcmul_out(out, shift, x, scale) : at::mul_out(out, x, scale);
 }
 
-/// Return whether a norm's saved means were rounded to 16 bits: take them from the input then.
+/// Return whether a norm's forward read its means before it rounded them to 16 bits, as the CPU's does: take them from
+/// the input then. CUDA's norms of rows save float32, and its group norm reads the rounded ones.
 ///
 /// A deviation that is off by a rounding scales rows by as much, but a mean that is off by a rounding moves rows by as
 /// much as they are far from zero.
-inline bool is_rounded(const at::Tensor& means) { return means.itemsize() < sizeof(float); }
+inline bool is_rounded(const at::Tensor& means) { return means.is_cpu() && means.itemsize() < sizeof(float); }
 
 /// Recompute a norm of rows from its input and the saved statistics.
 ///
@@ -385,9 +386,7 @@ inline Ref recipe_of_group_norm(const Result<generated::NativeGroupNormBackward0
   const auto compute = [=, affine = *affine](at::ScalarType wanted, Tensors given) {
     const at::Tensor& image = given[0];
     const at::ScalarType wide = c10::promoteTypes(image.scalar_type(), at::kFloat);
-    // CUDA's forward reads the means that it saves, rounded to the image's dtype; the CPU's reads them before that.
-    const bool again = given[1].is_cpu() && is_rounded(given[1]);
-    const at::Tensor means = again ? image.reshape({n, groups, -1}).mean(2, false, wide) : given[1];
+    const at::Tensor means = is_rounded(given[1]) ? image.reshape({n, groups, -1}).mean(2, false, wide) : given[1];
     // A factor and an offset of each channel of each image.
     const at::Tensor scale = given[2].view({n, groups, 1}) * affine.first.view({1, groups, -1}).to(wide);
     const at::Tensor shift = affine.second.view({1, groups, -1}) - means.view({n, groups, 1}) * scale;

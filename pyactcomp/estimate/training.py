@@ -63,7 +63,10 @@ def record(
     enabled = question.autocast is not None
     region = torch.autocast("cuda", DTYPES[question.autocast or "bfloat16"], enabled=enabled)
     gradients: tuple[int, ...] = ()
-    blocks = _Blocks(native, operators, model) if isinstance(mode, Layout) and operators is not None else None
+    blocks = None
+    if isinstance(mode, Layout):
+        assert operators is not None
+        blocks = _Blocks(native, operators, model)
     with labels.named(model, blocks):
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=True)
