@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from pyactcomp._version import __version__
 
@@ -28,56 +29,41 @@ def test_version_is_the_package_version() -> None:
     assert _run("--version").stdout == f"pyactcomp {__version__}\n"
 
 
-# The command with a model of a second; `make demo` takes a minute for that of the size that users train.
-SMALL_DEMO = """
-from dataclasses import replace
-from pyactcomp.cli import main
-from pyactcomp.cli.demo import training
-full = training.default_config
-training.default_config = lambda *a, **k: replace(full(*a, **k), width=32, depth=1, heads=2, sequence=64, batch=8)
-main()
-"""
-
-
-@pytest.mark.usefixtures("cli_installed")
-def test_demo_writes_rows_and_picture(tmp_path: Path) -> None:
-    rows_path = tmp_path / "rows.json"
-    options = ["--steps", "8", "--device", "cpu", "--out", str(tmp_path / "out"), "--json", str(rows_path)]
-    command = [sys.executable, "-c", SMALL_DEMO, "demo", *options]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr == ""
-    written = json.loads(rows_path.read_text())
-    assert list(written) == ["rows"]
-    methods = ["vanilla", "lossless", "int8", "checkpoint", "int8 + checkpoint"]
-    assert [row["method"] for row in written["rows"]] == methods
-    for row in written["rows"]:
-        assert list(row) == ["method", "saved_bytes", "peak_bytes", "step_ms", "val_loss"]
-    picture = tmp_path / "out" / "demo.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"picture: {picture}" in ran.stdout
-
-
 @pytest.mark.usefixtures("cli_installed")
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("demo", "--steps", "2"), "at least 8"),
+        (("--steps", "2"), "at least 8"),
+        (("--help",), "Folder for the picture"),
         pytest.param(
-            ("demo", "--device", "cuda"),
+            ("--device", "cuda"),
             "no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here"),
         ),
     ],
 )
-def test_demo_refuses_bad_options(arguments: tuple[str, ...], named: str) -> None:
-    from typer.testing import CliRunner
+def test_demo_passes_its_options_to_the_program(arguments: tuple[str, ...], named: str) -> None:
+    ran = _run("demo", *arguments)
+    assert ran.returncode == (0 if arguments == ("--help",) else 2)
+    assert named in " ".join((ran.stdout + ran.stderr).replace("│", "").split())
 
-    from pyactcomp.cli.commands import app
 
-    ran = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
-    assert ran.exit_code == 2
-    assert named in ran.output
+@pytest.mark.usefixtures("cli_installed")
+def test_demo_of_an_installed_package_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pyactcomp.cli import commands
+
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site" / "pyactcomp" / "cli" / "commands.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit) as ended:
+        commands.demo()
+    assert ended.value.exit_code == 1
+    assert "examples/demo" in capsys.readouterr().err
+    (tmp_path / "examples" / "demo").mkdir(parents=True)
+    with pytest.raises(commands.Program) as program:
+        commands.demo(["--steps", "8"])
+    assert (program.value.target, program.value.arguments) == ("examples/demo", ["--steps", "8"])
 
 
 @pytest.mark.usefixtures("cli_installed")

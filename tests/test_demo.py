@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import byte_transformer
+import gpu_figures
+import library_text
 import pytest
+import step_memory
 import torch
+import training as demo
 from rich.console import Console
 
-from pyactcomp.cli.demo import command, measured, memory
-from pyactcomp.cli.demo import model as models
-from pyactcomp.cli.demo import text as texts
-from pyactcomp.cli.demo import training as demo
-from pyactcomp.errors import PyactcompError
-
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def command() -> ModuleType:
+    """Return the program, ``examples/demo/__main__.py``."""
+    spec = importlib.util.spec_from_file_location("demo_command", Path(demo.__file__).with_name("__main__.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +38,18 @@ def result() -> demo.Result:
     return demo.run(demo.Config(CPU, width=64, depth=2, heads=2, sequence=128, batch=8, steps=60, learning_rate=2e-3))
 
 
-def test_demo_int8_loss_is_within_two_hundredths_of_vanilla(result: demo.Result) -> None:
+def test_demo_int8_loss_is_within_two_hundredths_of_plain(result: demo.Result) -> None:
     rows = {row.method: row for row in result.rows}
-    vanilla = rows["vanilla"]
+    plain = rows["plain"]
     for method in ("int8", "int8 + checkpoint"):
-        assert abs(rows[method].val_loss - vanilla.val_loss) <= 0.02
+        assert abs(rows[method].val_loss - plain.val_loss) <= 0.02
     # It has learnt something: the guess of a uniform distribution costs log(256) = 5.55 nats a byte.
-    assert vanilla.val_loss < 4.0
+    assert plain.val_loss < 4.0
 
 
 @pytest.mark.parametrize("method", ["checkpoint", "lossless"])
-def test_demo_exact_methods_compute_the_same_as_vanilla(result: demo.Result, method: str) -> None:
-    assert result.training[method] == result.training["vanilla"]
+def test_demo_exact_methods_compute_the_same_as_plain(result: demo.Result, method: str) -> None:
+    assert result.training[method] == result.training["plain"]
 
 
 def test_demo_first_forward_is_the_same_for_all_methods(result: demo.Result) -> None:
@@ -46,12 +59,12 @@ def test_demo_first_forward_is_the_same_for_all_methods(result: demo.Result) -> 
 
 def test_demo_int8_saves_a_third_and_less(result: demo.Result) -> None:
     rows = {row.method: row for row in result.rows}
-    vanilla, int8, checkpoint = rows["vanilla"], rows["int8"], rows["checkpoint"]
+    plain, int8, checkpoint = rows["plain"], rows["int8"], rows["checkpoint"]
     # Packed float32 takes 8.5 of 32 bits; what stays as it is, small tensors and integers, is under a twentieth.
-    assert int8.saved_bytes <= (8.5 / 32 + 1 / 20) * vanilla.saved_bytes
+    assert int8.saved_bytes <= (8.5 / 32 + 1 / 20) * plain.saved_bytes
     assert int8.saved_bytes >= 8.5 / 32 * checkpoint.saved_bytes
-    assert checkpoint.saved_bytes < vanilla.saved_bytes
-    assert int8.saved_bytes < rows["lossless"].saved_bytes < vanilla.saved_bytes
+    assert checkpoint.saved_bytes < plain.saved_bytes
+    assert int8.saved_bytes < rows["lossless"].saved_bytes < plain.saved_bytes
     assert rows["int8 + checkpoint"].saved_bytes < checkpoint.saved_bytes
     for row in result.rows:
         assert row.peak_bytes >= row.saved_bytes
@@ -67,6 +80,32 @@ def test_demo_repeats_with_the_same_seed_and_not_with_another() -> None:
     assert losses(2) != first
 
 
+def test_program_writes_rows_and_picture(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = demo.default_config
+
+    def small(*arguments: torch.device, **options: int | None) -> demo.Config:
+        return replace(full(*arguments, **options), width=32, depth=1, heads=2, sequence=64, batch=8)
+
+    monkeypatch.setattr(demo, "default_config", small)
+    monkeypatch.setattr(command, "console", Console(markup=False, highlight=False))
+    command.demo(tmp_path / "rows.json", tmp_path / "out", 8, 0, command.DeviceChoice.cpu)
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert list(written) == ["rows"]
+    assert tuple(row["method"] for row in written["rows"]) == demo.METHODS
+    for row in written["rows"]:
+        assert list(row) == ["method", "saved_bytes", "peak_bytes", "step_ms", "val_loss"]
+    picture = tmp_path / "out" / "demo.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    assert f"picture: {picture}" in output
+    # Off a terminal, where no bar moves, a line tells each tenth of the way.
+    assert "step 1/8: plain" in output
+    assert "step 8/8: plain" in output
+
+
 def test_demo_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
     demo.run(demo.Config(CPU, 32, 1, 2, 16, 4, demo.MINIMUM_STEPS, 1e-3))
@@ -74,7 +113,7 @@ def test_demo_leaves_the_global_generator_alone() -> None:
 
 
 def test_summary_without_a_gpu_says_which_figures_are_of_one(result: demo.Result) -> None:
-    figures = measured.load()
+    figures = gpu_figures.load()
     assert set(figures) == set(demo.METHODS)
     text = demo.summary(result, figures)
     assert "On this CPU" in text
@@ -84,17 +123,17 @@ def test_summary_without_a_gpu_says_which_figures_are_of_one(result: demo.Result
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_table_fits_the_terminal_and_cuts_nothing(result: demo.Result, width: int) -> None:
+def test_table_fits_the_terminal_and_cuts_nothing(command: ModuleType, result: demo.Result, width: int) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(command._table(result.rows))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
-    vanilla = result.rows[0]
+    plain = result.rows[0]
     for row in result.rows:
         assert row.method in text
-        assert f"{row.saved_bytes / vanilla.saved_bytes:.2f}x" in text
-        assert f"{row.step_ms / vanilla.step_ms:.2f}x" in text
-        assert f"{row.val_loss - vanilla.val_loss:+.4f}" in text
+        assert f"{row.saved_bytes / plain.saved_bytes:.2f}x" in text
+        assert f"{row.step_ms / plain.step_ms:.2f}x" in text
+        assert f"{row.val_loss - plain.val_loss:+.4f}" in text
 
 
 def test_committed_figures_are_ratios_within_a_run(tmp_path: Path) -> None:
@@ -109,16 +148,16 @@ def test_committed_figures_are_ratios_within_a_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = tmp_path / "frontier.json"
     path.write_text(json.dumps({"rows": rows}))
-    found = measured.load(path)
+    found = gpu_figures.load(path)
     # Run b has no vanilla row, run d no GPU.
-    assert {method: one.step for method, one in found.items()} == {"vanilla": 1.0, "int8": 0.5, "checkpoint": 1.5}
+    assert {method: one.step for method, one in found.items()} == {"plain": 1.0, "int8": 0.5, "checkpoint": 1.5}
     assert found["int8"].saved == found["int8"].peak == 0.5
 
 
 def test_memory_counts_what_the_graph_holds() -> None:
     """The profiler's count equals the storages that autograd asks to save and that the forward made."""
     torch.manual_seed(0)
-    model = models.ByteTransformer(32, 2, 2, 64)
+    model = byte_transformer.ByteTransformer(32, 2, 2, 64)
     text = torch.randint(256, (4, 65))
     storages: dict[int, int] = {}
     before = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -135,7 +174,7 @@ def test_memory_counts_what_the_graph_holds() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(text[:, :-1], text[:, 1:])
     expected = sum(storages.values()) + loss.untyped_storage().nbytes()
-    measured = memory.measure(CPU, lambda: model(text[:, :-1], text[:, 1:]), lambda loss: loss.backward())
+    measured = step_memory.measure(CPU, lambda: model(text[:, :-1], text[:, 1:]), lambda loss: loss.backward())
     assert measured.saved_bytes == expected
 
 
@@ -146,14 +185,14 @@ def test_memory_peak_is_that_of_a_chain_worked_out_by_hand() -> None:
     def forward() -> torch.Tensor:
         return x.exp().exp().sum()
 
-    measured = memory.measure(CPU, forward, lambda loss: loss.backward())
+    measured = step_memory.measure(CPU, forward, lambda loss: loss.backward())
     assert measured.saved_bytes == 2 * 4 * n + 4
     # Both outputs, and the gradients before and after one exp; the sum's gradient is one element expanded.
     assert 3 * 4 * n <= measured.peak_bytes <= 4 * 4 * n + 1024
 
 
 def test_text_sides_share_no_module_and_are_not_empty(tmp_path: Path) -> None:
-    training, held_out = texts.load()
+    training, held_out = library_text.load()
     assert training.numel() > held_out.numel() > 0
 
     (tmp_path / "json").mkdir()
@@ -161,19 +200,19 @@ def test_text_sides_share_no_module_and_are_not_empty(tmp_path: Path) -> None:
     (tmp_path / "statistics.py").write_bytes(b"held out")
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "other.py").write_bytes(b"neither")
-    training, held_out = texts.load(tmp_path)
+    training, held_out = library_text.load(tmp_path)
     assert bytes(training.tolist()) == b"train"
     assert bytes(held_out.tolist()) == b"held out"
 
 
 def test_text_that_is_missing_is_an_error_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(PyactcompError, match=tmp_path.name):
-        texts.load(tmp_path)
+    with pytest.raises(RuntimeError, match=tmp_path.name):
+        library_text.load(tmp_path)
 
 
 def test_windows_are_pieces_of_the_text_shifted_by_one() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    inputs, targets = texts.windows(text, 5, 7, torch.Generator().manual_seed(0))
+    inputs, targets = library_text.windows(text, 5, 7, torch.Generator().manual_seed(0))
     assert inputs.shape == targets.shape == (5, 7)
     assert torch.equal(targets, inputs + 1)
     assert torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)
@@ -184,10 +223,10 @@ def test_demo_on_the_gpu_compresses_and_learns() -> None:
     # 64 x 256 tokens of width 256 under autocast: every activation is far above the smallest compressed size.
     config = demo.Config(torch.device("cuda"), 256, 2, 4, 256, 64, 40, 1e-3)
     rows = {row.method: row for row in demo.run(config).rows}
-    vanilla, int8, checkpoint = rows["vanilla"], rows["int8"], rows["checkpoint"]
-    assert int8.saved_bytes < vanilla.saved_bytes
-    assert checkpoint.saved_bytes < vanilla.saved_bytes
-    assert abs(int8.val_loss - vanilla.val_loss) <= 0.02
+    plain, int8, checkpoint = rows["plain"], rows["int8"], rows["checkpoint"]
+    assert int8.saved_bytes < plain.saved_bytes
+    assert checkpoint.saved_bytes < plain.saved_bytes
+    assert abs(int8.val_loss - plain.val_loss) <= 0.02
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ import typer
 
 from .._version import __version__
 from ..errors import PyactcompError
-from .demo.command import demo
 from .doctor import doctor
 from .estimate import estimate
 from .explain import explain
@@ -63,7 +62,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # Silence torch's profiler: demo and doctor use the profiler, and print to the same output.
+    # Silence torch's profiler: doctor uses the profiler, and prints to the same output.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
@@ -88,6 +87,16 @@ def run(
     except PyactcompError as error:
         fail(error)
     raise Program(target, arguments or [], module)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def demo(arguments: Annotated[list[str] | None, typer.Argument(help="Its options.", metavar="OPTIONS")] = None) -> None:
+    """Train a small transformer plain, compressed and checkpointed: runs examples/demo of a checkout."""
+    checkouts = (Path(__file__).parents[2], Path())
+    found = [checkout / "examples" / "demo" for checkout in checkouts if (checkout / "examples" / "demo").exists()]
+    if not found:
+        fail("the installed package has no demo: run this command in a checkout of pyactcomp, which has examples/demo")
+    raise Program(str(found[0]), arguments or [], module=False)
 
 
 def _build(name: str, compile_library: Callable[[], Path]) -> None:
@@ -125,5 +134,5 @@ def build_phantom() -> None:
     _build("_phantom", lambda: extensions.build("_phantom"))
 
 
-for command in (demo, doctor, estimate, replay, tune, explain, top):
+for command in (doctor, estimate, replay, tune, explain, top):
     app.command()(command)

@@ -9,41 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import PyactcompError
-
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _HELD_OUT_ONE_IN = 10
 
 
 def is_held_out(module: str) -> bool:
-    """Return whether a top-level module is kept for validation, by a hash of the name.
-
-    Examples
-    --------
-    >>> [name for name in ("json", "socket", "statistics", "turtle") if is_held_out(name)]
-    ['statistics']
-    """
+    """Return whether a top-level module is kept for validation, by a hash of the name."""
     return zlib.crc32(module.encode()) % _HELD_OUT_ONE_IN == 0
 
 
 def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
-    """Read the training text and the validation text.
+    """Return the training text and the validation text of a folder, by default of the standard library: [n], uint8.
 
     Whole top-level modules (a package with all its files) go to one side or the other.
-
-    Parameters
-    ----------
-    root : Path, optional
-        The folder to read; the running interpreter's standard library by default.
-
-    Returns
-    -------
-    training, validation : Tensor, [n], uint8
-
-    Raises
-    ------
-    PyactcompError
-        If either side would be empty, as with the standard library in a zip file.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     training, validation = bytearray(), bytearray()
@@ -54,7 +32,7 @@ def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
         side = validation if is_held_out(relative.with_suffix("").parts[0]) else training
         side += path.read_bytes()
     if not training or not validation:
-        raise PyactcompError(
+        raise RuntimeError(
             f"found {len(training)} bytes of training and {len(validation)} bytes of validation text in {root}, "
             "expected the standard library's source files; use an interpreter that ships them"
         )
@@ -62,20 +40,7 @@ def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw random windows of bytes, with the next byte of each position as the target.
-
-    Parameters
-    ----------
-    text : Tensor, [n], uint8
-    count, length : int
-        Number of windows and bytes of each; ``length < n``.
-    generator : torch.Generator
-        Source of the windows' positions.
-
-    Returns
-    -------
-    inputs, targets : Tensor, [count, length], int64
-    """
+    """Return ``count`` random windows of ``length`` bytes, and the next byte of each position: both [count, length]."""
     starts = torch.randint(text.numel() - length, (count, 1), generator=generator)
     drawn = text[starts + torch.arange(length + 1)].to(torch.int64)
     return drawn[:, :-1], drawn[:, 1:]

@@ -1,26 +1,26 @@
-"""The command ``demo``: options, progress, table and picture."""
+"""Trains a small transformer plain, compressed, checkpointed and both, and shows a table and a picture."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import gpu_figures
 import humanize
 import torch
+import training
 import typer
 from rich import box
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..shared import console
-
-if TYPE_CHECKING:
-    from .measured import Measured
-    from .training import Row
+console = Console(markup=False, highlight=False)
 
 
 class DeviceChoice(str, Enum):
@@ -51,8 +51,9 @@ def demo(
     """Train a small transformer plain, compressed, checkpointed and both, and compare memory, speed and loss."""
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("the demo draws a picture with matplotlib; run: pip install matplotlib")
-    from . import measured, plot, training
+    import picture
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler, which measures memory, prints to stdout
     try:
         config = training.default_config(_device(device), steps=steps, seed=seed)
     except ValueError as error:
@@ -68,15 +69,17 @@ def demo(
         task = progress.add_task("", total=config.steps)
 
         def on_step(finished: int, losses: Mapping[str, float]) -> None:
-            shown = [f"{method} {losses[method]:.3f}" for method in ("vanilla", "int8") if method in losses]
-            progress.update(task, completed=finished, description=", ".join(shown))
+            shown = ", ".join(f"{method} {losses[method]:.3f}" for method in ("plain", "int8") if method in losses)
+            progress.update(task, completed=finished, description=shown)
+            if not console.is_terminal and finished % max(config.steps // 10, 1) == 0:
+                console.print(f"step {finished}/{config.steps}: {shown}")
 
         result = training.run(config, on_step)
 
     out.mkdir(parents=True, exist_ok=True)
-    picture = out / "demo.png"
-    plot.draw(result, picture)
-    on_gpu = {} if config.device.type == "cuda" else measured.load()
+    path = out / "demo.png"
+    picture.draw(result, path)
+    on_gpu = {} if config.device.type == "cuda" else gpu_figures.load()
     console.print(f"\n{training.summary(result, on_gpu)}\n", soft_wrap=True)
     console.print(f"this run, on {config.device}:")
     console.print(_table(result.rows))
@@ -86,7 +89,7 @@ def demo(
     if json_path is not None:
         json_path.write_text(json.dumps(result.as_json(), indent=2) + "\n")
         console.print(f"rows: {json_path}", soft_wrap=True)
-    console.print(f"picture: {picture.resolve()}", soft_wrap=True)
+    console.print(f"picture: {path.resolve()}", soft_wrap=True)
 
 
 def _empty(*headings: str) -> Table:
@@ -97,22 +100,26 @@ def _empty(*headings: str) -> Table:
     return table
 
 
-def _gpu_table(rows: Sequence[Measured]) -> Table:
+def _gpu_table(rows: Sequence[gpu_figures.Figures]) -> Table:
     table = _empty("saved for\nbackward", "peak", "step")
     for row in rows:
         table.add_row(row.method, f"{row.saved:.2f}x", f"{row.peak:.2f}x", f"{row.step:.2f}x")
     return table
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    vanilla = rows[0]
+def _table(rows: Sequence[training.Row]) -> Table:
+    plain = rows[0]
     table = _empty("saved for\nbackward", "peak", "step", "validation\nloss")
     for row in rows:
         table.add_row(
             row.method,
-            f"{humanize.naturalsize(row.saved_bytes, binary=True)} {row.saved_bytes / vanilla.saved_bytes:.2f}x",
-            f"{humanize.naturalsize(row.peak_bytes, binary=True)} {row.peak_bytes / vanilla.peak_bytes:.2f}x",
-            f"{row.step_ms:.{0 if row.step_ms >= 100 else 1}f} ms {row.step_ms / vanilla.step_ms:.2f}x",
-            f"{row.val_loss:.3f} {row.val_loss - vanilla.val_loss:+.4f}",
+            f"{humanize.naturalsize(row.saved_bytes, binary=True)} {row.saved_bytes / plain.saved_bytes:.2f}x",
+            f"{humanize.naturalsize(row.peak_bytes, binary=True)} {row.peak_bytes / plain.peak_bytes:.2f}x",
+            f"{row.step_ms:.{0 if row.step_ms >= 100 else 1}f} ms {row.step_ms / plain.step_ms:.2f}x",
+            f"{row.val_loss:.3f} {row.val_loss - plain.val_loss:+.4f}",
         )
     return table
+
+
+if __name__ == "__main__":
+    typer.run(demo)

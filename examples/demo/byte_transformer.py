@@ -36,21 +36,6 @@ class ByteTransformer(nn.Module):
     """A language model over bytes; ``forward`` returns the loss.
 
     The loss is part of the module, so compressing the module also compresses the tensors saved by the loss.
-
-    Parameters
-    ----------
-    width, depth, heads : int
-        Width of the residual stream, number of blocks, attention heads in each.
-    sequence : int
-        Longest input, in bytes.
-
-    Examples
-    --------
-    >>> import torch
-    >>> model = ByteTransformer(width=32, depth=2, heads=2, sequence=16)
-    >>> text = torch.zeros(4, 17, dtype=torch.int64)
-    >>> model(text[:, :-1], text[:, 1:]).shape
-    torch.Size([])
     """
 
     def __init__(self, width: int, depth: int, heads: int, sequence: int) -> None:

@@ -29,29 +29,7 @@ class StepMemory:
 
 
 def measure(device: torch.device, forward: Callable[[], Tensor], finish: Callable[[Tensor], None]) -> StepMemory:
-    """Run one step and return its memory.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where the step runs.
-    forward : callable
-        Returns the loss.
-    finish : callable
-        Takes the loss; runs backward and the optimizer.
-
-    Returns
-    -------
-    StepMemory
-
-    Examples
-    --------
-    >>> import torch
-    >>> x = torch.ones(1000, requires_grad=True)
-    >>> memory = measure(torch.device("cpu"), lambda: x.exp().sum(), lambda loss: loss.backward())
-    >>> memory.saved_bytes                     # exp keeps its output; the sum is one more float32
-    4004
-    """
+    """Run one step and return its memory: ``forward`` returns the loss, ``finish`` runs backward and the optimizer."""
     if device.type == "cuda":
         return _measure_cuda(device, forward, finish)
     return _measure_cpu(forward, finish)

@@ -1,4 +1,4 @@
-"""Figures of a GPU for a demo on a CPU, from the committed benchmark rows beside the package."""
+"""Figures of a GPU for a demo on a CPU, from the committed rows of the benchmark."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[3] / "bench" / "results" / "frontier.json"
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "frontier.json"
 _WORKLOAD = "gpt2_medium_amp"
 _NAMES = {
-    "vanilla": "vanilla",
+    "vanilla": "plain",
     "lossless": "lossless",
     "int8": "int8",
     "ckpt": "checkpoint",
@@ -19,7 +19,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class Figures:
     """Memory and time of a step of GPT-2 medium, as multiples of plain PyTorch's in the same run."""
 
     method: str
@@ -29,16 +29,8 @@ class Measured:
     device: str
 
 
-def load(path: Path = RESULTS) -> dict[str, Measured]:
-    """Return the latest figures of each method of the demo; none outside a checkout of the repository.
-
-    Examples
-    --------
-    >>> load(Path("nowhere.json"))
-    {}
-    """
-    if not path.exists():
-        return {}
+def load(path: Path = RESULTS) -> dict[str, Figures]:
+    """Return the latest figures of each method of the demo."""
     rows = [
         row
         for row in json.loads(path.read_text())["rows"]
@@ -54,6 +46,6 @@ def load(path: Path = RESULTS) -> dict[str, Measured]:
     }
 
 
-def _ratios(method: str, row: dict[str, Any], plain: dict[str, Any]) -> Measured:
+def _ratios(method: str, row: dict[str, Any], plain: dict[str, Any]) -> Figures:
     saved, peak, step = (row[name] / plain[name] for name in ("act_bytes", "peak_minus_base_bytes", "median_ms"))
-    return Measured(method, saved, peak, step, row["origin"]["device"])
+    return Figures(method, saved, peak, step, row["origin"]["device"])

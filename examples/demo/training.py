@@ -1,9 +1,9 @@
 """The demo: train one small transformer five ways on the same text, and measure each.
 
-``vanilla`` is plain PyTorch. ``lossless`` and ``int8`` are the same model after :func:`pyactcomp.compress` in this
+``plain`` is PyTorch alone. ``lossless`` and ``int8`` are the same model after :func:`pyactcomp.compress` in this
 mode, ``checkpoint`` has ``torch.utils.checkpoint`` around every block, and ``int8 + checkpoint`` has both. All start
 from the same weights and see the same batches. The steps are interleaved, so a change in the machine's speed affects
-all methods alike. Nothing here prints: ``command`` shows the progress and the result.
+all methods alike. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+import library_text
+import step_memory
 import torch
+from byte_transformer import ByteTransformer
+from gpu_figures import Figures
 from torch import Tensor
 
-from ...compress import compress
-from . import memory as step_memory
-from . import text as library_text
-from .measured import Measured
-from .model import ByteTransformer
+import pyactcomp
 
-METHODS = ("vanilla", "lossless", "int8", "checkpoint", "int8 + checkpoint")
+METHODS = ("plain", "lossless", "int8", "checkpoint", "int8 + checkpoint")
 
 # The first step allocates the optimizer's state and the second still differs; the third is typical.
 _MEMORY_STEP = 2
@@ -76,44 +75,23 @@ class Result:
     training: Mapping[str, list[float]]
     validation: Mapping[str, list[tuple[int, float]]]
 
-    def as_json(self) -> dict[str, list[dict[str, Any]]]:
+    def as_json(self) -> dict[str, list[dict[str, object]]]:
         """Return ``{"rows": [{"method", "saved_bytes", "peak_bytes", "step_ms", "val_loss"}]}``."""
         return {"rows": [asdict(row) for row in self.rows]}
 
 
 def default_config(device: torch.device, *, steps: int | None = None, seed: int = 0) -> Config:
-    """Return the demo's size on ``device``: small on a CPU, as large as memory allows on a GPU.
+    """Return the demo's size: small on a CPU, as large as the memory allows on a GPU.
 
-    Parameters
-    ----------
-    device : torch.device
-    steps : int, optional
-        Training steps of each method, at least ``MINIMUM_STEPS``.
-    seed : int
-        Seed of the weights and of the order of the data.
-
-    Returns
-    -------
-    Config
-
-    Raises
-    ------
-    ValueError
-        If there are too few steps to measure.
-
-    Examples
-    --------
-    >>> import torch
-    >>> default_config(torch.device("cpu"), steps=20).steps
-    20
+    Raises ValueError for fewer than ``MINIMUM_STEPS`` steps.
     """
     if steps is not None and steps < MINIMUM_STEPS:
         raise ValueError(f"got {steps} steps, expected at least {MINIMUM_STEPS}: the first ones are warm-up")
     if device.type == "cuda":
         # Three times this learning rate made the loss of one exact run jump, and left it 0.075 above another's.
         return Config(device, 768, 12, 12, 1024, None, steps or 100, 2e-4, seed)
-    # Twice this learning rate gave vanilla a higher validation loss on seeds 0, 1 and 2, and let rounding differences
-    # of any origin grow.
+    # Twice this learning rate gave plain PyTorch a higher validation loss on seeds 0, 1 and 2, and let rounding
+    # differences of any origin grow.
     return Config(device, 128, 4, 4, 128, 16, steps or 150, 1e-3, seed)
 
 
@@ -131,22 +109,9 @@ class _Run:
 
 
 def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | None = None) -> Result:
-    """Train a model each way and measure them.
+    """Train a model each way and measure each.
 
-    Parameters
-    ----------
-    config : Config
-    on_step : callable, optional
-        Called after each step with the number of finished steps and each method's last validation loss.
-
-    Returns
-    -------
-    Result
-
-    Raises
-    ------
-    PyactcompError
-        If the source of the standard library cannot be read.
+    ``on_step`` gets the number of finished steps and each method's last validation loss.
     """
     device = config.device
     text, held_out = library_text.load()
@@ -184,9 +149,9 @@ def run(config: Config, on_step: Callable[[int, Mapping[str, float]], None] | No
 
 def _prepare(method: str, model: ByteTransformer, config: Config) -> _Run:
     if method == "lossless":
-        compress(model, mode="lossless")
+        pyactcomp.compress(model, mode="lossless")
     elif method.startswith("int8"):
-        compress(model)
+        pyactcomp.compress(model)
     model.checkpoint_blocks = method.endswith("checkpoint")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=config.device.type == "cuda"
@@ -276,24 +241,17 @@ def _row(method: str, one: _Run) -> Row:
     )
 
 
-def summary(result: Result, gpu: Mapping[str, Measured]) -> str:
-    """Return a summary of the rows and, for a run on a CPU, of the committed figures of a GPU.
-
-    Parameters
-    ----------
-    result : Result
-    gpu : mapping of str to Measured
-        Committed figures by method; used for runs on a CPU.
-    """
+def summary(result: Result, gpu: Mapping[str, Figures]) -> str:
+    """Return the rows in two sentences, for a run on a CPU with the committed figures of a GPU, by method."""
     rows = {row.method: row for row in result.rows}
-    vanilla, int8, exact = rows["vanilla"], rows["int8"], rows["checkpoint"]
+    plain, int8, exact = rows["plain"], rows["int8"], rows["checkpoint"]
     text = (
-        f"With one call, pyactcomp.compress(model), training kept {int8.saved_bytes / vanilla.saved_bytes:.0%} of the "
+        f"With one call, pyactcomp.compress(model), training kept {int8.saved_bytes / plain.saved_bytes:.0%} of the "
         f"bytes that autograd saves for backward. Its validation loss differs by "
-        f"{abs(int8.val_loss - vanilla.val_loss):.4f} nats per byte; that of checkpointing, which is exact, by "
-        f"{abs(exact.val_loss - vanilla.val_loss):.4f}. "
+        f"{abs(int8.val_loss - plain.val_loss):.4f} nats per byte; that of checkpointing, which is exact, by "
+        f"{abs(exact.val_loss - plain.val_loss):.4f}. "
     )
-    time_x, exact_time_x = (row.step_ms / vanilla.step_ms for row in (int8, exact))
+    time_x, exact_time_x = (row.step_ms / plain.step_ms for row in (int8, exact))
     here = f"{time_x:.2f}x plain PyTorch's time, with checkpointing {exact_time_x:.2f}x"
     if result.config.device.type == "cuda" or "int8" not in gpu or "checkpoint" not in gpu:
         return f"{text}A step took {here}."

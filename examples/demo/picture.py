@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .training import Result
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from training import Result
 
 # Wide to narrow, so coinciding curves all stay visible.
 _STYLES = {
-    "vanilla": {"color": "#9aa5b1", "linewidth": 5.0, "linestyle": "-"},
+    "plain": {"color": "#9aa5b1", "linewidth": 5.0, "linestyle": "-"},
     "checkpoint": {"color": "#c2410c", "linewidth": 2.0, "linestyle": "-"},
     "lossless": {"color": "#0f766e", "linewidth": 2.0, "linestyle": (0, (1, 3))},
     "int8": {"color": "#1d4ed8", "linewidth": 2.0, "linestyle": (0, (3, 2))},
@@ -22,19 +21,7 @@ _STYLES = {
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write the picture of ``result`` to ``path`` as PNG; no display is needed.
-
-    Parameters
-    ----------
-    result : Result
-    path : Path
-        File to write; the folder must exist.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is not installed.
-    """
+    """Write the picture of ``result`` to ``path`` as PNG; no display is needed."""
     # The object interface alone: pyplot would keep global state and look for a display.
     from matplotlib.figure import Figure
 
@@ -52,10 +39,10 @@ def draw(result: Result, path: Path) -> None:
 def _draw_losses(axes: Axes, result: Result) -> None:
     for method, style in _STYLES.items():
         axes.plot(*_smoothed(result.training[method]), label=method, **style)  # type: ignore[arg-type]
-    for method in ("vanilla", "int8"):
+    for method in ("plain", "int8"):
         steps, losses = zip(*result.validation[method], strict=True)
-        marker = {"vanilla": "o", "int8": "x"}[method]
-        axes.plot(steps, losses, marker, color=_STYLES[method]["color"], label=f"{method}, held-out modules")
+        marker = {"plain": "o", "int8": "x"}[method]
+        axes.plot(steps, losses, marker, color=_STYLES[method]["color"], label=f"{method}, on text not trained on")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per byte")
     axes.set_title("loss: same weights, same batches")

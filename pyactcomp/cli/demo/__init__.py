@@ -1,1 +1,0 @@
-"""The demo: a small transformer trained plain, compressed and checkpointed."""
