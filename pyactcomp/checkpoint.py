@@ -56,7 +56,7 @@ def checkpoint(
         bit, a float that was cast from a narrower dtype takes that dtype, and the rest stays.
     offload : False, "auto", float or str
         Move the stored inputs to pinned host memory, and back before backward reads them, as in
-        :class:`pyactcomp.config.Config`. All calls with one value share the host memory.
+        :func:`pyactcomp.compress`. All calls with one value share the host memory.
     use_reentrant : bool
         As in torch, where you have to pass it; here ``False`` without.
     **kwargs

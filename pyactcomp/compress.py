@@ -1,6 +1,6 @@
 """Switches compression on and off: compress, decompress, compressed.
 
-Longer than 400 lines: two signatures spell out every option.
+Longer than 400 lines: the signatures and docstrings, which an editor shows, spell out every option.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch.nn import LayerNorm, Module, RMSNorm
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from . import codec, fusions
@@ -28,15 +27,12 @@ from .config import MIN_BYTES, Config, Exactness, Former, Mode, Skip, Tile, warn
 from .engine.classes import give_class
 from .engine.marks import FUSING
 from .engine.offloading import refuse_without_link
-from .engine.recompute import offer_exact_layer_norm, offer_norm
 from .engine.session import Session, close_abandoned
 from .engine.silence import stop_watches
 from .errors import ImplementationUnavailableError, PyactcompError
 from .fusions import FusionState, unfuse
-from .fusions.fusion import is_fused_class
-from .fusions.replaced import calls_are_replaced
-from .fusions.tampering import tampering_reason
 from .layout import Layout
+from .model_hooks import add_hooks, keep_exact, offer_norms, remove_hooks, session_of, sessions
 from .readers.observer import prepare
 
 if TYPE_CHECKING:
@@ -50,97 +46,6 @@ MODULE_OPTIONS = ("fuse", "fuse_head", "tile", "compile_blocks")
 
 # Compressed models of this process, to detect a module inside an already compressed model.
 _roots: WeakSet[Module] = WeakSet()
-
-
-class _Hook:
-    """Base of the hooks below: each acts on a session."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-
-class _OpenHooks(_Hook):
-    """Forward pre-hook of the root."""
-
-    def __call__(self, module: Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if torch.is_grad_enabled():
-            self.session.stop_watching()
-        if self._will_close(module):
-            if "torch._dynamo" in sys.modules and module.training and not self.session.paused:
-                marks.mark_compiled(module)
-            self.session.open(module, active=module.training, caller=sys._getframe(1))
-
-    @staticmethod
-    def _will_close(module: Module) -> bool:
-        """Return whether the hook that closes is still there: tools clear a module's forward hooks alone."""
-        for hook in module._forward_hooks.values():
-            if type(hook) is _CloseHooks:
-                return True
-        warnings.warn(
-            f"nothing of this {type(module).__name__} is compressed any more: its forward hooks were cleared. Call "
-            "pyactcomp.decompress and pyactcomp.compress on it",
-            stacklevel=3,
-        )
-        return False
-
-
-class _CloseHooks(_Hook):
-    """Forward hook of the root; also runs if the forward raised."""
-
-    def __call__(self, module: Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            failed = output is None and sys.exc_info()[0] is not None
-            self.session.close(completed=not failed)
-
-
-class _EnterExact(_Hook):
-    """Forward pre-hook of a skipped module."""
-
-    def __call__(self, module: Module, args: Any) -> None:
-        frame = None if torch.compiler.is_compiling() else self.session.frame()
-        if frame is not None:
-            frame.enter_exact()
-
-
-class _LeaveExact(_Hook):
-    """Forward hook of a skipped module."""
-
-    def __call__(self, module: Module, args: Any, output: Any) -> None:
-        frame = None if torch.compiler.is_compiling() else self.session.frame()
-        if frame is not None:
-            frame.leave_exact()
-
-
-class _OfferNorm(_Hook):
-    """Forward hook of a norm: offers a recipe for the output."""
-
-    def __call__(self, module: Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self.session.frame() is None or type(output) is not torch.Tensor:
-            return
-        if not self.session.lossless:
-            offer_norm(output)
-        # A replaced function may have normalised by another weight or eps.
-        elif type(module) is LayerNorm and tampering_reason(module) is None and not calls_are_replaced(module):
-            offer_exact_layer_norm(output, module)
-
-
-def _sessions(model: Module) -> Iterator[tuple[Module, Session]]:
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _OpenHooks):
-                yield module, hook.session
-
-
-def session_of(model: Module) -> Session:
-    """Return the session of a compressed model, or raise PyactcompError if the model is not compressed."""
-    if not isinstance(model, Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for module, session in _sessions(model):
-        if module is model:
-            return session
-    raise PyactcompError(f"this {type(model).__name__} is not compressed; call pyactcomp.compress on it first")
 
 
 _Forms = list[tuple[Module, type[Module], FusionState | None]]
@@ -162,7 +67,7 @@ def _give_back(model: Module, forms: _Forms) -> None:
 
 def compressed_model(model: Module) -> Module:
     """Return the one compressed model that a wrapper holds, or the compressed wrapper of a model; else the model."""
-    inside = [module for module, _ in _sessions(model)]
+    inside = [module for module, _ in sessions(model)]
     around = [] if inside else [root for root in _roots if model in marks.unwrapped(root)]
     found = inside or around
     return found[0] if len(found) == 1 else model
@@ -187,7 +92,7 @@ def fused_by(model: Module, config: Config) -> Iterator[None]:
 def paused(model: Module) -> Iterator[None]:
     """Switch off the compression of a model and of all its modules inside a ``with`` block."""
     classes = [(module, type(module)) for module in model.modules()]
-    states: list[Session | FusionState | StoredCheckpoint] = [session for _, session in _sessions(model)]
+    states: list[Session | FusionState | StoredCheckpoint] = [session for _, session in sessions(model)]
     states += stored_checkpoints(model)
     fusion_states = (FUSING.get(module) for module in model.modules())
     states += {id(state): state for state in fusion_states if state is not None}.values()
@@ -218,43 +123,6 @@ def _skipped_modules(model: Module, config: Config) -> list[Module]:
                 raise ValueError(f"skip names a type of which the model has no module: {item.__name__}")
             skipped.extend(found)
     return list(dict.fromkeys(module for each in skipped for module in called(each)))
-
-
-def _applies_gains(module: Module) -> bool:
-    """Return whether a module is a norm of rows, or may be one that a program wrote: it owns vectors alone."""
-    if type(module).__module__.startswith("torch.nn."):
-        return isinstance(module, (LayerNorm, RMSNorm))
-    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-        return False
-    own = [each for each in module._parameters.values() if each is not None]
-    return bool(own) and not module._modules and all(each.dim() == 1 for each in own)
-
-
-def _offer_norms(session: Session, model: Module) -> list[RemovableHandle]:
-    """Register the hooks on the modules that end in a gain and are not fused."""
-    norms = (m for m in model.modules() if _applies_gains(m) and not is_fused_class(type(m)))
-    return [module.register_forward_hook(_OfferNorm(session)) for module in norms]
-
-
-def _keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle]:
-    """Register the hooks on skipped modules."""
-    handles: list[RemovableHandle] = []
-    for module in modules:
-        handles.append(module.register_forward_pre_hook(_EnterExact(session), prepend=True))
-        handles.append(_with_common_key(module, module.register_forward_hook(_LeaveExact(session), always_call=True)))
-    return handles
-
-
-def _with_common_key(module: Module, last: RemovableHandle) -> RemovableHandle:
-    """Give the last forward hook a key that other modules have too: Dynamo guards keys, and equal blocks share a graph.
-
-    Torch's own keys are positive, and no two modules have one in common.
-    """
-    hooks, always = module._forward_hooks, module._forward_hooks_always_called
-    key = min(0, *hooks) - 1
-    hooks[key], always[key] = hooks.pop(last.id), always.pop(last.id)
-    last.id = key
-    return last
 
 
 def _check_model(model: object) -> None:
@@ -352,8 +220,42 @@ def compress(
         Changed in place: gets hooks, and modules with a fused form change class. Pass the outermost module of your
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
-    mode, fuse, fuse_head, tile, group_size, min_bytes, skip, attention, keep_weight_copies, compile_blocks, offload
-        As in :class:`Config`.
+    mode : {"int8", "lossless"}
+        How to store a floating-point tensor: as codes of the bits in the mode's name, or unchanged. In every mode
+        duplicates are stored once, outputs of cheap operators are recomputed in backward from stored operands, and
+        booleans take one bit.
+    fuse : bool
+        Run modules with a fused function through the function; in lossless mode only if the results are bitwise equal.
+    fuse_head : bool
+        Compute the loss of a language model from the last hidden states in chunks, so the logits of a whole batch
+        never exist: of a Hugging Face model given ``labels``, or of a model whose forward takes targets and calls
+        ``torch.nn.functional.cross_entropy``. In training the logits that it returns are then None.
+    tile : int, "auto" or None
+        Tokens that a gated MLP of transformers (``down(silu(gate(x)) * up(x))``, or with GELU) takes at a time, so that
+        the temporaries of its backward do not grow with the sequence. ``"auto"`` makes tiles where a tensor as wide as
+        the MLP would take more than 512 MiB, of which each tile takes about 256. A number holds for the chunks of
+        ``fuse_head`` too. None: all tokens at once. Also without effect in lossless mode, with ``keep_weight_copies``,
+        and in graphs of torch.compile.
+    group_size : {64, 128, 256}
+        Number of elements with a common minimum and step, which take 0.5, 0.25 or 0.125 bits an element.
+    min_bytes : int
+        Size in bytes below which a tensor is kept as it is.
+    skip : sequence of str or module types
+        Modules to leave uncompressed with all their submodules, by qualified name or by type.
+    attention : {"exact", "int8"}
+        How to store the queries and keys of scaled_dot_product_attention and of fused window attention: in 16 bits, or
+        in codes. Backward recomputes the probabilities from them, so with codes the error of the gradients of q and k
+        grows with the logits: 1 % if the largest is 5, 4 % at 20, 13 % at 80.
+    keep_weight_copies : bool
+        Keep autocast's low-precision copies of the parameters, as torch does, instead of casting again in
+        backward. Needed if an optimizer changes parameters between forward and backward.
+    compile_blocks : bool
+        Compile the blocks that repeat in the model, each by itself, with torch.compile; equal blocks share one
+        compilation. The rest of the model runs as without.
+    offload : False, "auto", float or str
+        Move stored bytes to pinned host memory during forward, and back before backward reads them: as many as the
+        measured link has time for, a share of the bytes from 0 to 1, or all that fits a size of host memory such as
+        ``"12GiB"``. The model must be on a GPU.
     plan : Plan, optional
         From :func:`pyactcomp.plan`: what each block does, in place of ``mode``, ``fuse_head``, ``compile_blocks`` and
         ``offload``. ``skip`` leaves more modules as they are.
@@ -416,7 +318,7 @@ def compress(
         **former,
     )
     prepare()
-    if any(_sessions(model)):
+    if any(sessions(model)):
         raise PyactcompError("this model, or a module in it, is compressed already; call pyactcomp.decompress first")
     _check_not_shared(model)
     if plan is not None and plan.mode is None:
@@ -433,18 +335,16 @@ def compress(
         unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
         fusion_state = fusions.fuse(model, config, skipped)
         session = Session(config, fusion_state.seeds)
-        # First in and last out, so that the module's other hooks run inside.
-        model.register_forward_pre_hook(_OpenHooks(session), prepend=True)
-        model.register_forward_hook(_CloseHooks(session), always_call=True)
-        _keep_exact(session, skipped)
-        _offer_norms(session, model)
+        add_hooks(model, session)
+        keep_exact(session, skipped)
+        offer_norms(session, model)
         session.serve(marks.mark(model, config, skipped).tape)
         session.watch_gradients(model)
         checkpoint_blocks(rerun)
     except BaseException:
-        for _, begun in _sessions(model):
+        for _, begun in sessions(model):
             begun.stop_watching()
-        _remove_hooks(model)
+        remove_hooks(model)
         _give_back(model, before)
         raise
     _roots.add(model)
@@ -456,14 +356,6 @@ def compress(
         len(fusions.left_alone(model)),
     )
     return model
-
-
-def _remove_hooks(model: Module) -> None:
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
 
 
 def decompress(model: ModelT) -> ModelT:
@@ -492,12 +384,12 @@ def decompress(model: ModelT) -> ModelT:
     if model not in _roots:  # a root without its hooks was compressed too: programs clear hooks
         session_of(model)
     close_abandoned()  # of a forward that KeyboardInterrupt ended
-    for _, session in _sessions(model):
+    for _, session in sessions(model):
         session.drop_all()  # of the forward that makes this call
         session.stop_watching()
     marks.unmark(model)
     unfuse(model)
-    _remove_hooks(model)
+    remove_hooks(model)
     drop_checkpoints(model)
     _roots.discard(model)
     return model
@@ -521,9 +413,9 @@ class Compressed(contextlib.ContextDecorator):
         except PyactcompError:
             self.session.close()
             raise
-        self._handles = _keep_exact(self.session, self._exact)
+        self._handles = keep_exact(self.session, self._exact)
         if self.model is not None:
-            self._handles += _offer_norms(self.session, self.model)
+            self._handles += offer_norms(self.session, self.model)
         return self
 
     def __exit__(
@@ -555,7 +447,7 @@ def compressed(
         The model whose parameters and buffers must never be compressed; also names parameters in errors. Without a
         model, parameters are recognised as leaves with ``requires_grad`` or by the type ``Parameter``.
     mode, group_size, min_bytes, skip, attention, keep_weight_copies, offload
-        As in :class:`Config`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
+        As in :func:`compress`; ``skip`` needs ``model``. The block changes no modules, so only :func:`compress` has
         ``fuse``, ``fuse_head``, ``tile`` and ``compile_blocks``.
 
     Raises

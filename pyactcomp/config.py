@@ -71,54 +71,20 @@ class Config:
 
     Parameters
     ----------
-    mode : {"int8", "lossless"}
-        How to store a floating-point tensor: as codes of the bits in the mode's name, or unchanged. In every mode
-        duplicates are stored once, outputs of cheap operators are recomputed in backward from stored operands, and
-        booleans take one bit.
-    fuse : bool
-        Run modules with a fused function through the function; in lossless mode only if the results are bitwise equal.
-    fuse_head : bool
-        Compute the loss of a language model from the last hidden states in chunks, so the logits of a whole batch
-        never exist: of a Hugging Face model given ``labels``, or of a model whose forward takes targets and calls
-        ``torch.nn.functional.cross_entropy``. In training the logits that it returns are then None.
-    tile : int, "auto" or None
-        Tokens that a gated MLP of transformers (``down(silu(gate(x)) * up(x))``, or with GELU) takes at a time, so that
-        the temporaries of its backward do not grow with the sequence. ``"auto"`` makes tiles where a tensor as wide as
-        the MLP would take more than 512 MiB, of which each tile takes about 256. A number holds for the chunks of
-        ``fuse_head`` too. None: all tokens at once. Also without effect in lossless mode, with ``keep_weight_copies``,
-        and in graphs of torch.compile.
-    group_size : {64, 128, 256}
-        Number of elements with a common minimum and step, which take 0.5, 0.25 or 0.125 bits an element.
+    mode, fuse, fuse_head, tile, group_size, min_bytes, skip, attention, keep_weight_copies, compile_blocks, offload
+        As in :func:`pyactcomp.compress`.
     rounding : {"nearest", "stochastic"}
         Stochastic rounding is unbiased and about 1.4 times noisier.
     seed : int
         Seed of the stochastic rounding, from 0 to 2**64 - 1.
-    min_bytes : int
-        Size in bytes below which a tensor is kept as it is.
-    skip : sequence of str or module types
-        Modules to leave uncompressed with all their submodules, by qualified name or by type.
     impl : {"auto", "cuda", "triton", "cpu", "reference"}
         Implementation of the kernels, by default that of ``PYACTCOMP_IMPL`` in the environment, else ``"auto"``, which
         alone falls back to another.
     unknown : {"exact", "int8"}
         How to store the tensors of an operator missing from the table of readers
         (:func:`pyactcomp.register_reader` adds a row): unchanged, or in codes, which may not be exact enough.
-    attention : {"exact", "int8"}
-        How to store the queries and keys of scaled_dot_product_attention and of fused window attention: in 16 bits, or
-        in codes. Backward recomputes the probabilities from them, so with codes the error of the gradients of q and k
-        grows with the logits: 1 % if the largest is 5, 4 % at 20, 13 % at 80.
-    keep_weight_copies : bool
-        Keep autocast's low-precision copies of the parameters, as torch does, instead of casting again in
-        backward. Needed if an optimizer changes parameters between forward and backward.
     on_conflict : {"raise", "skip"}
         Raise, or step aside, if another pair of saved-tensor hooks is active: ours would silence the other pair.
-    compile_blocks : bool
-        Compile the blocks that repeat in the model, each by itself, with torch.compile; equal blocks share one
-        compilation. The rest of the model runs as without.
-    offload : False, "auto", float or str
-        Move stored bytes to pinned host memory during forward, and back before backward reads them: as many as the
-        measured link has time for, a share of the bytes from 0 to 1, or all that fits a size of host memory such as
-        ``"12GiB"``. The model must be on a GPU.
 
     Raises
     ------

@@ -28,7 +28,7 @@ class Layout:
     blocks : tuple of tuple of str
         Pairs of a block's qualified name and one of :data:`CHOICES`, in the order of the forward.
     fuse_head : bool
-        As in :class:`pyactcomp.Config`.
+        As in :func:`pyactcomp.compress`.
     """
 
     mode: Mode | None

@@ -1,6 +1,6 @@
 """The offload of stored bytes to host memory: what it moved, its host memory, and the link.
 
-Switch it on with ``pyactcomp.compress(model, offload=1.0)``; :class:`pyactcomp.config.Config` has the choices.
+Switch it on with ``pyactcomp.compress(model, offload=1.0)``; :func:`pyactcomp.compress` has the choices.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ from torch.nn import Module
 
 from .compiled.graphs import GraphRecord
 from .compiled.marks import graphs_of
-from .compress import Compressed, compressed_model, session_of
+from .compress import Compressed, compressed_model
 from .engine import policy
 from .engine.offloading import Sample
 from .engine.record import SavedTensor, of_graph
 from .engine.session import Session
 from .errors import PyactcompError
 from .fusions import fused_modules, left_alone
+from .model_hooks import session_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

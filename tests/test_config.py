@@ -125,9 +125,11 @@ def test_an_unknown_option_is_a_type_error(option: str) -> None:
         Config(**{option: 8})
 
 
-def test_every_field_is_documented() -> None:
-    documented = Config.__doc__ or ""
-    assert [field.name for field in fields(Config) if f"    {field.name} : " not in documented] == []
+def test_every_option_is_documented_where_an_editor_shows_it() -> None:
+    """``help(compress)`` describes each option; those that go with the next release stand in ``Config``."""
+    for field in fields(Config):
+        documented = Config.__doc__ if field.name in Former.__annotations__ else pyactcomp.compress.__doc__
+        assert f"    {field.name} : " in (documented or ""), field.name
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ALLOWED = {
     }
     | {"checkpoint", "climb", "estimate", "live", "offload", "plan", "verify"},
     "__main__": {"cli"},
-    "cli": {"_core", "_version", "allocator", "codec", "compress", "errors", "estimate", "live", "offload", "snapshots"}
+    "cli": {"_core", "_version", "allocator", "codec", "errors", "estimate", "live", "offload", "snapshots"}
     | {"plan", "torch_private"},
     "estimate": {"_core", "checkpoint", "codec", "compress", "errors", "layout", "snapshots", "torch_private"},
     "integrations": {"checkpoint", "climb", "compress", "config", "errors", "live", "report"},
@@ -39,10 +39,12 @@ ALLOWED = {
     "layout": {"config", "errors"},
     "live": {"engine", "errors", "torch_private"},
     "offload": {"engine", "errors"},
-    "verify": {"compress", "config", "engine", "errors", "readers", "torch_private"},
+    "verify": {"compress", "config", "engine", "errors", "model_hooks", "readers", "torch_private"},
     "climb": {"_core", "checkpoint", "compress", "errors"},
-    "report": {"compiled", "compress", "engine", "errors", "fusions"},
-    "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "layout", "readers"},
+    "report": {"compiled", "compress", "engine", "errors", "fusions", "model_hooks"},
+    "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "layout", "readers"}
+    | {"model_hooks"},
+    "model_hooks": {"compiled", "engine", "errors", "fusions"},
     "checkpoint": {"config", "engine", "errors", "readers", "torch_private"},
     "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from ..compress import Compressed, fused_by, paused, session_of
+from ..compress import Compressed, fused_by, paused
 from ..config import Config, Former, Options, warn_of_former
 from ..engine.record import is_compiled
 from ..errors import PyactcompError, check_integer
+from ..model_hooks import session_of
 from .checked import Checked
 from .noise import rounded_again
 from .state import State, state_of
@@ -61,7 +62,7 @@ def verify(
     optimizer : callable, optional
         Maps a list of parameters to the optimizer for ``steps``; by default AdamW with a learning rate of 0.001.
     **options
-        The fields of :class:`Config`; by default the options of ``compress`` for this model.
+        As in :func:`compress`; by default the options of this model.
 
     Returns
     -------
