@@ -400,15 +400,15 @@ def test_norm_with_a_noise_is_that_of_what_torch_keeps(
     kept = kept_by_torch(c.x.numel(), noise).view(shape).to(DEVICE)
     dropped = (c.x.float() * kept * noise.scales[0]).to(dtype)
 
-    ours = norm.forward(c.x, c.residual, c.weight, c.bias, None, torch.float32, noise=noise)
-    plain = norm.forward(dropped, c.residual, c.weight, c.bias, None, torch.float32)
+    ours = norm.forward(c.x, c.residual, c.weight, c.bias, None, torch.float32, None, noise)
+    plain = norm.forward(dropped, c.residual, c.weight, c.bias, None, torch.float32, None, None)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     assert 0 < (dropped == 0).float().mean() < 1
 
     _, packed, rstd = ours
     for dtypes in ((dtype, torch.float32), (dtype, None), (None, torch.float32), (torch.float32, torch.float32)):
-        args = packed, rstd, c.weight, None, c.grad, dtypes, (True, True)
-        grads, undropped = norm.backward(*args, noise=noise), norm.backward(*args)
+        args = packed, rstd, c.weight, None, c.grad, dtypes, (True, True), None
+        grads, undropped = norm.backward(*args, noise), norm.backward(*args, None)
         if dtypes[0] is not None:
             assert grads[0] is not grads[1]
             assert undropped[0] is not None

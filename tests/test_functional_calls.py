@@ -57,10 +57,10 @@ def leaf(*shape: int) -> Tensor:
 X, Y, WEIGHT, BIAS = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), leaf(WIDTH), leaf(WIDTH)
 HEADS, ANGLES = leaf(1, 2, 8, WIDTH), torch.ones(1, 8, WIDTH)
 CALLS: dict[str, tuple[Callable[[], Tensor], int, int, int]] = {
-    "layer_norm": (lambda: layer_norm(X, WIDTH, WEIGHT, BIAS, codes=CODES), 55, 9, 8),
-    "add_layer_norm": (lambda: add_layer_norm(X, Y, WIDTH, WEIGHT, BIAS, codes=CODES), 60, 9, 8),
-    "rms_norm": (lambda: rms_norm(X, WEIGHT, 1e-6, codes=CODES), 49, 9, 7),
-    "add_rms_norm": (lambda: add_rms_norm(X, Y, WEIGHT, 1e-6, codes=CODES)[0], 60, 10, 8),
+    "layer_norm": (lambda: layer_norm(X, WIDTH, WEIGHT, BIAS, codes=CODES), 26, 0, 0),
+    "add_layer_norm": (lambda: add_layer_norm(X, Y, WIDTH, WEIGHT, BIAS, codes=CODES), 32, 0, 0),
+    "rms_norm": (lambda: rms_norm(X, WEIGHT, 1e-6, codes=CODES), 18, 0, 0),
+    "add_rms_norm": (lambda: add_rms_norm(X, Y, WEIGHT, 1e-6, codes=CODES)[0], 48, 6, 2),
     "gelu": (lambda: gelu(X, codes=CODES), 42, 12, 7),
     "silu_mul": (lambda: silu_mul(X, Y, codes=CODES), 48, 13, 8),
     "rope": (lambda: rope(HEADS, HEADS, ANGLES, ANGLES, impl="triton")[0], 42, 10, 0),
@@ -77,7 +77,7 @@ def test_a_fused_call_runs_few_functions_of_python(name: str) -> None:
         in_forward = calls(lambda: out.append(function()))  # noqa: B023
         result, grad = out[0], torch.ones_like(out[0])
         recipe: Recipe | None = RECIPE.get(result)
-        assert (recipe is None) == (recompute == 0)
+        assert (recipe is None) == (name == "rope")
         again = 0 if recipe is None else calls(lambda: recipe.compute(torch.float32))  # noqa: B023
         found.append((in_forward, calls(lambda: result.backward(grad)), again))  # noqa: B023
     assert all(count <= most for count, most in zip(found[1], (forward, backward, recompute), strict=True)), found[1]

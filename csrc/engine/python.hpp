@@ -46,6 +46,18 @@ inline Ref checked(PyObject* made) {
   return Ref(made);
 }
 
+/// Holds the GIL for the object's lifetime.
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+  ~WithGil() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
 /// Return the error that is set, and clear it.
 inline Ref taken_error() {
 #if PY_VERSION_HEX >= 0x030C0000

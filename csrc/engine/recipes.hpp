@@ -91,7 +91,7 @@ struct Recipe {
   void read_unpacked(const at::Tensor& operand) {
     unpacked_.push_back({std::make_unique<const Read>(operand), Version(operand)});
   }
-  /// Let the function in Python read a tensor that is given to it, before the dtype.
+  /// Let the computation read a tensor that is given to it: behind restored operands, or to Python before the dtype.
   void read_stored(const at::Tensor& operand) {
     read_unpacked(operand);
     ++given_;
@@ -168,7 +168,7 @@ struct Recipe {
     std::unique_ptr<const Read> read;
     Version seen;
   };
-  std::vector<Unpacked> unpacked_;  ///< first those that are given to a function in Python
+  std::vector<Unpacked> unpacked_;  ///< first those that are given to the computation
   std::size_t given_ = 0;
   Memory memory_;
   std::uint32_t version_ = 0;
@@ -189,6 +189,7 @@ struct Recipe {
     }
     std::vector<at::Tensor> operands;
     for (const Ref& form : forms()) operands.push_back(restore(form.get()));
+    for (std::size_t i = 0; i < given_; ++i) operands.push_back(unpacked_[i].read->tensor());
     const at::NoGradGuard unrecorded;
     const c10::impl::ExcludeDispatchKeyGuard as_written(c10::autocast_dispatch_keyset);
     const observer::WithoutGil released;

@@ -12,13 +12,24 @@
 
 namespace pac::functions {
 
-/// Return whether the saved-tensor hooks on top are the engine's, or there are none: nothing reruns a function then.
-inline bool has_own_hooks() {
+/// The saved-tensor hooks on top.
+struct HooksOnTop {
+  bool any = false;
+  PyObject* own = nullptr;  ///< the engine's
+};
+
+inline HooksOnTop hooks_on_top() {
   const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
-  if (!top) return true;
+  if (!top) return {};
   PyObject* const pack = top->first.ptr(getPyInterpreter());
   PyObject* const self = PyCFunction_Check(pack) ? PyCFunction_GET_SELF(pack) : nullptr;
-  return self && Py_TYPE(self) == engine::types().hooks;
+  return {true, self && Py_TYPE(self) == engine::types().hooks ? self : nullptr};
+}
+
+/// Return whether the saved-tensor hooks on top are the engine's, or there are none: nothing reruns a function then.
+inline bool has_own_hooks() {
+  const HooksOnTop top = hooks_on_top();
+  return !top.any || top.own;
 }
 
 /// Return whether PYACTCOMP_DISABLE=1 is set; os.environ writes to the process's own environment.

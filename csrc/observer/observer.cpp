@@ -31,6 +31,7 @@
 #include "engine/module.hpp"
 #include "functions/calls.hpp"
 #include "functions/dropout.hpp"
+#include "functions/norm.hpp"
 #include "observer/calls.hpp"
 #include "observer/facts.hpp"
 #include "observer/nodes.hpp"
@@ -492,7 +493,10 @@ PyMODINIT_FUNC PyInit__observer() {
   using namespace pac;
   PyObject* module = PyModule_Create(&observer::definition);
   if (!module) return nullptr;
-  const int status = engine::guarded_status([module] { engine::add_classes(module); });
+  const int status = engine::guarded_status([module] {
+    engine::add_classes(module);
+    functions::add_norm(module);
+  });
   if (status != 0 || PyModule_AddStringConstant(module, "BUILT_FOR", PAC_BUILT_FOR) != 0) Py_CLEAR(module);
   return module;
 }

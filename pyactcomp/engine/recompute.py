@@ -67,17 +67,19 @@ def stable_copies(*parameters: Tensor | None) -> list[Tensor | None]:
     """
     bare = observer().bare
     copies = [None if parameter is None else bare(parameter) for parameter in parameters]
-    return [None if copy is None else copy.clone() for copy in copies] if _may_be_freed() else copies
+    return [None if copy is None else copy.clone() for copy in copies] if may_be_freed() else copies
 
 
 _DISTRIBUTED = torch.distributed.is_available()
 
 
-def _may_be_freed() -> bool:
+@saved.for_library
+def may_be_freed() -> bool:
     """Return whether FSDP may free parameters between the forward and the backward of their module."""
     return _DISTRIBUTED and torch.distributed.is_initialized()
 
 
+@saved.for_library
 def mark_as_packed(codes: Tensor, x: Tensor, *, overwritten: bool = False) -> Tensor:
     """Let a report count ``codes``, saved by an autograd function, as the packed form of ``x``; return ``codes``.
 
@@ -106,7 +108,7 @@ def _recomputed(recipe: saved.Recipe, dtype: torch.dtype, shape: torch.Size, for
 
 def offer_norm(out: Tensor) -> None:
     """Offer a recipe for the output of a norm of rows, or of a gain: autocast's casts do not lead to the output."""
-    saved.library().offer_norm(out, _may_be_freed())
+    saved.library().offer_norm(out, may_be_freed())
 
 
 def offer_exact_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
@@ -115,4 +117,4 @@ def offer_exact_layer_norm(out: Tensor, module: torch.nn.LayerNorm) -> None:
     for each in (module.weight, module.bias):
         if each is not None and (each.dtype is not out.dtype or type(each) not in PLAIN):
             return
-    saved.library().offer_exact_layer_norm(out, module.eps, module.weight, module.bias, _may_be_freed())
+    saved.library().offer_exact_layer_norm(out, module.eps, module.weight, module.bias, may_be_freed())

@@ -61,13 +61,3 @@ def buffer(x: Tensor, how: Saving, numel: int | None = None) -> Tensor:
 
 # Sizes repeat from step to step.
 _packed_nbytes = functools.lru_cache(maxsize=1024)(fmt.packed_nbytes)
-
-
-def copy_buffer(x: Tensor) -> Tensor:
-    """Return a byte buffer for a copy of ``x``. Hooks keep the bytes unpacked, like codes."""
-    return mark_as_packed(observer().buffer(x, x.nbytes), x)
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    """Return a contiguous ``x`` viewed as bytes. Hooks keep the bytes unpacked, like codes."""
-    return mark_as_packed(x.detach().view(-1).view(torch.uint8), x)

@@ -21,6 +21,7 @@ from ..codec.seeds import calls, second_of
 from ..engine import saved
 from ..engine.policy import PLAIN
 from ..engine.recompute import mark_as_packed, withdraw
+from ..engine.record import is_recording
 from ..errors import PyactcompError
 from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
@@ -287,6 +288,24 @@ def begin(ctx: Any, *read: Tensor | None) -> None:
         ctx.read = [(saved.Versioned(t), t.size()) for t in read if t is not None and type(t) in PLAIN]
 
 
+@saved.for_library
+def circumstances() -> tuple[bool, bool, bool]:
+    """Return whether a function checks what it reads for writes, drops what it saves, and is recorded by a report."""
+    return not under_checkpoint() and not transformed(), saves_are_dropped(), is_recording()
+
+
+@saved.for_library
+def refuse_second_derivative() -> None:
+    """Raise the error of a ``backward`` that autograd records."""
+    raise PyactcompError(
+        "backward with create_graph=True went through a function of pyactcomp.functional, which can be differentiated "
+        "only once; use the function of torch.nn.functional there, or compress the model with fuse=False"
+    )
+
+
+saved.for_library(waited)
+
+
 def differentiable_once(backward: Backward) -> Backward:
     """Decorate a ``backward`` without a derivative, whose ``forward`` calls :func:`begin`.
 
@@ -307,11 +326,7 @@ def differentiable_once(backward: Backward) -> Backward:
             if type(grads[0]) is not Tensor or len(grads) > 1:
                 grads = tuple([grad if grad is None or type(grad) is Tensor else waited(grad) for grad in grads])
         if torch.is_grad_enabled():
-            raise PyactcompError(
-                "backward with create_graph=True went through a function of pyactcomp.functional, which can be "
-                "differentiated only once; use the function of torch.nn.functional there, or compress the model with "
-                "fuse=False"
-            )
+            refuse_second_derivative()
         asked = None if compiling else observer().asked()
         return backward(ctx, *grads) if asked is None else _part(backward, ctx, grads, asked)
 

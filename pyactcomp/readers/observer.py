@@ -82,6 +82,21 @@ class Observer(Protocol):
     def dropout(self, x: Tensor, p: float, /) -> Tensor | None:
         """Return the dropout of a tensor of the CPU, None where 1 / (1 - p) is infinite; saves a mask of booleans."""
 
+    def Norm(
+        self,
+        plan: Callable[..., object],
+        shape: tuple[int, ...],
+        eps: float,
+        keys: tuple[int, int],
+        copied: torch.dtype | None,
+        /,
+    ) -> object:
+        """Return the kernels of a norm: a :class:`~pyactcomp.functional.norms.launch.NormKernels`.
+
+        ``plan`` maps a kernel's name, the number of elements, the kernel's flags, whether it writes no codes and a
+        device to a launcher, the number of programs, and the number of elements and bytes to pack.
+        """
+
     def counts(self) -> tuple[int, int, int]:
         """Return the stored forms and recipes alive, the regions decoded and the recipes run so far in this process."""
 

@@ -102,8 +102,8 @@ KINDS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 FUNCTION_KINDS = {
     f"pyactcomp.functional.{name}": kind
     for kind, names in {
-        Kind.LAYER: "norms.add_rms_norm._AddRmsNorm norms.rms_norm._RmsNorm norms.rms_norm._FusedRmsNorm "
-        "norms.layer_norm._LayerNorm norms.layer_norm._FusedLayerNorm convolutional.batch_norm._BatchNorm "
+        Kind.LAYER: "norms.add_rms_norm._AddRmsNorm norms.rms_norm._RmsNorm "
+        "norms.layer_norm._LayerNorm convolutional.batch_norm._BatchNorm "
         "windows.window_attention._WindowAttention activations.silu_mul._SiluMul activations.gated_mlp._GatedMLP "
         "linear._Linear",
         Kind.SOFTMAX: "attention.softmax._Softmax",
@@ -121,7 +121,10 @@ FUNCTION_KINDS = {
 
 _NODE = re.compile(r"(\w+?)Backward\d*")
 _BY_NODE = {name.replace("_", ""): kind for name, kind in KINDS.items()}
-_OWN_NODES = {"torch::autograd::CppNode<pac::functions::Dropout>": Kind.ACTIVATES}
+_OWN_NODES = {
+    f"torch::autograd::CppNode<pac::functions::{name}>": kind
+    for name, kind in (("Dropout", Kind.ACTIVATES), ("Norm", Kind.LAYER))
+}
 """What this package's autograd functions in C++ do (csrc/functions)."""
 
 

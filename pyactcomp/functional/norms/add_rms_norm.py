@@ -46,7 +46,7 @@ class _AddRmsNorm(torch.autograd.Function):
         total = x if residual is None else torch.empty_like(x, dtype=_dtype_of(x, residual))
         ctx.norm = norm = norm_of(x.shape[-1:], False, eps, how, total.dtype if itself else None)
         dtype = _dtype_of(total, weight)
-        out, packed, rstd = norm.forward(x, residual, gamma, None, None, dtype, total if itself else None)
+        out, packed, rstd = norm.forward(x, residual, gamma, None, None, dtype, total if itself else None, None)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         # torch.utils.checkpoint does not check saved tensors for writes.
         ctx.version = saved.Versioned(total) if itself and under_checkpoint() else None
@@ -74,7 +74,8 @@ class _AddRmsNorm(torch.autograd.Function):
             return *of_inputs, None, None, None
         if ctx.version is not None:
             ctx.version.check(grad.shape)
-        *grads, _ = ctx.norm.backward(packed, rstd, ctx.weight, None, grad, dtypes, (of_weight, False), beside)
+        needs = of_weight, False
+        *grads, _ = ctx.norm.backward(packed, rstd, ctx.weight, None, grad, dtypes, needs, beside, None)
         return *grads, None, None
 
 

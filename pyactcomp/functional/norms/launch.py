@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from ...codec import format as fmt
 from ...codec.kernels import triton as codec_kernels
 from ...readers.observer import observer
-from ..launch import buffer, bytes_of, copy_buffer, launcher, processors, written_bits
-from ..masks.noise import QUIET, Noise
+from ..launch import launcher, processors
+from ..masks.noise import Noise
 from ..saving import Saving
 
 # A row stays in the registers of one program: 16 elements a thread, up to 512 threads.
@@ -24,9 +24,11 @@ _MOST_WARPS = 16
 # kernels and use the same tiles. Backward also holds two sums: with 8 elements a thread the kernel compiles to 64
 # registers, or 80 to 93 with gradients of two dtypes, so 32 or 16 warps run on a multiprocessor; and all warps of a
 # program share one row of sums.
-_FORWARD = codec_kernels.TILE, 16
-_RECOMPUTE = codec_kernels.DECODE_TILE, 16
-_BACKWARD = 2048, 8
+_TILES = {
+    "norm_forward_kernel": (codec_kernels.TILE, 16),
+    "norm_redo_kernel": (codec_kernels.DECODE_TILE, 16),
+    "norm_backward_kernel": (2048, 8),
+}
 _RESIDENT_WARPS = 32
 
 
@@ -55,31 +57,32 @@ def draws_noise(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], how:
     return are_contiguous(x, residual) and math.prod(shape) % how.group_size == 0
 
 
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A norm over ``shape`` accepted by :func:`serves`; get one from :func:`norm_of`, which caches.
+class NormKernels(Protocol):
+    """The kernels of a norm, and its autograd function: ``csrc/functions/norm.hpp``.
 
-    ``centred`` is layer norm; otherwise rows are divided by their root mean square and rounded to their own dtype
-    before the product with the weight. With ``copied``, the dtype of the rows, a copy is saved instead of codes.
+    ``rows`` is the order in which to take the rows of x. ``total``, if given, is saved in place of codes: x itself, or
+    memory for the sum, which is written. ``noise`` applies dropout to x first.
     """
 
-    shape: tuple[int, ...]
-    centred: bool
-    eps: float
-    how: Saving
-    copied: torch.dtype | None = None
+    def apply(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        dtype: torch.dtype,
+        total: Tensor | None,
+        noise: Noise | None,
+        result: Tensor | None,
+        watches_x: bool,
+        watches_bias: bool,
+        /,
+    ) -> Tensor:
+        """Return normalised rows in the graph: ``result``, if given, of which the kernels give codes and gradients.
 
-    @functools.cached_property
-    def length(self) -> int:
-        """Elements of a row."""
-        return math.prod(self.shape)
-
-    @functools.cached_property
-    def _form(self) -> _Form:
-        from ..kernel_parts import COPY
-
-        bits = self.how.bits if self.copied is None else int(COPY.value)
-        return _Form(self.length, self.centred, bits, self.how.group_size)
+        A write to what is watched raises autograd's error in backward, as does a write to the weight.
+        """
 
     def forward(
         self,
@@ -87,45 +90,13 @@ class Norm:
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        indices: Tensor | None,
+        rows: Tensor | None,
         dtype: torch.dtype,
-        total: Tensor | None = None,
-        noise: Noise = QUIET,
+        total: Tensor | None,
+        noise: Noise | None,
+        /,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalised rows, their codes and rstd: of x, x + residual, or x in the order of ``indices``.
-
-        ``total`` is saved instead of codes: x itself, or memory for the sum, always written. ``noise`` applies dropout
-        to x first.
-        """
-        how, numel = self.how, x.numel()
-        # As torch's operator copies the rows of a permuted image, or of a sequence that convolutions made.
-        source, x = x, x.contiguous()
-        out = observer().empty_like(x) if x.dtype is dtype else torch.empty_like(x, dtype=dtype)
-        if total is not None:
-            packed = bytes_of(total)
-            bits = 0 if residual is None else self._form.bits
-        else:
-            packed = buffer(source, how, self._stored(numel)) if self.copied is None else copy_buffer(source)
-            bits = written_bits(self._form.bits)
-        rstd = x.new_empty(numel // self.length, dtype=torch.float32)
-        flags = (residual is not None, weight is not None, bias is not None, indices is not None, noise.quads)
-        # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without. No
-        # limit for float32 or stochastic rounding: both would spill.
-        most = codec_kernels.REGISTERS if noise.quads == 2 and not how.stochastic else None
-        form = self._form if bits == self._form.bits else self._form._replace(bits=bits)
-        plan = _plan(form, "norm_forward_kernel", numel, _FORWARD, flags, (how.stochastic,), x.device, most)
-        tensors = (
-            x,
-            x if residual is None else residual.contiguous(),
-            x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(),
-            x if indices is None else indices.contiguous(),
-            out,
-            self._elements(packed),
-            rstd,
-        )
-        plan.launch(plan.tiles, tensors, (self._stored(numel), self.eps, *how.keys, *noise.of_forward))
-        return out, packed, rstd
+        """Return normalised rows, what is saved of them, and their reciprocal deviations."""
 
     def recompute(
         self,
@@ -135,88 +106,44 @@ class Norm:
         bias: Tensor | None,
         shape: torch.Size,
         dtype: torch.dtype,
+        /,
     ) -> Tensor:
-        """Recompute the output from the ``packed`` and ``rstd`` of :meth:`forward`."""
-        out = torch.empty(shape, dtype=dtype, device=packed.device)
-        numel, flags = out.numel(), (weight is not None, bias is not None)
-        plan = _plan(self._form, "norm_redo_kernel", numel, _RECOMPUTE, flags, (), out.device)
-        weight = rstd if weight is None else weight.contiguous()
-        bias = rstd if bias is None else bias.contiguous()
-        plan.launch(plan.tiles, (self._elements(packed), rstd, weight, bias, out), (self._stored(numel),))
-        return out
+        """Recompute the output from what :meth:`forward` saved."""
 
     def backward(
         self,
         packed: Tensor,
         rstd: Tensor,
         weight: Tensor | None,
-        indices: Tensor | None,
+        rows: Tensor | None,
         grad: Tensor,
         dtypes: tuple[torch.dtype | None, torch.dtype | None],
         needs: tuple[bool, bool],
-        beside: Tensor | None = None,
-        noise: Noise = QUIET,
+        beside: Tensor | None,
+        noise: Noise | None,
+        /,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of x and residual in ``dtypes`` (None for None) and the needed ones of weight and bias.
 
         ``beside``, of the same dtype, is added to the gradients of x and residual. ``noise`` is the forward's.
         """
-        grad = grad.contiguous()
-        of_x, of_residual = dtypes
-        noise = QUIET if of_x is None else noise
-        grad_x = None if of_x is None else torch.empty_like(grad, dtype=of_x)
-        # x and residual share a gradient if they have one dtype and x has no dropout.
-        shared = of_residual is of_x and not noise.quads
-        grad_residual = grad_x if of_residual is None or shared else torch.empty_like(grad, dtype=of_residual)
-        first = grad_x if grad_x is not None else grad_residual
-        second = grad_residual if grad_residual is not first else None
-        flags = (
-            weight is not None,
-            first is not None,
-            *needs,
-            second is not None,
-            indices is not None,
-            beside is not None,
-            noise.quads,
-        )
-        numel = grad.numel()
-        plan = _plan(self._form, "norm_backward_kernel", numel, _BACKWARD, flags, (), grad.device)
-        count = sum(needs)
-        # Sums of the weight are first, sums of the bias last; rstd stands in if neither is needed.
-        sums = grad.new_empty((count, plan.resident, *self.shape), dtype=torch.float32) if count else rstd
-        parts = sums.unbind(0) if count else (rstd,)
-        first = grad if first is None else first
-        tensors = (
-            self._elements(packed),
-            rstd,
-            rstd if weight is None else weight.contiguous(),
-            grad,
-            grad if beside is None else beside.contiguous(),
-            rstd if indices is None else indices.contiguous(),
-            first,
-            first if second is None else second,
-            parts[0],
-            parts[-1],
-        )
-        plan.launch(plan.resident, tensors, (self._stored(numel), *noise.of_backward))
-        found = sums.sum(1).unbind(0) if count else ()
-        return (
-            grad_x,
-            None if of_residual is None else grad_residual,
-            found[0] if needs[0] else None,
-            found[-1] if needs[1] else None,
-        )
-
-    def _stored(self, numel: int) -> int:
-        """Return the number of packed elements of ``numel``: rows of codes end with a whole group."""
-        group = self.how.group_size if self.copied is None else 1
-        return numel // self.length * -(-self.length // group) * group
-
-    def _elements(self, packed: Tensor) -> Tensor:
-        return packed if self.copied is None else packed.view(self.copied)
 
 
-norm_of = functools.lru_cache(maxsize=256)(Norm)
+@functools.lru_cache(maxsize=256)
+def norm_of(
+    shape: tuple[int, ...], centred: bool, eps: float, how: Saving, copied: torch.dtype | None = None
+) -> NormKernels:
+    """Return the kernels of a norm over ``shape`` accepted by :func:`serves`.
+
+    ``centred`` is layer norm; otherwise rows are divided by their root mean square and rounded to their own dtype
+    before the product with the weight. With ``copied``, the dtype of the rows, a copy is saved instead of codes.
+    """
+    from ..kernel_parts import COPY
+
+    bits = int(COPY.value) if copied is not None else how.bits
+    assert bits is not None
+    form = _Form(math.prod(shape), centred, bits, how.group_size, copied, how.stochastic)
+    return cast(NormKernels, observer().Norm(functools.partial(_plan, form), tuple(shape), eps, how.keys, copied))
 
 
 class _Form(NamedTuple):
@@ -224,39 +151,49 @@ class _Form(NamedTuple):
 
     length: int
     centred: bool
-    bits: int | None
+    bits: int
     group_size: int
+    copied: torch.dtype | None
+    stochastic: bool
 
 
 class _Plan(NamedTuple):
-    """The launcher of one kernel, the number of tiles, and the number of programs that are resident at a time."""
+    """How to launch one kernel: its launcher, the number of programs, and the elements and bytes that are packed."""
 
     launch: codec_kernels.Launcher
-    tiles: int
-    resident: int
+    programs: int
+    stored: int
+    nbytes: int
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
-    form: _Form,
-    kernel: str,
-    numel: int,
-    tile: tuple[int, int],
-    flags: tuple[int, ...],
-    last: tuple[bool, ...],
-    device: torch.device,
-    registers: int | None = None,
-) -> _Plan:
-    """Return how to launch a kernel over ``numel`` elements; ``tile`` has the elements of a program and of a thread."""
+def _plan(form: _Form, kernel: str, numel: int, flags: tuple[int, ...], drops: bool, device: torch.device) -> _Plan:
+    """Return how to launch a kernel over ``numel`` elements; ``drops`` tells that it writes no codes.
+
+    ``flags`` are the kernel's own, of which the last is a dropout's quads.
+    """
     from . import kernels
 
-    elements, per_thread = tile
+    elements, per_thread = _TILES[kernel]
+    last: tuple[bool, ...] = ()
+    registers = None
+    if kernel == "norm_forward_kernel":
+        last = (form.stochastic,)
+        # With dropout the compiler takes 125 registers a thread, though 16-bit elements need no more than without. No
+        # limit for float32 or stochastic rounding: both would spill.
+        registers = codec_kernels.REGISTERS if flags[-1] == 2 and not form.stochastic else None
     groups = 1 << (-(-form.length // form.group_size) - 1).bit_length()
     padded = groups * form.group_size
     # The rows of a program divide the rows of the tensor: every program is full.
     rows = math.gcd(numel // form.length, max(elements // padded, 1)) if padded == form.length else 1
     warps = min(max(rows * padded // (32 * per_thread), 1), _MOST_WARPS)
     tiles = numel // form.length // rows
-    constants = (form.length, rows, form.centred, *flags, form.bits, form.group_size, rows * groups, *last)
+    bits = 0 if drops else form.bits
+    constants = (form.length, rows, form.centred, *flags, bits, form.group_size, rows * groups, *last)
     launch = launcher(kernels, kernel, constants, warps, device, registers)
-    return _Plan(launch, tiles, min(tiles, processors(device) * max(_RESIDENT_WARPS // warps, 1)))
+    if kernel == "norm_backward_kernel":
+        tiles = min(tiles, processors(device) * max(_RESIDENT_WARPS // warps, 1))
+    if form.copied is not None:
+        return _Plan(launch, tiles, numel, numel * form.copied.itemsize)
+    stored = numel // form.length * -(-form.length // form.group_size) * form.group_size
+    return _Plan(launch, tiles, stored, fmt.packed_nbytes(stored, form.bits, form.group_size))

@@ -14,9 +14,9 @@ from ...engine.recompute import offer, stable_copies
 from ..codes import INT8, Codes, one_option
 from ..masks.dropout import applied as dropout
 from ..masks.dropout import check_probability
-from ..masks.noise import QUIET, Noise, draw
+from ..masks.noise import QUIET, draw
 from ..saving import Saving, begin, check_dtype, check_float_tensor, differentiable_once, recorded, same, saving, wide
-from .launch import Norm, draws_noise, norm_of, serves
+from .launch import draws_noise, norm_of, serves
 from .own import Own
 
 
@@ -34,54 +34,6 @@ def _under_autocast(x: Tensor) -> bool:
     return x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64
 
 
-class _FusedLayerNorm(torch.autograd.Function):
-    """Where :func:`serves` is true: ``x`` or ``residual`` or ``weight`` needs a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: Tensor | None,
-        norm: Norm,
-        dtype: torch.dtype,
-        noise: Noise,
-        own: Own | None,
-    ) -> Tensor:
-        # Backward reads the weight itself, whatever torch's own would.
-        begin(ctx, weight, *(_read(x, x if residual is None else None, bias) if own is None else ()))
-        gamma, beta = stable_copies(weight, bias)
-        result = None if own is None else own.result(x)
-        dtype = dtype if result is None else result.dtype
-        itself = norm.copied is not None
-        out, packed, rstd = norm.forward(x, residual, gamma, beta, rows, dtype, x if itself else None, noise)
-        out = out if result is None else result
-        ctx.norm, ctx.noise, ctx.weight = norm, noise, gamma
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        ctx.save_for_backward(packed, rstd, rows)
-        size = out.size()
-
-        def compute(packed: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
-            return norm.recompute(packed, rstd, gamma, beta, size, dtype)
-
-        offer(ctx, out, compute, *[t for t in (gamma, beta) if t is not None], stored=(packed, rstd))
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, rstd, rows = ctx.saved_tensors
-        of_x, of_residual, of_weight, of_bias, *_ = ctx.needs_input_grad
-        x_dtype, residual_dtype = ctx.dtypes
-        dtypes = x_dtype if of_x else None, residual_dtype if of_residual else None
-        needs = of_weight, of_bias
-        grads = ctx.norm.backward(packed, rstd, ctx.weight, rows, grad, dtypes, needs, noise=ctx.noise)
-        # Autograd casts the gradients of weight and bias, sums in float32.
-        return *grads, *(None,) * 5
-
-
 def _keeps_itself(x: Tensor, residual: Tensor | None, rows: Tensor | None, own: Own | None) -> bool:
     """Return whether to save ``x`` itself: a program often holds an input that needs no gradient.
 
@@ -92,9 +44,9 @@ def _keeps_itself(x: Tensor, residual: Tensor | None, rows: Tensor | None, own: 
     return x.dtype is torch.float32 or not _under_autocast(x)
 
 
-def _read(x: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
-    """Return the tensors that torch's layer norm of ``x`` reads themselves: nobody writes to what autocast makes."""
-    return [t for t in tensors if t is None or t.dtype is torch.float32] if _under_autocast(x) else tensors
+def _reads(x: Tensor, tensor: Tensor | None) -> bool:
+    """Return whether torch's layer norm of ``x`` reads a tensor itself: nobody writes to what autocast makes."""
+    return tensor is not None and (tensor.dtype is torch.float32 or not _under_autocast(x))
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -124,7 +76,7 @@ class _LayerNorm(torch.autograd.Function):
         gamma, beta = stable_copies(weight, bias)
         itself = _keeps_itself(x, residual, rows, own)
         read = x if residual is None and not (exact and ctx.keeps) else None
-        begin(ctx, *(_read(x, read, None if ctx.keeps else weight, bias) if own is None else ()))
+        begin(ctx, *[t for t in (read, None if ctx.keeps else weight, bias) if own is None and _reads(x, t)])
         x = _normalised(x.detach(), None if residual is None else residual.detach(), rows)
         # bits=None follows torch; else statistics are float32 also for 16-bit x, where torch on the CPU has bfloat16.
         ctx.wide = None if exact and not _under_autocast(x) else wide(x.dtype)
@@ -256,8 +208,12 @@ def normalised(
     itself = not noise.quads and _keeps_itself(x, residual, rows, own)
     if fused and (x.is_contiguous() or not itself):
         norm = norm_of(shape, True, eps, how, x.dtype if itself else None)
-        out = _FusedLayerNorm.apply(x, residual, weight, bias, rows, norm, wanted, noise, own)  # type: ignore[no-untyped-call]
-        return cast(Tensor, out)
+        total, drawn = x if itself else None, noise if noise.quads else None
+        result = None if own is None else own.result(x)
+        wanted = wanted if result is None else result.dtype
+        # Backward reads the weight itself, whatever torch's own would.
+        reads_x, reads_bias = (own is None and _reads(x, t) for t in (None if residual is not None else x, bias))
+        return norm.apply(x, residual, weight, bias, rows, wanted, total, drawn, result, reads_x, reads_bias)
     if own is None and not recorded(x, residual, weight, bias):
         out = F.layer_norm(_normalised(x, residual, rows), shape, weight, bias, eps)
         return out if dtype is None else out.to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,8 +22,9 @@ class Own:
     forward: Callable[[Tensor], Tensor] | None
 
     def result(self, x: Tensor) -> Tensor | None:
-        """Return the output, in memory of its own; the caller records no graph."""
+        """Return the output, in memory of its own and without a graph."""
         if self.forward is None:
             return None
-        out = self.forward(x.detach())
+        with torch.no_grad():
+            out = self.forward(x.detach())
         return out if out._base is None else out.clone()

@@ -20,7 +20,7 @@ from ..saving import (
     same,
     saving,
 )
-from .launch import Norm, norm_of, serves
+from .launch import norm_of, serves
 from .own import Own
 
 
@@ -42,40 +42,6 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return _scaled(wide, _reciprocal_deviation(wide, eps), weight, x.dtype)
 
 
-class _FusedRmsNorm(torch.autograd.Function):
-    """Where :func:`serves` is true."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, norm: Norm, dtype: torch.dtype, itself: bool, own: Own | None
-    ) -> Tensor:
-        # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
-        begin(ctx, weight, x if x.dtype is torch.float32 and own is None else None)
-        (gamma,) = stable_copies(weight)
-        result = None if own is None else own.result(x)
-        dtype = dtype if result is None else result.dtype
-        out, packed, rstd = norm.forward(x, None, gamma, None, None, dtype, x if itself else None)
-        out = out if result is None else result
-        ctx.norm, ctx.dtype, ctx.weight = norm, x.dtype, gamma
-        ctx.save_for_backward(packed, rstd)
-        size = out.size()
-
-        def compute(packed: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
-            return norm.recompute(packed, rstd, gamma, None, size, dtype)
-
-        offer(ctx, out, compute, *(() if gamma is None else (gamma,)), stored=(packed, rstd))
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, rstd = ctx.saved_tensors
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        dtypes, needs = (ctx.dtype if of_x else None, None), (of_weight, False)
-        grad_x, _, grad_weight, _ = ctx.norm.backward(packed, rstd, ctx.weight, None, grad, dtypes, needs)
-        return grad_x, grad_weight, None, None, None, None
-
-
 class _RmsNorm(torch.autograd.Function):
     """In torch's operators."""
 
@@ -91,7 +57,7 @@ class _RmsNorm(torch.autograd.Function):
         own: Own | None,
     ) -> Tensor:
         result = None if own is None else own.result(x)
-        # Check x only where torch's chain of operators saves it, as above.
+        # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
         begin(ctx, x if how.bits is not None and _wide(x) is x and own is None else None)
         (gamma,) = stable_copies(weight)
         ctx.eps = eps
@@ -266,5 +232,9 @@ def normalised(
     if x.is_contiguous() and serves(x, None, shape, dtype, how):
         itself = _keeps_itself(x, own)
         norm = norm_of(shape, False, eps, how, x.dtype if copy or itself else None)
-        return cast(Tensor, _FusedRmsNorm.apply(x, weight, norm, dtype, itself, own))  # type: ignore[no-untyped-call]
+        result = None if own is None else own.result(x)
+        dtype = dtype if result is None else result.dtype
+        # Torch's chain of operators saves x only in float32: for 16-bit rows it saves a cast.
+        reads_x = own is None and x.dtype is torch.float32
+        return norm.apply(x, None, weight, None, None, dtype, x if itself else None, None, result, reads_x, False)
     return cast(Tensor, _RmsNorm.apply(x, weight, eps, dtype, copy, how, own))  # type: ignore[no-untyped-call]
