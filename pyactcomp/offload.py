@@ -27,7 +27,7 @@ def statistics() -> dict[str, dict[str, float]]:
         that backward had to ask for. Now: ``alive`` tensors, ``device_bytes`` on the device, ``window_bytes`` that may
         be there, ``host_bytes`` on the host, the most so far ``host_peak_bytes``, and ``pinned_bytes``, which were
         pinned in ``pins`` calls. The forwards that are over took ``forward_seconds`` on the device, and waited for
-        copies for ``waited_seconds`` of them.
+        copies for ``forward_waited_seconds`` of them; so with ``backward_seconds`` and ``backward_waited_seconds``.
 
     Examples
     --------

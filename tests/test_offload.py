@@ -67,6 +67,65 @@ def test_random_programs(delayed: Delayed) -> None:
     assert brought > 1000
 
 
+class Keep(torch.autograd.Function):
+    """Save memory of so many bytes, which nobody fills."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nbytes: int) -> Tensor:
+        ctx.save_for_backward(torch.empty(nbytes, dtype=torch.uint8))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        [kept] = ctx.saved_tensors
+        return gradient + 0 * kept[0], None
+
+
+class Keeps(nn.Module):
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.sizes = sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for each in self.sizes:
+            x = Keep.apply(x, each)
+        return x
+
+
+KEYS, NORM, STATISTICS, RESIDUAL, GATED = (each * KIB for each in (4096, 8704, 256, 16384, 31232))
+LAYER = [KEYS, RESIDUAL, NORM // 4, STATISTICS, NORM, RESIDUAL, STATISTICS, GATED, NORM]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        # A decoder's, between the tables of positions and a head: the first nine sizes lack the largest one.
+        pytest.param([512 * KIB] * 3 + LAYER * 8 + [NORM, 8 * KIB], sum(LAYER), id="decoder"),
+        # Nothing repeats: room for the two largest, so that one comes while the other is read.
+        pytest.param(
+            [(3 + i * i % 89) * KIB for i in range(80)] + [48 * 1024 * KIB, 40 * 1024 * KIB],
+            88 * 1024 * KIB,
+            id="irregular",
+        ),
+    ],
+)
+def test_the_window_holds_a_layer_and_hardly_anything_comes_late(
+    delayed: Delayed, sizes: list[int], window: int
+) -> None:
+    delayed.use("late", window=0)
+    model = compressed(Keeps(sizes), offload=1.0)
+    late = []
+    for _ in range(3):
+        model(torch.ones(1)).sum().backward()
+        late.append(check_clean()["late"])
+    assert only()["window_bytes"] == window
+    assert only()["brought"] > 0
+    # With a window of a layer nothing that left is asked for before it was sent for.
+    assert late[2] == late[1]
+
+
 def test_later_steps_pin_nothing_and_hold_the_same(delayed: Delayed) -> None:
     link = delayed.use("late", window=32 * KIB)
     model = compressed(Model(), offload=1.0)

@@ -36,8 +36,11 @@ LAYERS = 8
 
 
 def _slow_link(delayed: Delayed, fits: float) -> tuple[Any, nn.Module]:
-    """Return a link that moves this part of what a forward stores while the device computes the forward, with a window
-    of one layer, and the model. Each layer takes LAYER_S of the device's time, evenly spread over its modules."""
+    """Return a link that moves this part of what a forward stores while the device computes the forward, and the model.
+
+    The window is one layer. Each takes LAYER_S of the device's time, evenly spread over its modules, and in backward
+    twice as long.
+    """
     compressed(plain := Model(layers=LAYERS, dropout=0.0))
     one(plain)
     nbytes = pyactcomp.report(plain).stored_bytes
@@ -45,8 +48,12 @@ def _slow_link(delayed: Delayed, fits: float) -> tuple[Any, nn.Module]:
     link.rate = fits * nbytes / (LAYERS * LAYER_S)
     model = Model(layers=LAYERS, dropout=0.0)
 
-    def work(*_: object) -> None:
+    def work(*arguments: Any) -> None:
         link.clock += LAYER_S / len(parts)
+        arguments[-1].register_hook(work_back)
+
+    def work_back(_: Tensor) -> None:
+        link.clock += 2 * LAYER_S / len(parts)
 
     for block in model.blocks:
         parts = [module for module in block.modules() if not list(module.children())]
@@ -94,26 +101,35 @@ def test_the_share_and_the_memory_stay_from_the_third_step_on(delayed: Delayed) 
 
 
 class Timed:
-    """A tape that has timed forwards."""
+    """A tape that has timed forwards and backwards."""
 
     def __init__(self, *timings: tuple[float, float]) -> None:
         self.share = 1.0
-        self._timings = list(timings)
+        self._timings = [(bool(i % 2), *timing) for i, timing in enumerate(timings)]
         self.finished: list[bool] = []
 
-    def next_timing(self, finish: bool) -> tuple[float, float] | None:
+    @property
+    def timings(self) -> int:
+        return len(self._timings)
+
+    def next_timing(self, finish: bool) -> tuple[bool, float, float] | None:
         self.finished.append(finish)
         return self._timings.pop(0) if self._timings else None
+
+
+FREE = (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("timings", "share"),
     [
-        ([(9.0, 8.0), (1.0, 0.0)], 1.0),  # the first forward compiles
-        ([(1.0, 0.0), (1.0, 0.4)], 0.97 * 0.6),
-        ([(1.0, 0.0), (1.0, 0.009)], 1.0),
-        ([(1.0, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 0.5)], 1.0),  # two in a row may be a checkpoint being written
-        ([(1.0, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 0.2), (1.0, 0.3)], 0.97 * 0.8),
+        ([(9.0, 8.0), (9.0, 8.0), FREE, FREE], 1.0),  # the first step compiles
+        ([FREE, FREE, (1.0, 0.4), FREE], 0.97 * 0.6),
+        ([FREE, FREE, FREE, (2.0, 0.8)], 0.97 * 0.6),
+        ([FREE, FREE, (1.0, 0.5), (2.0, 0.8)], 0.97 * 0.5),  # the slower of the two decides, once
+        ([FREE, FREE, (1.0, 0.009), (0.0, 0.0)], 1.0),
+        ([*[FREE] * 4, *[(1.0, 0.5), FREE] * 2], 1.0),  # two steps in a row may be a checkpoint being written
+        ([*[FREE] * 4, (1.0, 0.5), FREE, FREE, (1.0, 0.2), (1.0, 0.3), FREE], 0.97 * 0.8),
     ],
 )
 def test_the_share_follows_from_what_was_waited(timings: list[tuple[float, float]], share: float) -> None:
@@ -121,8 +137,39 @@ def test_the_share_follows_from_what_was_waited(timings: list[tuple[float, float
     waits = offloading.Waits(tape, adapts=True)
     waits.look()
     assert tape.share == pytest.approx(share)
-    assert tape.finished == [False, True] + [False] * (len(timings) - 1)
-    assert (waits.seconds, waits.waited) == pytest.approx(tuple(map(sum, zip(*timings, strict=True))))
+    for sums, parts in ((waits.forward, timings[::2]), (waits.backward, timings[1::2])):
+        assert (sums.seconds, sums.waited) == pytest.approx(tuple(map(sum, zip(*parts, strict=True))))
+
+
+def test_the_host_waits_once_for_the_second_step() -> None:
+    for adapts in (True, False):
+        tape = Timed()
+        waits = offloading.Waits(tape, adapts)
+        waited = []
+        for _ in range(5):
+            tape.finished.clear()
+            waits.look()
+            waited.append(any(tape.finished))
+            tape._timings += [(False, *FREE), (True, *FREE)]
+        assert waited == [False, False, adapts, False, False]
+
+
+def test_backwards_that_wait_are_told_and_lower_the_share(delayed: Delayed) -> None:
+    """A window of one byte brings each tensor as backward asks for it, on a link that takes its time."""
+    link = delayed.use("late", window=1)
+    link.rate = 1e6
+    model = compressed(Model(dropout=0.0), offload="auto")
+    begin = link.clock
+    one(model)
+    one(model)
+    [tape] = [each for found in offloading.all_alive() for each in found._tapes.values()]
+    assert tape.share == 1.0
+    counts = only()
+    assert 0 < counts["backward_waited_seconds"] <= counts["backward_seconds"]
+    assert counts["forward_seconds"] + counts["backward_seconds"] <= link.clock - begin
+    # Each byte that was brought crossed the link while the stream waited for it.
+    assert counts["backward_waited_seconds"] >= 0.9 * counts["brought_bytes"] / link.rate
+    assert tape.share < 0.5
 
 
 def test_the_report_says_how_much_left(delayed: Delayed) -> None:

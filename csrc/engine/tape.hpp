@@ -31,7 +31,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/forwards.hpp"
+#include "engine/passes.hpp"
 #include "engine/piece.hpp"
 #include "engine/streams.hpp"
 
@@ -65,7 +65,7 @@ class Tape {
   Tape(const Tape&) = delete;
   Tape& operator=(const Tape&) = delete;
   ~Tape() {
-    if (arena) forwards_.drop_all(link());
+    if (arena) passes_.drop_all(link());
   }
 
   /// Put the memory of a stored tensor on the tape; null if it stays where it is.
@@ -84,7 +84,7 @@ class Tape {
     }
     const bool forward = !torch::autograd::get_current_node();
     if (backward_ && forward) begin_forward();
-    if (forward) forwards_.begin(link(), current);
+    if (forward) passes_.begin_forward(link(), current);
     if (sizes_.size() < kMostSamples) sizes_.push_back(nbytes);
     ++counts.packed;
     counts.packed_bytes += nbytes;
@@ -115,21 +115,22 @@ class Tape {
     const auto alive = piece.shared_from_this();
     bury();
     const std::int64_t current = stream_at(piece.device);
+    const bool in_backward = static_cast<bool>(torch::autograd::get_current_node());
+    if (in_backward && !std::exchange(backward_, true)) {
+      passes_.begin_backward(link(), current);
+      release_held(held_.size());  // what the forward alone held, as transformers' cache holds keys and values
+    }
     if (piece.state == State::kAway) {
       ++counts.late;
       bring({alive}, current);
     }
     if (piece.brought && (piece.state == State::kComing || current != piece.stream)) {
-      check_copy(link(), link().wait(current, piece.brought->event()));
+      passes_.wait(link(), current, piece.brought->event());
       piece.state = State::kBack;
     }
     // Held meanwhile, the memory is not among what goes.
     c10::Storage memory = piece.memory;
-    if (!torch::autograd::get_current_node()) return memory;
-    if (!std::exchange(backward_, true)) {
-      forwards_.end(link(), current);
-      release_held(held_.size());  // what the forward alone held, as transformers' cache holds keys and values
-    }
+    if (!in_backward) return memory;
     // What another stream reads is no memory to free behind this one.
     if (piece.state == State::kBack && current == piece.stream) {
       piece.asked = ++asked_;
@@ -141,8 +142,13 @@ class Tape {
     return memory;
   }
 
-  /// Return the time of the oldest forward that is over and was not asked for, see Forwards.
-  std::optional<Forwards::Timing> next_timing(bool finish) { return forwards_.next(link(), finish); }
+  /// Return the time of the oldest pass that is over and was not read, see Passes.
+  std::optional<Passes::Timing> next_timing(bool finish) { return passes_.next(link(), finish); }
+  /// How many timings are unread; a backward is over once this is asked from outside of it.
+  std::size_t timings() {
+    if (!torch::autograd::get_current_node()) passes_.end_backward(link());
+    return passes_.unread();
+  }
 
   Link& link() const { return arena->link(); }
   std::size_t on_device() const { return on_device_; }
@@ -275,7 +281,7 @@ class Tape {
       if (piece.state != State::kLeaving) continue;
       if (piece.sent.get() != waited) {
         refuse_capture(piece.stream);
-        forwards_.wait(link(), piece.stream, piece.sent->event());
+        passes_.wait(link(), piece.stream, piece.sent->event());
       }
       waited = piece.sent.get();
       if (drop(piece)) continue;
@@ -381,7 +387,7 @@ class Tape {
     if (sizes_.size() > 1) planned_ = std::max(bytes_of_layer(sizes_), kSmallestWindow);
     sizes_.clear();
     samples_.clear();
-    forwards_.abandon(link());
+    passes_.finish_step(link());
     if (pieces_.empty()) seen_ = taken_ = 0;
   }
 
@@ -409,7 +415,7 @@ class Tape {
   std::deque<std::pair<std::uint64_t, std::uint64_t>> read_;   ///< pieces brought and read, in the order of reading
   std::deque<std::uint64_t> held_;                             ///< pieces on the host whose memory others hold
   std::vector<Dead> dead_;
-  Forwards forwards_;
+  Passes passes_;
   std::vector<std::size_t> sizes_;  ///< of all that this forward packed
   std::vector<Sample> samples_;
   std::uint64_t last_ = 0, unsent_from_ = 1, kept_from_ = 1, asked_ = 0;

@@ -110,11 +110,12 @@ inline PyObject* tape_statistics(PyObject* self, PyObject*) {
   });
 }
 
-/// next_timing(finish): (seconds, seconds waited), or None.
+/// next_timing(finish): (backward, seconds, seconds waited), or None.
 inline PyObject* tape_next_timing(PyObject* self, PyObject* finish) {
   return guarded([&] {
     const auto found = body<Tape>(self).next_timing(PyObject_IsTrue(finish) == 1);
-    return found ? Py_BuildValue("(dd)", found->seconds, found->waited) : Py_NewRef(Py_None);
+    return found ? Py_BuildValue("(Odd)", found->backward ? Py_True : Py_False, found->seconds, found->waited)
+                 : Py_NewRef(Py_None);
   });
 }
 
@@ -134,13 +135,14 @@ inline PyObject* tape_samples(PyObject* self, PyObject*) {
 
 inline PyMethodDef tape_methods[] = {
     {"next_timing", tape_next_timing, METH_O,
-     "Return the seconds of the oldest forward not asked for, and those waited; None while it runs, unless to finish."},
+     "Return of the oldest pass not read (backward, seconds, waited); None while it runs, unless to finish."},
     {"samples", tape_samples, METH_NOARGS,
      "Return what lay where during the last step: (backward, device, host, all)."},
     {"statistics", tape_statistics, METH_NOARGS, "Return the counts since the tape was made, and what is alive."},
     {nullptr, nullptr, 0, nullptr},
 };
 
+inline PyObject* tape_timings(Tape& tape) { return PyLong_FromSize_t(tape.timings()); }
 inline PyObject* tape_share(Tape& tape) { return PyFloat_FromDouble(tape.share); }
 inline int tape_set_share(PyObject* self, PyObject* value, void*) {
   return guarded_status([&] {
@@ -151,6 +153,8 @@ inline int tape_set_share(PyObject* self, PyObject* value, void*) {
 }
 
 inline PyGetSetDef tape_attributes[] = {
+    {"timings", attribute<Tape, tape_timings>, nullptr, "Forwards and backwards that are over and were not read.",
+     nullptr},
     {"share", attribute<Tape, tape_share>, tape_set_share, "Share of the bytes that leaves.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

@@ -5,6 +5,7 @@ The library moves the bytes, ``csrc/engine/offload.hpp``; this module decides wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import weakref
@@ -93,49 +94,65 @@ class Sample(NamedTuple):
     """All that the device's allocator gave out; 0 where nobody counts."""
 
 
-_PATIENCE = 0.01  # of a forward
+_PATIENCE = 0.01  # of a pass
 _MARGIN = 0.97  # of the rate: copies are not spread quite evenly
 _IN_A_ROW = 3
 
 
-class Waits:
-    """How long the forwards of one tape waited for copies, and the share that ``offload="auto"`` takes from that.
+@dataclasses.dataclass
+class Passed:
+    """What the forwards or the backwards of one tape took on the device."""
 
-    The first forward compiles and warms up. The second, which lets everything go, decides: if it waited, the link moved
-    the bytes in the time that the forward took, and can move in the rest of that time only the same part of the bytes.
-    From the third forward on the share stays, and so does the memory of each step, unless three forwards in a row wait.
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
+class Waits:
+    """How long the steps of one tape waited for copies, and the share that ``offload="auto"`` takes from that.
+
+    The first step compiles and warms up. The second, which lets everything go, decides: if its forward or its backward
+    waited, the link moved the bytes in the time that it took, and can move in the rest of that time only the same part
+    of the bytes. From the third step on the share stays, and so does the memory of each step, unless three steps in a
+    row wait.
 
     Attributes
     ----------
-    seconds, waited : float
-        Of all forwards that are over.
+    forward, backward : Passed
+        Of all that are over.
     """
 
     def __init__(self, tape: Any, adapts: bool) -> None:
         self._tape = tape
         self._adapts = adapts
-        self._forwards = 0
+        self._steps = 0
+        self._worked = 1.0
         self._kept: list[float] = []
-        self.seconds = self.waited = 0.0
+        self.forward, self.backward = Passed(), Passed()
 
     def look(self) -> None:
-        """Read the times of forwards that are over.
+        """Read the times of the passes that are over.
 
-        With ``"auto"`` the host waits once, as the third forward begins, for the end of the second: the device has the
-        whole backward to do meanwhile.
+        With ``"auto"`` the host waits once, as the third forward begins, for the end of the second backward: the device
+        has the optimizer's step to do meanwhile.
         """
-        while (timing := self._tape.next_timing(self._adapts and self._forwards == 1)) is not None:
-            seconds, waited = timing
-            self.seconds += seconds
-            self.waited += waited
-            self._forwards += 1
-            if self._adapts and self._forwards > 1 and seconds > 0:
-                self._decide((seconds - waited) / seconds)
+        read = 2 * self._steps
+        finish = self._adapts and read < 4 <= read + self._tape.timings
+        while (timing := self._tape.next_timing(finish)) is not None:
+            backward, seconds, waited = timing
+            sums = self.backward if backward else self.forward
+            sums.seconds += seconds
+            sums.waited += waited
+            worked = (seconds - waited) / seconds if seconds > 0 else 1.0
+            self._worked = min(worked, self._worked) if backward else worked
+            if backward:
+                self._steps += 1
+                if self._adapts and self._steps > 1:
+                    self._decide(self._worked)
 
     def _decide(self, worked: float) -> None:
-        """Lower the share, given the part of a forward in which the stream did not wait."""
+        """Lower the share, given the part of a pass in which the stream did not wait."""
         self._kept = [*self._kept, worked] if worked < 1 - _PATIENCE else []
-        if self._kept and (self._forwards == 2 or len(self._kept) == _IN_A_ROW):
+        if self._kept and (self._steps == 2 or len(self._kept) == _IN_A_ROW):
             self._tape.share *= _MARGIN * max(self._kept)
             self._kept = []
 
@@ -173,7 +190,7 @@ class Offloading:
         return self._tapes[device]
 
     def look(self) -> None:
-        """Between forwards: read how long those that are over have waited, and adapt the share."""
+        """Between steps: read how long those that are over have waited, and adapt the share."""
         for waits in self._waits.values():
             waits.look()
 
@@ -184,7 +201,9 @@ class Offloading:
         for device, arena in self._arenas.items():
             host = {"pinned_bytes": arena.pinned, "host_bytes": arena.taken, "host_peak_bytes": arena.peak}
             waits = self._waits[device]
-            times = {"forward_seconds": waits.seconds, "waited_seconds": waits.waited}
+            times: dict[str, float] = {}
+            for name, sums in (("forward", waits.forward), ("backward", waits.backward)):
+                times |= {f"{name}_seconds": sums.seconds, f"{name}_waited_seconds": sums.waited}
             found[str(device)] = {**self._tapes[device].statistics(), **host, "pins": arena.pins, **times}
         return found
 
@@ -204,11 +223,15 @@ class Offloading:
             share = self._tapes[torch.device(device)].share
             names = ("window_bytes", "host_peak_bytes", "pinned_bytes", "held_bytes")
             window, host, pinned, held = (f"{counts[name] / 2**20:.0f} MiB" for name in names)
-            waited = counts["waited_seconds"] / max(counts["forward_seconds"], 1e-9)
+            forward, backward = (
+                counts[f"{name}_waited_seconds"] / max(counts[f"{name}_seconds"], 1e-9)
+                for name in ("forward", "backward")
+            )
             found.append(
                 f"Offload: {gone:.1%} of the bytes stored so far left {device}, {share:.0%} are to leave; window "
                 f"{window}; on the host {host} at most, {pinned} pinned; sent but held elsewhere {held}; forwards "
-                f"waited {waited:.1%} of their time; {counts['late']:.0f} of {counts['brought']:.0f} came late."
+                f"waited {forward:.1%} of their time, backwards {backward:.1%}; "
+                f"{counts['late']:.0f} of {counts['brought']:.0f} came late."
             )
         return found
 
