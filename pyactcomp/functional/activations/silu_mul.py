@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu as silu_of_torch
 
 from ...engine import recompute
+from ...torch_private import graph_is_retained
 from ..codes import INT8, Codes, one_option
 from ..saving import Recomputed, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
@@ -47,11 +48,14 @@ class _SiluMul(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept_gate, *kept_up = ctx.saved_tensors
-        up = kept_up[0] if ctx.up_again is None else ctx.up_again.take()
-        if ctx.fused_backward is not None:
-            return (*ctx.fused_backward(kept_gate, up, grad), None, None, None)
+        up_again, fused_backward = ctx.up_again, ctx.fused_backward
+        if not graph_is_retained():
+            ctx.up_again = ctx.fused_backward = None  # frees what up is recomputed from
+        up = kept_up[0] if up_again is None else up_again.take()
+        if fused_backward is not None:
+            return (*fused_backward(kept_gate, up, grad), None, None, None)
         gate = ctx.restores[0](kept_gate)
-        if ctx.up_again is None:
+        if up_again is None:
             up = ctx.restores[1](up)
         grad_gate = torch.ops.aten.silu_backward((grad * up).to(gate.dtype), gate)
         return grad_gate, (grad * silu_of_torch(gate)).to(up.dtype), None, None, None
