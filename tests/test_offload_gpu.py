@@ -245,6 +245,7 @@ def test_hardly_anything_of_32_layers_stays_on_the_device(record_property: Any) 
         loss = model(input_ids=tokens, labels=tokens).loss
         counts = _counts()
         loss.backward()
+        assert _counts()["alive"] == 0
     found = pyactcomp.report(model)
     stays = sum(each.stored_bytes for each in found.tensors if each.where == "device")
     record_property("share", (counts["device_bytes"] + stays) / found.stored_bytes)

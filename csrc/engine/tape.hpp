@@ -117,10 +117,12 @@ class Tape {
     const std::int64_t current = stream_at(piece.device);
     const bool in_backward = static_cast<bool>(torch::autograd::get_current_node());
     if (in_backward && !std::exchange(backward_, true)) {
+      next_ = 0;
       passes_.begin_backward(link(), current);
       release_held(held_.size());  // what the forward alone held, as transformers' cache holds keys and values
     }
-    if (piece.state == State::kAway) {
+    const bool late = piece.state == State::kAway;
+    if (late) {
       ++counts.late;
       bring({alive}, current);
     }
@@ -137,7 +139,7 @@ class Tape {
       read_.emplace_back(piece.index, piece.asked);
     }
     evict();
-    prefetch(piece.index, current);
+    prefetch(piece.index, late, current);
     sample(piece.device);
     return memory;
   }
@@ -177,6 +179,7 @@ class Tape {
   static constexpr std::size_t kFirstWindow = std::size_t{1} << 30;
   static constexpr std::size_t kSmallestWindow = std::size_t{64} << 20;
   static constexpr int kLookAhead = 256;
+  static constexpr int kMostStrayed = 8;
   static constexpr std::size_t kTries = 16;
   static constexpr std::size_t kMostSamples = std::size_t{1} << 16;
 
@@ -351,12 +354,21 @@ class Tape {
   }
 
   /// Bring what was packed before, the last first, as long as the window has room.
-  void prefetch(std::uint64_t before, std::int64_t current) {
+  ///
+  /// Backward reads roughly, not quite, in the reverse order of packing: a node reads what it saved in the order of its
+  /// formula, and tables of positions were packed before the first layer. So go on where the last call stopped, though
+  /// a piece far down was asked for, until that happens so often that another graph is read.
+  void prefetch(std::uint64_t asked, bool was_late, std::int64_t current) {
+    strayed_ = was_late && asked < next_ ? strayed_ + 1 : 0;
+    if (strayed_ > kMostStrayed) next_ = strayed_ = 0;
+    next_ = std::max(next_, asked);
     Pieces wanted;
-    std::size_t room = limit() - std::min(limit(), on_device_);
+    const std::size_t mine = on_device_ - kept_above(asked);
+    std::size_t room = limit() - std::min(limit(), mine);
     int looked = 0;
-    for (auto next = pieces_.lower_bound(before); next != pieces_.begin() && looked < kLookAhead; ++looked) {
+    for (auto next = pieces_.upper_bound(next_); next != pieces_.begin() && looked < kLookAhead; ++looked) {
       Piece& piece = *(--next)->second;
+      next_ = piece.index;
       if (piece.state != State::kAway) continue;
       // Memory for a reader on another stream must be of that stream's pool.
       if (piece.packed_on != current) continue;
@@ -367,6 +379,18 @@ class Tape {
     if (wanted.empty()) return;
     counts.prefetched += wanted.size();
     bring(wanted, current);
+  }
+
+  /// Return the bytes that a forward keeps on the device, if the piece asked for was packed before: those of a newer
+  /// graph, as of another part of the batch in a pipeline, which are no reason to bring nothing of this one.
+  std::size_t kept_above(std::uint64_t asked) const {
+    std::size_t bytes = 0;
+    if (asked >= kept_from_) return bytes;
+    for (auto next = pieces_.lower_bound(kept_from_); next != pieces_.end(); ++next) {
+      const Piece& piece = *next->second;
+      if (piece.state == State::kHere || piece.state == State::kLeaving) bytes += piece.nbytes;
+    }
+    return bytes;
   }
 
   /// Where a graph is retained: give back what backward has read, a while later. The copies on the host stay valid.
@@ -421,6 +445,8 @@ class Tape {
   std::uint64_t last_ = 0, unsent_from_ = 1, kept_from_ = 1, asked_ = 0;
   std::size_t on_device_ = 0, unsent_ = 0, planned_ = kFirstWindow;
   double seen_ = 0, taken_ = 0;
+  std::uint64_t next_ = 0;  ///< where the next look for what to bring begins
+  int strayed_ = 0;         ///< pieces in a row that were late and below that
   bool backward_ = false, warned_ = false, has_counters_ = true;
 };
 
