@@ -50,6 +50,12 @@ def _test_flops() -> None:
     a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
     assert phantom.flops(torch.ops.aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
     assert phantom.flops(torch.ops.aten.relu.default, (a,), {}, a) == 0
+    query, key = torch.empty(2, 4, 8, 16, device="meta"), torch.empty(2, 2, 8, 16, device="meta")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    assert phantom.flops(attention.default, (query, key, key), {}, (query,)) == 2 * (2 * 2 * 4 * 8 * 8 * 16)
+    back = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    grouped, whole = (phantom.flops(back.default, (query, query, k, k, query), {}, (query,)) for k in (key, query))
+    assert grouped == whole
 
 
 TESTS: dict[str, Callable[[], None]] = {
