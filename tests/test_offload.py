@@ -68,29 +68,30 @@ def test_random_programs(delayed: Delayed) -> None:
 
 
 class Keep(torch.autograd.Function):
-    """Save memory of so many bytes, which nobody fills."""
+    """Save a table, and memory of so many bytes, which nobody fills."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, nbytes: int) -> Tensor:
-        ctx.save_for_backward(torch.empty(nbytes, dtype=torch.uint8))
+    def forward(ctx: Any, x: Tensor, nbytes: int, table: Tensor | None) -> Tensor:
+        ctx.save_for_backward(torch.empty(nbytes, dtype=torch.uint8), table)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        [kept] = ctx.saved_tensors
-        return gradient + 0 * kept[0], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        kept, _ = ctx.saved_tensors
+        return gradient + 0 * kept[0], None, None
 
 
 class Keeps(nn.Module):
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[int], table: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.sizes = sizes
+        self.sizes, self.table = sizes, table
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.weight
+        table = torch.empty(self.table, dtype=torch.uint8) if self.table else None
         for each in self.sizes:
-            x = Keep.apply(x, each)
+            x = Keep.apply(x, each, table)
         return x
 
 
@@ -124,6 +125,25 @@ def test_the_window_holds_a_layer_and_hardly_anything_comes_late(
     assert only()["brought"] > 0
     # With a window of a layer nothing that left is asked for before it was sent for.
     assert late[2] == late[1]
+
+
+def test_a_table_that_each_layer_reads_stays_once_it_came_late(delayed: Delayed) -> None:
+    """It was packed first, so it would be fetched last, and wait for the copies of a whole window."""
+    delayed.use("late", window=sum(LAYER))
+    model = compressed(Keeps(LAYER * 8, table=4 * 1024 * KIB), offload=1.0)
+    late, stayed = [], []
+    for _ in range(4):
+        model(torch.ones(1)).sum().backward()
+        found = check_clean()
+        late.append(found["late"])
+        stayed.append(found["stayed_bytes"])
+    assert late[0] > 0
+    assert late[1:] == [late[0]] * 3
+    assert stayed == [step * 4 * 1024 * KIB for step in range(4)]
+    model.sizes = model.sizes[1:]
+    model.table *= 2  # another shape may be read in another order
+    model(torch.ones(1)).sum().backward()
+    assert check_clean()["stayed_bytes"] == stayed[-1]
 
 
 @pytest.mark.parametrize("first", [0, 1])

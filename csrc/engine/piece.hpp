@@ -33,9 +33,10 @@ struct Piece : std::enable_shared_from_this<Piece> {
   c10::Storage memory;  ///< on the device; none while away
   c10::Device device;
   std::size_t nbytes;
-  std::uint64_t index = 0;  ///< on the tape
-  std::int64_t packed_on;   ///< the stream that packed it
-  std::int64_t stream;      ///< the stream whose pool the memory is of
+  std::uint64_t index = 0;   ///< on the tape
+  std::size_t position = 0;  ///< among what its forward packed
+  std::int64_t packed_on;    ///< the stream that packed it
+  std::int64_t stream;       ///< the stream whose pool the memory is of
   c10::VariableVersion version;
   std::uint32_t saved;
   HostArena::Block block;

@@ -85,11 +85,12 @@ class Tape {
     const bool forward = !torch::autograd::get_current_node();
     if (backward_ && forward) begin_forward();
     if (forward) passes_.begin_forward(link(), current);
-    if (sizes_.size() < kMostSamples) sizes_.push_back(nbytes);
+    const std::size_t position = sizes_.size();
+    if (position < kMostSamples) sizes_.push_back(nbytes);
     ++counts.packed;
     counts.packed_bytes += nbytes;
     seen_ += static_cast<double>(nbytes);
-    if (taken_ + static_cast<double>(nbytes) > share * seen_ + 1) {
+    if (came_late(position, nbytes) || taken_ + static_cast<double>(nbytes) > share * seen_ + 1) {
       ++counts.stayed;
       counts.stayed_bytes += nbytes;
       return nullptr;
@@ -97,6 +98,7 @@ class Tape {
     taken_ += static_cast<double>(nbytes);
     auto piece = std::make_shared<Piece>(Ref::borrowed(self), *this, tensor, current);
     piece->index = ++last_;
+    piece->position = position;
     pieces_[piece->index] = piece.get();
     known_[piece->memory.unsafeGetStorageImpl()] = piece.get();
     on_device_ += nbytes;
@@ -124,6 +126,7 @@ class Tape {
     const bool late = piece.state == State::kAway;
     if (late) {
       ++counts.late;
+      if (in_backward) note_late(piece);
       bring({alive}, current);
     }
     if (piece.brought && (piece.state == State::kComing || current != piece.stream)) {
@@ -353,6 +356,23 @@ class Tape {
     }
   }
 
+  /// Let a small piece that came late stay from the next step on: tables of positions, say, which backward reads long
+  /// before their turn. The stream would wait for the copies that were sent for before.
+  void note_late(const Piece& piece) {
+    if (late_bytes_ + piece.nbytes > limit() / 16 || !late_.emplace(piece.position, piece.nbytes).second) return;
+    late_bytes_ += piece.nbytes;
+  }
+
+  /// Return whether the tensor packed at this position came late in an earlier step; of other sizes none did.
+  bool came_late(std::size_t position, std::size_t nbytes) {
+    const auto found = late_.find(position);
+    if (found == late_.end()) return false;
+    if (found->second == nbytes) return true;
+    late_.clear();
+    late_bytes_ = 0;
+    return false;
+  }
+
   /// Bring what was packed before, the last first, as long as the window has room.
   ///
   /// Backward reads roughly, not quite, in the reverse order of packing: a node reads what it saved in the order of its
@@ -440,10 +460,11 @@ class Tape {
   std::deque<std::uint64_t> held_;                             ///< pieces on the host whose memory others hold
   std::vector<Dead> dead_;
   Passes passes_;
-  std::vector<std::size_t> sizes_;  ///< of all that this forward packed
+  std::vector<std::size_t> sizes_;                     ///< of all that this forward packed
+  std::unordered_map<std::size_t, std::size_t> late_;  ///< sizes of what stays since it came late, by position
   std::vector<Sample> samples_;
   std::uint64_t last_ = 0, unsent_from_ = 1, kept_from_ = 1, asked_ = 0;
-  std::size_t on_device_ = 0, unsent_ = 0, planned_ = kFirstWindow;
+  std::size_t on_device_ = 0, unsent_ = 0, late_bytes_ = 0, planned_ = kFirstWindow;
   double seen_ = 0, taken_ = 0;
   std::uint64_t next_ = 0;  ///< where the next look for what to bring begins
   int strayed_ = 0;         ///< pieces in a row that were late and below that
