@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -45,17 +46,20 @@ def _planner(model: str, batch: int, choices: tuple[str, ...] = CHOICES) -> Iter
 def test_peaks_are_within_budgets_and_more_budget_takes_less_time(model: str, batch: int) -> None:
     if model != "unet":
         pytest.importorskip("transformers")
+    # Where convolutions run, 2 % are left for cuDNN's workspaces, which are not simulated.
+    seen = 0.98 if model == "unet" else 1.0
     with _planner(model, batch) as planner:
         low = planner.smallest()
-        high = planner.within(1 << 50).peak
+        high = math.ceil(planner.within(1 << 50).peak / seen)
         budgets = [low, *(int(low + share * (high - low)) for share in SHARES), high]
         plans = [planner.within(budget) for budget in budgets]
         more = [planner.within(int(1.1 * budget)) for budget in budgets]
-    assert plans[0].peak == low
+    assert plans[0].peak == pytest.approx(seen * low, abs=2)
     assert low < 0.7 * high  # or these budgets would ask for little
     assert {choice for _, choice in plans[-1].blocks} == {"keep"}
     for plan, budget in zip(plans, budgets, strict=True):
-        assert plan.peak <= plan.budget == budget
+        assert plan.peak <= seen * plan.budget
+        assert plan.budget == budget
     seconds = [plan.seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     limited = [a.peak / a.budget for a, b in zip(plans, more, strict=True) if b.seconds < 0.99 * a.seconds]

@@ -107,6 +107,11 @@ class Operators:
             _serving = cls(native, gpu)
         return _serving
 
+    @property
+    def convolves(self) -> bool:
+        """Whether convolutions ran."""
+        return any(operator._schema.name == "aten::convolution_backward" for operator, *_ in self._plans)
+
     def __call__(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator."""
         tensors: list[Tensor] = []

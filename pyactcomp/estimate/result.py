@@ -62,7 +62,8 @@ class BlockRun:
 class Recorded:
     """Findings of a child process for one mode: bytes by part, and the allocator's events.
 
-    ``blocks`` are those that repeat, each run once by the steady step and trained, in the order of the forward.
+    ``convolves`` says whether convolutions ran, whose workspaces are not among the events. ``blocks`` are those that
+    repeat, each run once by the steady step and trained, in the order of the forward.
     """
 
     batch: int
@@ -73,6 +74,7 @@ class Recorded:
     labels: tuple[str, ...]
     gradients: tuple[int, ...]
     notes: tuple[str, ...]
+    convolves: bool = False
     blocks: tuple[BlockRun, ...] = ()
 
 
