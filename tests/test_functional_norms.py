@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -315,3 +318,24 @@ def test_a_copy_may_be_written_around() -> None:
 
     for got, expected in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_norm_may_be_the_first_thing_that_a_process_computes() -> None:
+    """Whichever function needs the library's engine first sets it up, without a compressed model."""
+    pytest.importorskip("triton")
+    # The gradient is rstd * (1 - n * mean(n)) of the normalised row n, whose codes are off by half a step.
+    script = """
+import torch
+from pyactcomp.functional import Codes, rms_norm
+x = torch.randn(4, 128, requires_grad=True)
+rms_norm(x, None, 1e-6, codes=Codes(impl="triton")).sum().backward()
+(wanted,) = torch.autograd.grad(torch.nn.functional.rms_norm(x, (128,), eps=1e-6).sum(), x)
+rstd = x.detach().square().mean(1, keepdim=True).rsqrt()
+n = x.detach() * rstd
+half = (n.amax(1, keepdim=True) - n.amin(1, keepdim=True)) / 510
+bound = rstd * half * (n.mean(1, keepdim=True).abs() + n.abs() + half) + 1e-5
+assert bool(((x.grad - wanted).abs() <= bound).all()), (x.grad - wanted).abs() / bound
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...codec import format as fmt
 from ...codec.kernels import triton as codec_kernels
-from ...readers.observer import observer
+from ...engine import saved
 from ..launch import launcher, processors
 from ..masks.noise import Noise
 from ..saving import Saving
@@ -143,7 +143,7 @@ def norm_of(
     bits = int(COPY.value) if copied is not None else how.bits
     assert bits is not None
     form = _Form(math.prod(shape), centred, bits, how.group_size, copied, how.stochastic)
-    return cast(NormKernels, observer().Norm(functools.partial(_plan, form), tuple(shape), eps, how.keys, copied))
+    return cast(NormKernels, saved.library().Norm(functools.partial(_plan, form), tuple(shape), eps, how.keys, copied))
 
 
 class _Form(NamedTuple):
