@@ -265,6 +265,12 @@ class Methods:
         x = self.relu(x)
         return getattr(self, name)(x)
 
+    def inherited(self, x):
+        """Run what the source does not show."""
+        x = self.norm(x)
+        x = self.relu(x)
+        return super().forward(x)
+
     def between(self, x):
         """Run something in between."""
         x = self.norm(x)
@@ -277,7 +283,8 @@ def test_only_what_nothing_else_can_see_is_handed_on() -> None:
     found = {
         name: dict(calls_in_turn(definition(method))) for name, method in vars(Methods).items() if callable(method)
     }
-    assert found == {"direct": {"norm": "relu"}, "kept": {}, "again": {}, "by_name": {}, "between": {}}
+    others = ("kept", "again", "by_name", "inherited", "between")
+    assert found == {"direct": {"norm": "relu"}} | {name: {} for name in others}
 
 
 def test_norms_of_a_deep_stem_run_in_one_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pyactcomp
+from pyactcomp.fusions import fused_modules
 
 
 def outcome(module: nn.Module, x: Tensor) -> type[Exception] | torch.dtype:
@@ -24,15 +26,16 @@ def outcome(module: nn.Module, x: Tensor) -> type[Exception] | torch.dtype:
 
 # Torch warns, once, of a weight that is not of the dtype of the input.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-@pytest.mark.parametrize("shape", [(512,), (4, 4), (2, 3, 7), (2, 3, 4, 4), (2, 8, 4, 4), (8,), (0, 8), (1,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(512,), (8, 8), (2, 3, 7), (2, 3, 8, 8), (2, 8, 8, 8), (64,), (2, 64), (0, 64), (1,)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: nn.LayerNorm(8),
-        lambda: nn.LayerNorm((4, 4)).to(torch.bfloat16),
-        lambda: nn.RMSNorm(8, eps=1e-6),
-        lambda: nn.RMSNorm((4, 4), eps=1e-6),
+        lambda: nn.LayerNorm(64),
+        lambda: nn.LayerNorm((8, 8)).to(torch.bfloat16),
+        lambda: nn.RMSNorm(64, eps=1e-6),
         nn.GELU,
         lambda: nn.Dropout(0.5),
         lambda: nn.BatchNorm2d(8),
@@ -47,8 +50,30 @@ def test_what_a_module_does_not_take_raises_as_that_of_torch(
 ) -> None:
     x = torch.randn(shape, dtype=dtype)
     compressed = pyactcomp.compress(nn.Sequential(make()), min_bytes=0)
+    assert fused_modules(compressed)
     found, expected = outcome(compressed, x.clone().requires_grad_()), outcome(make(), x.clone().requires_grad_())
     assert found is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("eps", None), ("weight", None), ("normalized_shape", (2, 64)), ("normalized_shape", (32,))],
+    ids=str,
+)
+def test_a_norm_that_was_edited_after_compress_computes_what_torchs_would(name: str, value: object) -> None:
+    torch.manual_seed(0)
+    plain = nn.RMSNorm(64, eps=1e-1)
+    compressed = pyactcomp.compress(nn.Sequential(copy.deepcopy(plain)), min_bytes=0)
+    assert fused_modules(compressed) == [("0", "RMSNorm")]
+    for norm in (plain, compressed[0]):
+        setattr(norm, name, value)
+    x = torch.randn(2, 64)
+    found, expected = outcome(compressed, x.clone().requires_grad_()), outcome(plain, x.clone().requires_grad_())
+    assert found is expected
+    if isinstance(expected, torch.dtype):
+        # A row of 64 elements, summed in another order.
+        bound = 64 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(compressed(x.requires_grad_()), plain(x), rtol=bound, atol=0)
 
 
 @pytest.mark.parametrize("edit", ["up_proj", "norm"])

@@ -67,6 +67,18 @@ def test_peaks_are_within_budgets_and_more_budget_takes_less_time(model: str, ba
     assert min(limited) >= 0.9
 
 
+def test_seconds_of_a_block_are_those_of_its_operators() -> None:
+    gpu, rows, width, itemsize = GPUS["h100"], 64 * plan_models.SEQ, 128, torch.float32.itemsize
+    product = 2 * rows * width * 4 * width / gpu.flops(wide=True)  # takes longer than to move its matrices
+    # The norm also reads its parameters, and writes two numbers a row.
+    moved = {"norm": 2 * rows * width + 2 * width + 2 * rows, "gelu": 2 * rows * 4 * width, "add": 3 * rows * width}
+    with _planner("short_mlp", 64) as planner:
+        (blocks,) = (recorded.blocks for recorded, _ in planner._runs.values())
+    expected = 2 * product + sum(moved.values()) * itemsize / gpu.bandwidth
+    # Seconds are differences of sums in float64.
+    assert [block.seconds[0] for block in blocks] == pytest.approx([expected] * 3, rel=1e-9)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_peak_on_a_gpu_is_within_the_budget(share: float) -> None:

@@ -69,8 +69,7 @@ class RMSNorm(Fused, nn.RMSNorm):
             codes is None
             or weight is None
             or self.eps is None
-            or len(self.normalized_shape) != 1
-            or own.shape[-1:] != weight.shape
+            or not own.shape[-1:] == weight.shape == self.normalized_shape
             or weight.dtype is not (torch.float32 if autocast else x.dtype)
         ):
             return super().forward(x)
