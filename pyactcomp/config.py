@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from .codec import IMPLS, ROUNDINGS, Impl, Rounding
 from .codec import format as fmt
 from .errors import check_choice, check_integer, check_tile
+from .sizes import bytes_of
 
 Mode = Literal["int8", "lossless"]
 OnConflict = Literal["raise", "skip"]
@@ -155,7 +155,6 @@ class Config:
 SMALLEST_HOST = 64 << 20
 """The least host memory that ``offload`` may name: what stays on the device in any case, the smallest window."""
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*")
 _OFFLOADS = "False, 'auto', a share of the stored bytes from 0 to 1, or a size of host memory such as '12GiB'"
 
 
@@ -164,9 +163,9 @@ def check_offload(offload: object) -> None:
     if offload is True:
         raise ValueError(f"offload must be {_OFFLOADS}, got True: offload=1.0 moves everything")
     if isinstance(offload, str):
-        if offload != "auto" and not host_limit_of(offload):
+        if offload != "auto" and not bytes_of(offload):
             raise ValueError(f"offload must be {_OFFLOADS}, got {offload!r}")
-        if (host_limit_of(offload) or SMALLEST_HOST) < SMALLEST_HOST:
+        if (bytes_of(offload) or SMALLEST_HOST) < SMALLEST_HOST:
             raise ValueError(
                 f"offload={offload!r} is less than the {SMALLEST_HOST >> 20} MiB of stored bytes that stay on the "
                 "device in any case, so nothing is won: give the host memory of some layers, such as offload='12GiB'"
@@ -175,15 +174,6 @@ def check_offload(offload: object) -> None:
         raise TypeError(f"offload must be {_OFFLOADS}, got {offload!r}")
     elif not 0 <= offload <= 1:
         raise ValueError(f"offload must be {_OFFLOADS}, got {offload!r}")
-
-
-def host_limit_of(offload: float | str) -> int | None:
-    """Return the bytes of host memory that an ``offload`` names, None if it names none."""
-    found = _SIZE.fullmatch(offload) if isinstance(offload, str) else None
-    if found is None:
-        return None
-    number, unit = found.groups()
-    return int(float(number) * (1024 if "i" in unit else 1000) ** (" KMGT".index(unit[0])))
 
 
 def share_of(offload: float | str) -> float:

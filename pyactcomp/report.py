@@ -21,6 +21,7 @@ from .engine.session import Session
 from .errors import PyactcompError
 from .fusions import fused_modules, left_alone
 from .model_hooks import session_of
+from .sizes import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -253,7 +254,7 @@ class Report:
             if tensor.kept not in policy.ALIVE_ANYWAY:
                 part, size = _bar_of(tensor)
                 widths[part][row_of[tensor.module]] += size
-        scale, unit = _unit(max(line.unique_bytes for _, line, _ in rows))
+        scale, unit = unit_of(max(line.unique_bytes for _, line, _ in rows))
         left = [0.0] * len(rows)
         for part, colour in _BARS:
             sizes = [size / scale for size in widths[part]]
@@ -281,7 +282,7 @@ def _bar_of(tensor: SavedTensor) -> tuple[str, int]:
 
 
 def _draw_step(axes: Any, device: str, samples: Sequence[Sample]) -> None:
-    scale, unit = _unit(max(max(each[1:]) for each in samples))
+    scale, unit = unit_of(max(max(each[1:]) for each in samples))
     for name, text in _PLOTTED:
         values = [getattr(each, name) / scale for each in samples]
         if any(values):
@@ -292,12 +293,6 @@ def _draw_step(axes: Any, device: str, samples: Sequence[Sample]) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _unit(most: int) -> tuple[int, str]:
-    """Return the largest unit in which a number of bytes is at least one."""
-    return next((scale, unit) for scale, unit in _UNITS if most >= scale or scale == 1)
-
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 _PLOTTED = (
     ("allocated_bytes", "allocated on {}"),
     ("device_bytes", "stored, on {}"),

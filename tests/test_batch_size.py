@@ -15,7 +15,7 @@ from same_values import same
 from torch import Tensor, nn
 
 import pyactcomp
-from pyactcomp.climb import BatchSize
+from pyactcomp.climb import BatchSize, batch_size
 from pyactcomp.climb.failures import attempt, is_out_of_memory
 
 WIDTH = 64
@@ -75,7 +75,7 @@ class Affine:
         self.sizes: list[int] = []
         self.peak = peak
 
-    def find(self, budget: int | None = None, **options: Any) -> BatchSize:
+    def find(self, budget: int | str | None = None, **options: Any) -> BatchSize:
         def measure(run: Any) -> int:
             run()
             return int(self.peak(self.sizes[-1]))
@@ -94,6 +94,25 @@ def test_affine_peaks_need_three_trials_and_give_the_largest_size(budget: int, s
     assert len(found.trials) <= 3 or found.size < start
     assert training.sizes == [trial.size for trial in found.trials for _ in range(2)]
     assert found.size in training.sizes
+
+
+def test_budgets_are_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Affine()
+    assert training.find("1.5KB").size == (1500 - 1000) // 37
+    monkeypatch.setattr(batch_size, "gpu_in_use", lambda: False)
+    assert training.find("auto", largest=50).size == 50  # without a GPU nothing is free on it
+    with pytest.raises(ValueError, match="budget='1GiB' needs a GPU in use, or measure="):
+        pyactcomp.find_batch_size(training.sizes.append, training.model, budget="1GiB")
+
+
+@pytest.mark.gpu
+def test_budgets_are_what_is_free_on_a_gpu_by_default() -> None:
+    torch.zeros(1, device="cuda")
+    free = torch.cuda.mem_get_info()[0]
+    for budget in (None, "auto"):
+        found = Affine().find(budget, largest=50)
+        assert found.budget is not None
+        assert found.budget >= free // 2  # others may use the GPU too
 
 
 @pytest.mark.parametrize("budget", [1037, 1100, 5000, 123_456])
@@ -204,7 +223,7 @@ def test_other_errors_are_raised_and_the_training_is_as_before() -> None:
         ({"start": 0}, ValueError, "start must be a whole number from 1, got 0"),
         ({"largest": 2.5}, ValueError, "largest must be"),
         ({"budget": 0, "measure": print}, ValueError, "budget must be a number of bytes above 0"),
-        ({"budget": "20 potatoes", "measure": print}, ValueError, "expected a size"),
+        ({"budget": "20 potatoes", "measure": print}, ValueError, "a text like .* got '20 potatoes'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(

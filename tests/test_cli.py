@@ -20,7 +20,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def cli_installed() -> None:
-    for name in ("typer", "rich", "humanize", "matplotlib"):
+    for name in ("typer", "rich", "matplotlib"):
         pytest.importorskip(name)
 
 

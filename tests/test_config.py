@@ -18,6 +18,33 @@ from pyactcomp import codec
 from pyactcomp.codec import format as fmt
 from pyactcomp.compress import MODULE_OPTIONS
 from pyactcomp.config import Config, Former
+from pyactcomp.sizes import budget_of, bytes_of, size_text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GiB", 20 << 30),
+        (" 1.5 TB ", 1_500_000_000_000),
+        ("0.1MiB", 104_858),  # to the nearest byte
+        ("3KiB", 3 << 10),
+        ("0GiB", 0),
+        *dict.fromkeys(("20", "GiB", "20gb", "-1GiB", "1e3MiB", "1.MiB", "", "20 GiB a day", 20, None)).items(),
+    ],
+)
+def test_texts_of_sizes(text: object, size: int | None) -> None:
+    assert bytes_of(text) == size
+
+
+def test_budgets_are_numbers_texts_or_auto() -> None:
+    found = [budget_of(budget) for budget in (4096, "4096", "1.5KiB", "auto")]
+    assert found == [4096, 4096, 1536, None]
+
+
+def test_sizes_have_the_largest_unit_of_which_there_is_one() -> None:
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1.00 KiB", 1 << 20: "1.00 MiB", 3 << 29: "1.50 GiB"}
+    sizes |= {(1 << 30) - 1: "1024.00 MiB", 5 << 40: "5.00 TiB", 1 << 51: "2048.00 TiB"}
+    assert {size: size_text(size) for size in sizes} == sizes
 
 
 def test_defaults_are_8_bits_in_groups_of_64_to_nearest() -> None:

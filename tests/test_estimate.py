@@ -128,7 +128,7 @@ def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(model: str, options: list[str], words: list[str]) -> None:
-    for name in ("typer", "rich", "humanize"):
+    for name in ("typer", "rich"):
         pytest.importorskip(name)
     from typer.testing import CliRunner
 

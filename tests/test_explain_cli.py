@@ -13,7 +13,7 @@ from allocator_cases import MIB
 from explain_cases import LAYER, alloc, failure, free, out_of_memory
 from snapshot_cases import BASE, block, content, event, segment, write
 
-for _name in ("typer", "rich", "humanize"):
+for _name in ("typer", "rich"):
     pytest.importorskip(_name)
 
 from click.testing import Result  # noqa: E402

@@ -15,7 +15,7 @@ from snapshot_cases import BASE, content, event, read, write
 
 from pyactcomp.snapshots import compare, compare_ranks
 
-for _name in ("typer", "rich", "humanize"):
+for _name in ("typer", "rich"):
     pytest.importorskip(_name)
 
 from click.testing import Result  # noqa: E402

@@ -32,16 +32,16 @@ ALLOWED = {
     | {"checkpoint", "climb", "estimate", "live", "offload", "plan", "verify"},
     "__main__": {"cli"},
     "cli": {"_core", "_version", "allocator", "codec", "errors", "estimate", "live", "offload", "snapshots"}
-    | {"plan", "torch_private"},
-    "estimate": {"_core", "checkpoint", "codec", "compress", "errors", "layout", "snapshots", "torch_private"},
+    | {"plan", "sizes", "torch_private"},
+    "estimate": {"_core", "checkpoint", "codec", "compress", "errors", "layout", "sizes", "snapshots", "torch_private"},
     "integrations": {"checkpoint", "climb", "compress", "config", "errors", "live", "report"},
-    "plan": {"_core", "config", "errors", "estimate", "layout"},
+    "plan": {"config", "errors", "estimate", "layout", "sizes"},
     "layout": {"config", "errors"},
     "live": {"engine", "errors", "torch_private"},
     "offload": {"engine", "errors"},
     "verify": {"compress", "config", "engine", "errors", "model_hooks", "readers", "torch_private"},
-    "climb": {"_core", "checkpoint", "compress", "errors"},
-    "report": {"compiled", "compress", "engine", "errors", "fusions", "model_hooks"},
+    "climb": {"checkpoint", "compress", "errors", "sizes"},
+    "report": {"compiled", "compress", "engine", "errors", "fusions", "model_hooks", "sizes"},
     "compress": {"checkpoint", "codec", "compiled", "config", "engine", "errors", "fusions", "layout", "readers"}
     | {"model_hooks"},
     "model_hooks": {"compiled", "engine", "errors", "fusions"},
@@ -49,15 +49,16 @@ ALLOWED = {
     "compiled": {"codec", "config", "engine", "functional", "readers", "torch_private"},
     "fusions": {"codec", "config", "engine", "errors", "functional", "readers", "torch_private"},
     "functional": {"codec", "engine", "errors", "moved", "readers", "torch_private"},
-    "engine": {"_core", "codec", "config", "errors", "readers", "torch_private"},
-    "config": {"codec", "errors"},
+    "engine": {"_core", "codec", "config", "errors", "readers", "sizes", "torch_private"},
+    "config": {"codec", "errors", "sizes"},
     "readers": {"codec", "errors", "torch_private"},
     "codec": {"_core", "errors", "torch_private"},
     "allocator": {"_core", "errors", "moved", "snapshots", "torch_private"},
-    "snapshots": {"_core", "errors"},
+    "snapshots": {"_core", "errors", "sizes"},
     "torch_private": {"errors"},
     "errors": set(),
     "moved": set(),
+    "sizes": set(),
     "_version": set(),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -171,7 +172,7 @@ def test_moved_name_is_found_at_its_old_place_with_a_warning(package: str, modul
 def test_import_of_the_package_has_no_side_effects() -> None:
     code = (
         "import json, sys, torch, pyactcomp\n"
-        "names = ['triton', 'matplotlib', 'typer', 'rich', 'humanize', 'hypothesis', 'transformers', 'trl']\n"
+        "names = ['triton', 'matplotlib', 'typer', 'rich', 'hypothesis', 'transformers', 'trl']\n"
         "names += ['accelerate', 'lightning', 'pytorch_lightning', 'pyactcomp._core', 'pyactcomp.snapshots']\n"
         "print(json.dumps([[n for n in names if n in sys.modules], torch.cuda.is_initialized()]))"
     )

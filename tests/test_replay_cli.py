@@ -18,7 +18,7 @@ from snapshot_cases import FRAME, content, event, recorded, write
 from pyactcomp.snapshots import read_snapshot, tune
 from pyactcomp.snapshots import replay as replay_one
 
-for _name in ("typer", "rich", "humanize"):
+for _name in ("typer", "rich"):
     pytest.importorskip(_name)
 
 from click.testing import Result  # noqa: E402

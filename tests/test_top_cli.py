@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from live_stand_in import Driver
 
-for _name in ("typer", "rich", "humanize"):
+for _name in ("typer", "rich"):
     pytest.importorskip(_name)
 
 from click.testing import Result  # noqa: E402

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import gpu_figures
-import humanize
 import torch
 import training
 import typer
@@ -19,6 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from pyactcomp.sizes import size_text
 
 console = Console(markup=False, highlight=False)
 
@@ -113,8 +114,8 @@ def _table(rows: Sequence[training.Row]) -> Table:
     for row in rows:
         table.add_row(
             row.method,
-            f"{humanize.naturalsize(row.saved_bytes, binary=True)} {row.saved_bytes / plain.saved_bytes:.2f}x",
-            f"{humanize.naturalsize(row.peak_bytes, binary=True)} {row.peak_bytes / plain.peak_bytes:.2f}x",
+            f"{size_text(row.saved_bytes)} {row.saved_bytes / plain.saved_bytes:.2f}x",
+            f"{size_text(row.peak_bytes)} {row.peak_bytes / plain.peak_bytes:.2f}x",
             f"{row.step_ms:.{0 if row.step_ms >= 100 else 1}f} ms {row.step_ms / plain.step_ms:.2f}x",
             f"{row.val_loss:.3f} {row.val_loss - plain.val_loss:+.4f}",
         )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .shared import console, fail, numbers_table, print_notes, print_table, read, size_text
+from ..sizes import size_text
+from .shared import console, fail, numbers_table, print_notes, print_table, read
 
 if TYPE_CHECKING:
     from ..snapshots.comparison import Peak

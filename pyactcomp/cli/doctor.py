@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import humanize
 import typer
 from rich import box
 from rich.table import Table
 
+from ..sizes import size_text
 from .examine import examine
 from .shared import console
 
@@ -31,9 +31,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
         grid.add_row(name, version or "none")
     for device in findings["devices"]:
         memory = device["memory_bytes"]
-        grid.add_row(
-            device["device"], device["name"] + (f", {humanize.naturalsize(memory, binary=True)}" if memory else "")
-        )
+        grid.add_row(device["device"], device["name"] + (f", {size_text(memory)}" if memory else ""))
         if device["link"]:
             grid.add_row("", f"link: {device['link']}")
     console.print(grid)

@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.table import Table
 
 from ..errors import PyactcompError
-from .shared import AsJson, console, numbers_table, print_notes, progress_bar, size_text
+from ..sizes import budget_of, size_text
+from .shared import AsJson, console, numbers_table, print_notes, progress_bar
 
 if TYPE_CHECKING:
     from ..estimate import Estimate, ModeEstimate
@@ -66,9 +67,13 @@ def estimate(
 ) -> None:
     """Estimate without a GPU the memory of training a model: peaks by mode, and whether they fit."""
     from ..estimate import estimate as run
-    from ..plan import limit_of
     from ..plan import plan as find
 
+    if budget is not None:
+        try:
+            budget_of(budget)
+        except ValueError as error:
+            _refuse(str(error))
     drawing = _drawing(plot)
     progress = progress_bar()
     task = progress.add_task("", total=None)
@@ -77,8 +82,6 @@ def estimate(
         patience.start()
     planned: Plan | None = None
     try:
-        if budget is not None:
-            limit_of(budget)
         found = run(
             model,
             batch=batch,

@@ -15,8 +15,9 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from ..sizes import size_text
 from .comparison import files_of_ranks, print_comparison, print_ranks
-from .shared import capacity_bytes, console, errors, fail, print_notes, print_table, read, size_text
+from .shared import capacity_bytes, console, errors, fail, print_notes, print_table, read
 
 if TYPE_CHECKING:
     from ..snapshots.explanation import Explanation

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..sizes import size_text
 from .shared import (
     AsJson,
     capacity_bytes,
@@ -20,7 +21,6 @@ from .shared import (
     progress_bar,
     read,
     seconds_text,
-    size_text,
 )
 
 if TYPE_CHECKING:

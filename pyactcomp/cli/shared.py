@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import humanize
 import typer
 from rich import box
 from rich.console import Console
@@ -53,11 +52,6 @@ def capacity_bytes(text: str) -> int:
     if size < 2 << 20:
         raise typer.BadParameter(f"at least 2 MiB, got {text}", param_hint="--capacity")
     return size
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes with a binary unit."""
-    return humanize.naturalsize(size, binary=True, format="%.2f")
 
 
 def count_text(count: int, noun: str) -> str:

@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from .shared import AsJson, console, numbers_table, size_text
+from ..sizes import size_text
+from .shared import AsJson, console, numbers_table
 
 if TYPE_CHECKING:
     from ..live.nvml import Gpu

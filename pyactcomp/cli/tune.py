@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..sizes import size_text
 from .shared import (
     AsJson,
     SnapshotFile,
@@ -21,7 +22,6 @@ from .shared import (
     progress_bar,
     read,
     seconds_text,
-    size_text,
 )
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..errors import PyactcompError
+from ..sizes import budget_of
 from .failures import attempt, free, gpu_in_use
 from .state import Buffers, HasState, Others, RandomState, Weights
 
@@ -86,8 +87,8 @@ def find_batch_size(
     optimizer : Optimizer, optional
         The one that ``step`` calls. Its state is copied to the host for the trials, as the weights are.
     budget : int or str, optional
-        Bytes that this process may reserve, or a text like "20GiB". None: what is free on the GPU now, and what this
-        process has reserved.
+        Bytes that this process may reserve, or a text like "20GiB". None or "auto": what is free on the GPU now, and
+        what this process has reserved.
     start : int
         The first size to try, if there is no ``estimate``; 2 for a model with batch norms, which refuse one sample.
     largest : int
@@ -291,19 +292,14 @@ def _checked(
     for name, value in (("start", start), ("largest", largest)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
-    if budget is None:
+    limit = None if budget is None else budget_of(budget)
+    if limit is None:
         if not gpu_in_use():
             return None
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     if measure is None and not gpu_in_use():
         raise ValueError(f"budget={budget!r} needs a GPU in use, or measure=: nothing measures memory on the CPU")
-    if isinstance(budget, bool) or not isinstance(budget, (int, str)) or (isinstance(budget, int) and budget <= 0):
-        raise ValueError(f'budget must be a number of bytes above 0, or a text like "20GiB", got {budget!r}')
-    if isinstance(budget, int):
-        return budget
-    from .._core import SimulatedDevice  # reads sizes; compression does not need the native module
-
-    return SimulatedDevice(budget).capacity
+    return limit
 
 
 def _reason(trial: Trial) -> str:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import host_limit_of, share_of
+from ..config import share_of
+from ..sizes import bytes_of
 from ..torch_private import never_traced
 from . import saved
 
@@ -170,7 +171,7 @@ class Offloading:
         self.number = number
         self.share = share_of(offload)
         self._adapts = offload == "auto"
-        self.host_limit = host_limit_of(offload)
+        self.host_limit = bytes_of(offload)
         self._min_bytes = min_bytes
         self._tapes: dict[torch.device, Any] = {}
         self._arenas: dict[torch.device, Any] = {}

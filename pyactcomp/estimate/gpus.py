@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn import Module
 
 from ..errors import PyactcompError
+from ..sizes import bytes_of
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -107,9 +107,6 @@ GPUS = {
 }
 ALIASES = {"a100": "a100-80", "rtx4090": "4090", "rtx3090": "3090"}
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
-_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB, "mb": 10**6}
-
 
 def gpu_named(text: str) -> Gpu:
     """Return a GPU by its name in :data:`GPUS`, or an H100 with as much memory as a size says.
@@ -123,10 +120,9 @@ def gpu_named(text: str) -> Gpu:
     known = GPUS.get(ALIASES.get(key, key))
     if known is not None:
         return known
-    size = _SIZE.fullmatch(text.strip())
-    if size is None:
+    memory = bytes_of(text)
+    if memory is None:
         raise PyactcompError(f"gpu is one of {', '.join(GPUS)}, or a size such as 24GiB; got {text!r}")
-    memory = int(float(size[1]) * _UNITS[size[2].lower()])
     if memory < GIB:
         raise PyactcompError(f"a GPU has at least 1 GiB; got {text!r}")
     h100 = GPUS["h100"]

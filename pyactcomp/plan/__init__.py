@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,11 @@ from ..estimate import question_of
 from ..estimate.gpus import Gpu, device_of, gpu_of
 from ..estimate.process import Child
 from ..layout import CHOICES
+from ..sizes import budget_of
 from .planner import Planner
 from .result import Plan
 
-__all__ = ["CHOICES", "Plan", "limit_of", "plan"]
+__all__ = ["CHOICES", "Plan", "plan"]
 
 
 def plan(
@@ -77,6 +77,8 @@ def plan(
 
     Raises
     ------
+    ValueError
+        If ``budget`` is no size above 0.
     PyactcompError
         If no plan is within the budget: the error names the smallest budget that has one. And where
         :func:`pyactcomp.estimate` raises.
@@ -95,33 +97,13 @@ def plan(
         named = {"keep", *choices}
         if set(seconds) != named or not all(0 < each < float("inf") for each in seconds.values()):
             raise PyactcompError(f"seconds gives numbers above 0 for {', '.join(sorted(named))}; got {dict(seconds)!r}")
-    limit = limit_of(budget)
+    limit = budget_of(budget)
     card = gpu_of(gpu, model)
     limit = _free(card, model) if limit is None else limit
     question = question_of(model, batch, seq, optimizer, dtype, autocast, card, loss)
     with Child(question) as child:
         tell = progress or (lambda _: None)
         return Planner(child, question, tuple(choices), fuse_head, tell, seconds).within(limit)
-
-
-def limit_of(budget: object) -> int | None:
-    """Return a budget in bytes, None for ``"auto"``.
-
-    Raises
-    ------
-    PyactcompError
-        For anything else.
-    """
-    if budget == "auto":
-        return None
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
-    if isinstance(budget, str):
-        from .._core import SimulatedDevice  # reads sizes; compression does not need the native module
-
-        with contextlib.suppress(ValueError):
-            return SimulatedDevice(budget).capacity
-    raise PyactcompError(f'budget is a number of bytes above 0, a text like "20GiB", or "auto"; got {budget!r}')
 
 
 def _free(card: Gpu, model: object) -> int:

@@ -11,8 +11,9 @@ from ..errors import PyactcompError
 from ..estimate.process import Child
 from ..estimate.result import ModeEstimate, Question, Recorded
 from ..layout import Layout
+from ..sizes import size_text
 from .chain import Chain, solve
-from .result import Plan, size_text
+from .result import Plan
 from .tables import Table, chain_of, roofline, shared_out, table_of
 
 # Each round simulates a plan. Three find the budget's last percent in nearly all cases.

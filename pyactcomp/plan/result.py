@@ -7,14 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ..layout import Layout
-
-GIB = 1 << 30
-MIB = 1 << 20
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes with a binary unit."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.2f} MiB"
+from ..sizes import size_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..sizes import size_text, unit_of
 from .call_stacks import fold_stacks, shortened
 from .groups import size_class
 from .lifetimes import Lifetimes, find_lifetimes
@@ -217,7 +218,7 @@ def draw(data: Timeline, path: Path, title: str) -> None:
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=_MARGIN))
     axes = figure.subplots()
     most = max(data.peak[1], *(data.reserved or (0,)), *(alive + asked for _, asked, alive in data.oom))
-    scale, unit = _unit(most)
+    scale, unit = unit_of(most)
     # Each column is a step of its own: nothing is interpolated between two.
     edges = [0, *data.ends]
     colours = [*_COLOURS[: len(data.labels)], _OTHER][: len(data.labels)]
@@ -294,13 +295,7 @@ def _escaped(text: str) -> str:
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
-def _unit(size: int) -> tuple[float, str]:
-    """Return the largest unit up to a size: bytes and name."""
-    units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-    return next(((scale, name) for scale, name in units if size >= scale), (1.0, "B"))
-
-
-def _mark(axes: Axes, data: Timeline, scale: float, unit: str, most: int) -> None:
+def _mark(axes: Axes, data: Timeline, scale: int, unit: str, most: int) -> None:
     """Mark the peak of live memory, and the event where memory ran out."""
     event, held = data.peak
     left = event > 0.6 * data.ends[-1]
@@ -324,9 +319,8 @@ def _mark(axes: Axes, data: Timeline, scale: float, unit: str, most: int) -> Non
     if data.oom:
         at, asked, _ = data.oom[-1]
         left = at > 0.6 * data.ends[-1]
-        request, name = _unit(asked)
         axes.annotate(
-            f"out of memory, asking for {asked / request:.2f} {name}",
+            f"out of memory, asking for {size_text(asked)}",
             (at, 1.09 * most / scale),
             (-6 if left else 6, 0),
             textcoords="offset points",
