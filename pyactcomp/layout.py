@@ -28,7 +28,7 @@ class Layout:
     blocks : tuple of tuple of str
         Pairs of a block's qualified name and one of :data:`CHOICES`, in the order of the forward.
     fuse_head : bool
-        As in :func:`pyactcomp.compress`.
+        Whether a language model computes its loss in chunks of tokens, so that the logits of a batch never exist.
     """
 
     mode: Mode | None

@@ -23,7 +23,7 @@ class Plan(Layout):
     blocks : tuple of tuple of str
         Pairs of a block's qualified name and its choice, in the order of the forward.
     fuse_head : bool
-        As in :class:`pyactcomp.Config`.
+        Whether a language model computes its loss in chunks of tokens, so that the logits of a batch never exist.
     budget, peak : int
         The most bytes that tensors may take at once, and the most that they took in steps on phantom tensors.
     reserved : dict of str to int
