@@ -324,6 +324,11 @@ def compress(
     if plan is not None and plan.mode is None:
         checkpoint_blocks(rerun)
         _roots.add(model)
+        _log.info(
+            "nothing is compressed in %s: its plan stays within the budget without; %d blocks run again in backward",
+            type(model).__name__,
+            len(rerun),
+        )
         return model
     skipped = _skipped_modules(model, config)
     _check_implementation(model, config)

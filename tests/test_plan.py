@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import re
 import subprocess
@@ -218,6 +219,18 @@ def test_exact_plans_have_the_gradients_of_the_model(mode: Any) -> None:
     after = _gradients(model, batch)
     assert len(calls) == 1
     assert all(torch.equal(plain[name], after[name]) for name in plain)
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_plan_that_compresses_nothing_says_so(again: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = _model()
+    caplog.set_level(logging.INFO, "pyactcomp")
+    pyactcomp.compress(model, plan=Layout(None, _blocks("keep", *["checkpoint"] * again)))
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage() == (
+        f"nothing is compressed in Mlp: its plan stays within the budget without; {again} blocks run again in backward"
+    )
 
 
 def test_blocks_of_transformers_run_again_by_their_switch() -> None:
