@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*")
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", re.IGNORECASE)
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -24,8 +24,8 @@ def bytes_of(text: object) -> int | None:
     found = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         return None
-    number, unit = found.groups()
-    scale: int = (1024 if "i" in unit else 1000) ** (" KMGT".index(unit[0]))
+    number, unit = found[1], found[2].upper()
+    scale: int = (1024 if "I" in unit else 1000) ** (" KMGT".index(unit[0]))
     return round(float(number) * scale)
 
 

@@ -29,7 +29,8 @@ from pyactcomp.sizes import budget_of, bytes_of, size_text
         ("0.1MiB", 104_858),  # to the nearest byte
         ("3KiB", 3 << 10),
         ("0GiB", 0),
-        *dict.fromkeys(("20", "GiB", "20gb", "-1GiB", "1e3MiB", "1.MiB", "", "20 GiB a day", 20, None)).items(),
+        ("20gb", 20 * 10**9),
+        *dict.fromkeys(("20", "GiB", "-1GiB", "1e3MiB", "1.MiB", "", "20 GiB a day", 20, None)).items(),
     ],
 )
 def test_texts_of_sizes(text: object, size: int | None) -> None:
