@@ -27,6 +27,7 @@ from works_with import GRADIENT_BOUND, gradients, relative_error
 
 import pyactcomp
 from pyactcomp.compiled import marks
+from pyactcomp.engine.classes import own_class
 from pyactcomp.engine.marks import FUSING
 from pyactcomp.engine.session import Session
 
@@ -150,6 +151,16 @@ class Rebuilt(Plain):
 
     def __reduce__(self) -> Any:
         return rebuilt, (type(self), dict(self.state_dict()))
+
+
+class Named(Plain):
+    """Pickles itself by the name that it has in this file."""
+
+    def __reduce__(self) -> str:
+        return "NAMED"
+
+
+NAMED = Named()
 
 
 def rebuilt(cls: type[nn.Module], state: dict[str, Tensor]) -> nn.Module:
@@ -286,6 +297,13 @@ def test_copies_of_a_model_of_any_class_train(build: type[nn.Module], how: str) 
     assert_compressed(twin, exact)
     assert type(pyactcomp.decompress(twin)) is build
     assert relative_error(step(twin), exact) == 0.0
+
+
+def test_a_module_that_pickles_its_name_stays_itself() -> None:
+    assert own_class(type(compress(NAMED))) is Named is not type(NAMED)
+    assert copy.deepcopy(NAMED) is NAMED
+    assert pickle.loads(pickle.dumps(NAMED)) is NAMED
+    pyactcomp.decompress(NAMED)
 
 
 @pytest.mark.parametrize("kind", [Abstract, Sealed, Slotted, Posing, Forwarding], ids=lambda kind: kind.__name__)

@@ -163,6 +163,8 @@ def test_result_as_text_json_and_html(device: StandIn) -> None:
     rows = {line[: line.rindex(" ")].strip(): float(line.split()[-1].replace(",", "")) for line in lines[1:]}
     assert rows["weights"] == round(m.weights / 2**20, 2)
     assert rows["context"] == 300
+    parts = ("weights", "gradients", "optimizer state", "activations, packed", "activations, kept")
+    assert {name for depth, name, _ in m.rows() if depth} == {*parts, "temporary and other"}
     assert len({len(line) for line in lines}) == 1
     assert f"<td>{m.weights / 2**20:,.2f}</td>" in m._repr_html_()
 

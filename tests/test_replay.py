@@ -15,7 +15,7 @@ from allocator_cases import MIB
 from replay_cases import SIDE_STREAM, Program, as_snapshot, events, load
 
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice
-from pyactcomp.snapshots.model import Beginning, LiveBlock, Segment, Snapshot
+from pyactcomp.snapshots.model import SEGMENT_MAP, Beginning, LiveBlock, Segment, Snapshot
 from pyactcomp.snapshots.replay import ReplayResult, parse_configuration, replay
 
 TRACES = ("sft_varlen", "bert_accum_eval", "lora_offload", "multiscale_resnet", "moe")
@@ -270,6 +270,18 @@ def test_replay_takes_memory_for_live_blocks_and_not_for_events() -> None:
 
 
 # ---- paused memory ----
+
+
+def test_a_pause_that_began_before_the_recording_is_found(tmp_path: Path) -> None:
+    allocator = CachingAllocator(SimulatedDevice("1GiB"))
+    allocator.record_history("all", stacks=None)
+    kept = allocator.allocate(500 * MIB, tag="training")
+    allocator.pause({"training": True})
+    begun = len(allocator.snapshot()["device_traces"][0])
+    allocator.resume(["training"])
+    device = as_snapshot(allocator, tmp_path, begun).devices[0]
+    assert set(device.events.action) == {SEGMENT_MAP}
+    assert (device.paused.most, device.paused.before, device.paused.at_end) == (500 * MIB, {kept: 500 * MIB}, {})
 
 
 @pytest.mark.parametrize("config", ["native", "expandable", "pyactcomp"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from allocator_cases import MIB
-from snapshot_cases import FRAME, content, event, recorded, write
+from snapshot_cases import FRAME, block, content, event, recorded, segment, write
 
 from pyactcomp.snapshots import read_snapshot, tune
 from pyactcomp.snapshots import replay as replay_one
@@ -118,6 +118,11 @@ def test_replay_names_what_cannot_be_known(tmp_path: Path) -> None:
     # The block that only its free is known of lies in a small segment, 2 MiB.
     assert [(row["device"], row["peak_reserved"]) for row in rows] == [(0, 182 * MIB), (2, 40 * MIB)]
     assert any("dropped its oldest events" in note for note in rows[0]["notes"])
+    none = "device 0: no events were recorded: only the blocks that existed at the end are known"
+    assert none not in rows[0]["notes"]
+    silent = write(tmp_path, content([], [segment(GIB, block(GIB, 2 * MIB))]))
+    assert none in rows_of(silent, "--config", "native")[0]["notes"]
+    path = write(tmp_path, data)
     printed = run("replay", path, "--config", "native").stdout
     assert f"{path.name}, device 0: {len(unknown)} events" in printed
     assert f"{path.name}, device 2: 4 events" in printed

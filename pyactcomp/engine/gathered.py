@@ -87,8 +87,6 @@ def gathering(tensor: Tensor, whole: Tensor) -> Gathering | None:
     whole : Tensor
         The DTensor around ``tensor``, or ``tensor``.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
     base = whole._base
     # Not from a view: Python's object for the view's node would live as long as the graph. The base of a local tensor
     # has no node.

@@ -172,7 +172,7 @@ def measure(model: Module | None, optimizer: torch.optim.Optimizer | None, devic
     every = [each for each in found if isinstance(each, torch.optim.Optimizer)]
     optimizers = every if optimizer is None else [optimizer]
     forms = [each for each in found if isinstance(each, StoredForm)]
-    results = [each for each in found if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf]
+    results = [each for each in found if isinstance(each, Tensor) and not each.is_leaf]
     weights, gradients = of_modules(modules)
     codes, saved = saved_in(nodes_from(results))
     codes += [buffer for form in forms if (buffer := getattr(form, "buffer", None)) is not None]

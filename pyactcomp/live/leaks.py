@@ -194,7 +194,7 @@ class LeakCheck:
 def _graph_that_holds(tensor: Tensor) -> str:
     """Return the way to a result whose graph holds a tensor for backward, as C++ alone refers to the tensor."""
     owned = {address for _, address, _ in memory_of(tensor)}
-    candidates = [TensorWeakRef(each) for each in alive(Tensor) if each.requires_grad and not each.is_leaf]
+    candidates = [TensorWeakRef(each) for each in alive(Tensor) if not each.is_leaf]
     for candidate in candidates:
         result = candidate()
         if result is None or result is tensor:
