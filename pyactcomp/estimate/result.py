@@ -7,7 +7,8 @@ from typing import Any
 
 from .gpus import Gpu
 
-MODES = ("plain", "lossless", "int8", "int8+head", "checkpoint", "int8+checkpoint", "int8+head+checkpoint")
+_COMPRESSED = ("lossless", "int8", "int8+head", "int8+checkpoint", "int8+head+checkpoint")
+MODES = ("plain", "checkpoint", *_COMPRESSED, *(f"{each}+offload" for each in _COMPRESSED))
 ALLOCATORS = ("native", "expandable", "pyactcomp")
 
 
@@ -85,7 +86,7 @@ class ModeEstimate:
     Attributes
     ----------
     mode : str
-        One of :data:`MODES`; ``head`` is ``compress(model, fuse_head=True)``.
+        One of :data:`MODES`; ``head`` is ``compress(model, fuse_head=True)``, ``offload`` is ``offload=1.0``.
     batch, seq : int, int or None
     weights, gradients, optimizer, inputs : int
         Parameters and buffers; their gradients; the optimizer's state; the batch.
@@ -111,6 +112,8 @@ class ModeEstimate:
         The largest that fit under the pyactcomp allocator, if asked for.
     notes : tuple of str
         Assumptions of the estimate.
+    host : int
+        Memory of the host that ``offload`` pins.
     """
 
     mode: str
@@ -132,6 +135,7 @@ class ModeEstimate:
     largest_batch: int | None = None
     longest_seq: int | None = None
     notes: tuple[str, ...] = ()
+    host: int = 0
 
 
 @dataclass(frozen=True)
