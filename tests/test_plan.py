@@ -47,8 +47,8 @@ def _planner(model: str, batch: int, choices: tuple[str, ...] = CHOICES) -> Iter
 def test_peaks_are_within_budgets_and_more_budget_takes_less_time(model: str, batch: int) -> None:
     if model != "unet":
         pytest.importorskip("transformers")
-    # Where convolutions run, 2 % are left for cuDNN's workspaces, which are not simulated.
-    seen = 0.98 if model == "unet" else 1.0
+    # Where convolutions run, 3 % are left for cuDNN's workspaces, which are not simulated.
+    seen = 0.97 if model == "unet" else 1.0
     with _planner(model, batch) as planner:
         low = planner.smallest()
         high = math.ceil(planner.within(1 << 50).peak / seen)
