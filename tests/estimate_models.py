@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,26 @@ class _Selects(nn.Module):
 
 def selecting(batch: int) -> tuple[nn.Module, Tensor]:
     return _Selects(), torch.randn(batch, 8)
+
+
+class _Wraps(nn.Module):
+    """Numbers in place of tensors: torch hands them on as tensors of no dimension."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.operation(x.long())).sum()
+
+
+def remainder(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Wraps(lambda x: x % 3), torch.randn(batch, 64)
+
+
+def addition(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Wraps(lambda x: x + 3), torch.randn(batch, 64)
 
 
 def without_loss(batch: int) -> tuple[nn.Module, Tensor]:

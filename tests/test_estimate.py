@@ -84,6 +84,15 @@ def test_tensors_are_cudas_and_no_mode_is_active() -> None:
     assert "read 3 values" in found["plain"].notes[0]
 
 
+def test_numbers_stand_for_tensors_in_operators_that_run_in_python() -> None:
+    found = [
+        pyactcomp.estimate(f"{MODELS}:{each}", batch=64, modes=["plain"], gpu="4090")["plain"]
+        for each in ("remainder", "addition")
+    ]
+    assert found[0].peak_allocated == found[1].peak_allocated
+    assert found[0].activations == found[1].activations > 64 * 64 * 4
+
+
 def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     values = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}

@@ -169,7 +169,7 @@ class Operators:
         fake_kwargs = dict(_replaced(tuple(kwargs.items()), given))
         try:
             with torch.no_grad(), self._mode:
-                out = operator(*fake_args, **fake_kwargs)
+                out = _overload(operator, fake_args)(*fake_args, **fake_kwargs)
         except private.DEPENDS_ON_VALUES:
             raise PyactcompError(
                 f"the model decides by values: the size of what {operator} returns depends on them{_where()}. Phantom "
@@ -223,6 +223,13 @@ class Operators:
             return _View(owner, out.dtype, size, stride, offset)
         memory = memories.setdefault(storage._cdata, len(memories))
         return _New(memory, storage.nbytes(), out.dtype, size, stride, offset)
+
+
+def _overload(operator: Any, args: tuple[Any, ...]) -> Any:
+    """Return what to call: all overloads, of which one takes it, where a number stands for a tensor as in ``x % 2``."""
+    pairs = zip(operator._schema.arguments, args, strict=False)
+    stands = any(type(each.type) is torch.TensorType and isinstance(given, (int, float)) for each, given in pairs)
+    return operator._overloadpacket if stands else operator
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Any:
