@@ -26,10 +26,6 @@ class DelayedLink:
     def measure(self, size: int, rounds: int) -> tuple[float, float]: ...
     def __init__(self, when: str = "late", seed: int = 0, host_memory: int = ...) -> None: ...
 
-class PhantomLink:
-    link: object
-    def __init__(self) -> None: ...
-
 class CudaLink:
     link: object
     streams: tuple[int, int]

@@ -8,7 +8,6 @@
 
 #include "common/check.hpp"
 #include "device/delayed_link.hpp"
-#include "device/phantom_link.hpp"
 
 #if PAC_CUDA_ALLOCATOR
 #include "device/cuda_link.hpp"
@@ -47,9 +46,6 @@ void bind_links(py::module_& module) {
       .def_property_readonly("pins", &DelayedLink::pins)
       .def_property_readonly("queued", &DelayedLink::queued)
       .def_property_readonly("live_events", &DelayedLink::live_events);
-  py::class_<PhantomLink>(module, "PhantomLink", "A link of tensors without memory, for estimates: nothing is copied.")
-      .def(py::init<>())
-      .def_property_readonly("link", [](PhantomLink& self) { return capsule_of(self); });
 #if PAC_CUDA_ALLOCATOR
   py::class_<CudaLink>(module, "CudaLink", "Copies between a CUDA device and pinned host memory, on two streams.")
       .def(py::init<int>(), py::arg("device"))

@@ -47,8 +47,7 @@ def estimate(
     mode: Annotated[
         str,
         typer.Option(
-            help="Some of plain, lossless, int8, int8+head, checkpoint, int8+checkpoint, int8+head+checkpoint; or one "
-            "that compresses with +offload."
+            help="Some of plain, lossless, int8, int8+head, checkpoint, int8+checkpoint, int8+head+checkpoint."
         ),
     ] = "plain,int8,int8+checkpoint",
     gpu: Annotated[
@@ -162,10 +161,8 @@ def _print(found: Estimate) -> None:
         ("CUDA context", "context"),
         ("peak allocated", "peak_allocated"),
         ("  of the first step", "first_step"),
-        ("pinned on the host", "host"),
     ):
-        if name != "host" or any(each.host for each in found.modes):
-            table.add_row(title, *(size_text(getattr(each, name)) for each in found.modes))
+        table.add_row(title, *(size_text(getattr(each, name)) for each in found.modes))
     for allocator in first.peak_reserved:
         table.add_row(f"reserved, {allocator}", *(_reserved(each, allocator) for each in found.modes))
     if any(each.largest_batch is not None for each in found.modes):

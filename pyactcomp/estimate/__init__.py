@@ -58,8 +58,7 @@ def estimate(
         Of the regions of :class:`torch.autocast`; by default none.
     modes : sequence of str
         Of ``plain``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``; ``int8+head`` and
-        ``int8+head+checkpoint`` are :func:`pyactcomp.compress` with ``fuse_head=True``. Those that compress, with
-        ``+offload``: what is stored waits on the host (``offload=1.0``).
+        ``int8+head+checkpoint`` are :func:`pyactcomp.compress` with ``fuse_head=True``.
     gpu : str
         ``h100``, ``h200``, ``a100-40``, ``a100-80``, ``4090``, ``3090``, ``l4``, ``t4``, or a size such as ``24GiB``.
     largest : bool

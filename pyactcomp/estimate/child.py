@@ -9,11 +9,7 @@ import sys
 import traceback
 from typing import Any, BinaryIO
 
-import torch
-
-from .._core import PhantomLink
 from ..codec.kernels import none
-from ..engine.offloading import links
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
 from .operators import Operators
@@ -34,7 +30,6 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     gpu = question.gpu
     private.pretend(gpu.properties, native.live)
     native.set_device(gpu.major, gpu.minor, *gpu.workspaces)
-    links[torch.device("cuda", 0)] = PhantomLink()
     try:
         operators = Operators.serve(native, gpu)
         build = builder(question.model)

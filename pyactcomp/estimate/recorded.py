@@ -60,7 +60,6 @@ def estimated(recorded: Recorded, mode: str, gpu: Gpu) -> ModeEstimate:
         + columns.workspaces(f"zeroed{_LAST}"),
         workspaces=columns.workspaces(f"step{_LAST}"),
         context=gpu.context,
-        host=parts["host"],
         peak_allocated=peak,
         first_step=first,
         peak_reserved=reserved,

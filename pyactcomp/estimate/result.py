@@ -7,8 +7,7 @@ from typing import Any
 
 from .gpus import Gpu
 
-_COMPRESSED = ("lossless", "int8", "int8+head", "int8+checkpoint", "int8+head+checkpoint")
-MODES = ("plain", "checkpoint", *_COMPRESSED, *(f"{each}+offload" for each in _COMPRESSED))
+MODES = ("plain", "lossless", "int8", "int8+head", "checkpoint", "int8+checkpoint", "int8+head+checkpoint")
 ALLOCATORS = ("native", "expandable", "pyactcomp")
 
 
@@ -86,7 +85,7 @@ class ModeEstimate:
     Attributes
     ----------
     mode : str
-        One of :data:`MODES`; ``head`` is ``compress(model, fuse_head=True)``, ``offload`` is ``offload=1.0``.
+        One of :data:`MODES`; ``head`` is ``compress(model, fuse_head=True)``.
     batch, seq : int, int or None
     weights, gradients, optimizer, inputs : int
         Parameters and buffers; their gradients; the optimizer's state; the batch.
@@ -112,8 +111,6 @@ class ModeEstimate:
         The largest that fit under the pyactcomp allocator, if asked for.
     notes : tuple of str
         Assumptions of the estimate.
-    host : int
-        Memory of the host that ``offload`` pins.
     """
 
     mode: str
@@ -135,7 +132,6 @@ class ModeEstimate:
     largest_batch: int | None = None
     longest_seq: int | None = None
     notes: tuple[str, ...] = ()
-    host: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ..checkpoint import checkpoint_blocks
 from ..compress import compress
 from ..errors import PyactcompError
 from ..layout import Layout, repeating
-from ..offload import statistics
 from ..torch_private import phantom as private
 from .operators import Operators
 from .optimizers import maker
@@ -89,7 +88,6 @@ def record(
     parts["weights"] = _bytes([*model.parameters(), *model.buffers()])
     parts["inputs"] = _bytes(program.inputs)
     parts["optimizer"] = _bytes(state)
-    parts["host"] = sum(int(counts["pinned_bytes"]) for counts in statistics().values())
     convolves = operators is not None and operators.convolves
     return Recorded(
         batch=question.batch,
@@ -126,13 +124,11 @@ def _apply(mode: str | Layout, model: nn.Module) -> None:
     if isinstance(mode, Layout):
         compress(model, plan=mode)
         return
-    parts = mode.split("+")
-    offload = 1.0 if "offload" in parts else False
-    if parts[0] == "lossless":
-        compress(model, mode="lossless", offload=offload)
-    elif parts[0] == "int8":
-        compress(model, fuse_head="head" in parts, offload=offload)
-    if "checkpoint" in parts:
+    if mode == "lossless":
+        compress(model, mode="lossless")
+    elif mode.startswith("int8"):
+        compress(model, fuse_head="head" in mode)
+    if mode.endswith("checkpoint"):
         _checkpoint(model)
 
 
