@@ -73,6 +73,7 @@ def _pairs() -> tuple[Pair, ...]:
         ("modernbert_base_amp", 16, "plain", fused), ("modernbert_base_amp", 16, "int8+head+checkpoint", fused),
         ("encoder_amp", 32, "plain", "sgd"), ("encoder_amp", 32, "int8", fused),
         ("bert_large_fp32", 8, "plain", each), ("plain_gpt_amp", 16, "checkpoint", "adamw8bit"),
+        (bert, 32, "int8+head+offload", fused), (gpt2, 16, "lossless+offload", fused), (vit, 128, "int8+offload", each),
     )  # fmt: skip
     return tuple(Pair(*row) for row in rows)
 

@@ -86,3 +86,9 @@ def single(batch: int) -> nn.Module:
 
 def fixed() -> tuple[nn.Module, Tensor]:
     return asking(4)
+
+
+def deep(batch: int) -> tuple[nn.Module, Tensor, object]:
+    """Store more than the smallest window of a tape, 64 MiB, in each mode: 16 times what a GELU takes."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
+    return nn.Sequential(layers, nn.Linear(WIDTH, 1)), torch.randn(batch, WIDTH), lambda out: out.square().mean()

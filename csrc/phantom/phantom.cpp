@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "phantom/device.hpp"
+#include "phantom/link.hpp"
 #include "phantom/memory.hpp"
 #include "phantom/operators.hpp"
 
@@ -84,6 +85,11 @@ PYBIND11_MODULE(_phantom, m) {
       "Return the most bytes in use since the last reset.");
   m.def("count", [] { return ledger().count(); }, "Return the number of events.");
   m.def("reads", [] { return reads().load(); }, "Return how many values the program has read on the host.");
+  py::class_<NoLink>(m, "Link", "The way to a host that is not there: nothing is copied, pinned memory is an address.")
+      .def(py::init<>())
+      .def_property_readonly("link", [](NoLink& self) {
+        return py::capsule(static_cast<Link*>(&self), kLinkCapsule);  // the Python object must outlive the use
+      });
   m.def("columns", &columns, "Return the events: actions, addresses, sizes and labels, as bytes.");
 }
 

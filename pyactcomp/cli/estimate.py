@@ -47,7 +47,8 @@ def estimate(
     mode: Annotated[
         str,
         typer.Option(
-            help="Some of plain, lossless, int8, int8+head, checkpoint, int8+checkpoint, int8+head+checkpoint."
+            help="Some of plain, lossless, int8, int8+head, checkpoint, int8+checkpoint, int8+head+checkpoint; "
+            "+offload after one with lossless or int8: int8+offload."
         ),
     ] = "plain,int8,int8+checkpoint",
     gpu: Annotated[
@@ -163,6 +164,8 @@ def _print(found: Estimate) -> None:
         ("  of the first step", "first_step"),
     ):
         table.add_row(title, *(size_text(getattr(each, name)) for each in found.modes))
+    if any("offload" in each.mode for each in found.modes):
+        table.add_row("pinned on the host", *(size_text(each.pinned) for each in found.modes))
     for allocator in first.peak_reserved:
         table.add_row(f"reserved, {allocator}", *(_reserved(each, allocator) for each in found.modes))
     if any(each.largest_batch is not None for each in found.modes):

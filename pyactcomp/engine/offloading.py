@@ -23,7 +23,7 @@ from . import saved
 UNBOUNDED = 2**62
 
 links: dict[torch.device, Any] = {}
-"""Links of this process by device. A test puts one of no device here."""
+"""Links of this process by device. A test puts one of no device here, and so does the child process of an estimate."""
 
 _alive: weakref.WeakSet[Offloading] = weakref.WeakSet()
 

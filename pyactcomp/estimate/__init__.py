@@ -58,7 +58,9 @@ def estimate(
         Of the regions of :class:`torch.autocast`; by default none.
     modes : sequence of str
         Of ``plain``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``; ``int8+head`` and
-        ``int8+head+checkpoint`` are :func:`pyactcomp.compress` with ``fuse_head=True``.
+        ``int8+head+checkpoint`` are :func:`pyactcomp.compress` with ``fuse_head=True``. ``+offload`` after a mode with
+        ``lossless`` or ``int8`` is its ``offload=1.0``: all stored bytes leave the GPU. ``offload="auto"`` takes a part
+        of that, by waits that only a GPU shows.
     gpu : str
         ``h100``, ``h200``, ``a100-40``, ``a100-80``, ``4090``, ``3090``, ``l4``, ``t4``, or a size such as ``24GiB``.
     largest : bool

@@ -9,7 +9,10 @@ import sys
 import traceback
 from typing import Any, BinaryIO
 
+import torch
+
 from ..codec.kernels import none
+from ..engine import offloading
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
 from .operators import Operators
@@ -30,6 +33,7 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     gpu = question.gpu
     private.pretend(gpu.properties, native.live)
     native.set_device(gpu.major, gpu.minor, *gpu.workspaces)
+    offloading.links[torch.device("cuda", 0)] = native.Link()
     try:
         operators = Operators.serve(native, gpu)
         build = builder(question.model)

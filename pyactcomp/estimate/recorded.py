@@ -67,6 +67,7 @@ def estimated(recorded: Recorded, mode: str, gpu: Gpu) -> ModeEstimate:
         at_peak=columns.alive(at, peak),
         curve=curve,
         notes=recorded.notes,
+        pinned=parts["pinned"],
     )
 
 

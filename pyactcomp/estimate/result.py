@@ -7,7 +7,11 @@ from typing import Any
 
 from .gpus import Gpu
 
-MODES = ("plain", "lossless", "int8", "int8+head", "checkpoint", "int8+checkpoint", "int8+head+checkpoint")
+MODES = (
+    *("plain", "lossless", "int8", "int8+head", "checkpoint", "int8+checkpoint", "int8+head+checkpoint"),
+    *("lossless+offload", "int8+offload", "int8+head+offload", "int8+checkpoint+offload"),
+    "int8+head+checkpoint+offload",
+)
 ALLOCATORS = ("native", "expandable", "pyactcomp")
 
 
@@ -85,7 +89,7 @@ class ModeEstimate:
     Attributes
     ----------
     mode : str
-        One of :data:`MODES`; ``head`` is ``compress(model, fuse_head=True)``.
+        One of :data:`MODES`; ``head`` is ``compress(model, fuse_head=True)``, ``offload`` its ``offload=1.0``.
     batch, seq : int, int or None
     weights, gradients, optimizer, inputs : int
         Parameters and buffers; their gradients; the optimizer's state; the batch.
@@ -111,6 +115,8 @@ class ModeEstimate:
         The largest that fit under the pyactcomp allocator, if asked for.
     notes : tuple of str
         Assumptions of the estimate.
+    pinned : int
+        Pinned memory of the host that offload takes; 0 without.
     """
 
     mode: str
@@ -132,6 +138,7 @@ class ModeEstimate:
     largest_batch: int | None = None
     longest_seq: int | None = None
     notes: tuple[str, ...] = ()
+    pinned: int = 0
 
 
 @dataclass(frozen=True)

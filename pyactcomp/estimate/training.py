@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..checkpoint import checkpoint_blocks
 from ..compress import compress
+from ..config import Mode
+from ..engine import offloading
 from ..errors import PyactcompError
 from ..layout import Layout, repeating
 from ..torch_private import phantom as private
@@ -88,6 +90,8 @@ def record(
     parts["weights"] = _bytes([*model.parameters(), *model.buffers()])
     parts["inputs"] = _bytes(program.inputs)
     parts["optimizer"] = _bytes(state)
+    counts = (each for configured in offloading.all_alive() for each in configured.statistics().values())
+    parts["pinned"] = sum(int(each["pinned_bytes"]) for each in counts)
     convolves = operators is not None and operators.convolves
     return Recorded(
         batch=question.batch,
@@ -124,11 +128,11 @@ def _apply(mode: str | Layout, model: nn.Module) -> None:
     if isinstance(mode, Layout):
         compress(model, plan=mode)
         return
-    if mode == "lossless":
-        compress(model, mode="lossless")
-    elif mode.startswith("int8"):
-        compress(model, fuse_head="head" in mode)
-    if mode.endswith("checkpoint"):
+    parts = mode.split("+")
+    if parts[0] in ("lossless", "int8"):
+        codec: Mode = "lossless" if parts[0] == "lossless" else "int8"
+        compress(model, mode=codec, fuse_head="head" in parts, offload=1.0 if "offload" in parts else False)
+    if "checkpoint" in parts:
         _checkpoint(model)
 
 
