@@ -65,7 +65,7 @@ def test_the_table_tells_the_pinned_memory_of_the_host() -> None:
     from typer.testing import CliRunner
 
     from pyactcomp.cli.commands import app
-    from pyactcomp.cli.shared import size_text
+    from pyactcomp.sizes import size_text
 
     for mode, told in (("int8+offload", True), ("int8", False)):
         command = ["estimate", f"{MODELS}:perceptron", "--batch", "4096", "--mode", mode, "--no-largest"]

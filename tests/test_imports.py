@@ -33,8 +33,8 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": {"_core", "_version", "allocator", "codec", "errors", "estimate", "live", "offload", "snapshots"}
     | {"plan", "sizes", "torch_private"},
-    "estimate": {"_core", "checkpoint", "codec", "compress", "config", "engine", "errors", "layout", "sizes", "snapshots"}
-    | {"torch_private"},
+    "estimate": {"_core", "checkpoint", "codec", "compress", "config", "engine", "errors", "layout", "sizes"}
+    | {"snapshots", "torch_private"},
     "integrations": {"checkpoint", "climb", "compress", "config", "errors", "live", "report"},
     "plan": {"config", "errors", "estimate", "layout", "sizes"},
     "layout": {"config", "errors"},

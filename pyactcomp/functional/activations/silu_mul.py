@@ -49,7 +49,7 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept_gate, *kept_up = ctx.saved_tensors
         up_again, fused_backward = ctx.up_again, ctx.fused_backward
-        if not graph_is_retained():
+        if up_again is not None and not graph_is_retained():
             ctx.up_again = ctx.fused_backward = None  # frees what up is recomputed from
         up = kept_up[0] if up_again is None else up_again.take()
         if fused_backward is not None:
