@@ -30,6 +30,9 @@ TITLES = {
     "lora": "LoRA",
 }
 
+_NARROWEST = 10.0
+"""Inches that the title and three columns of the legend take."""
+
 Panels = dict[tuple[str, str], dict[str, list[Row]]]
 
 
@@ -99,7 +102,10 @@ def draw(found: Panels, docs: Path) -> None:
     plt = pyplot()
     columns = min(2, len(found))
     figure, grid = plt.subplots(
-        -(-len(found) // columns), columns, squeeze=False, figsize=(5.6 * columns, 3.9 * -(-len(found) // columns))
+        -(-len(found) // columns),
+        columns,
+        squeeze=False,
+        figsize=(max(5.6 * columns, _NARROWEST), 3.9 * -(-len(found) // columns)),
     )
     for axes in list(grid.flat)[len(found) :]:
         axes.set_visible(False)
@@ -145,5 +151,23 @@ def draw(found: Panels, docs: Path) -> None:
     save(figure, docs / "long_contexts.png")
 
 
-TABLES = {"context": ("context", context_table)}
+def front_line(rows: Iterable[Row]) -> str:
+    """Return a sentence of the longest sequence that both checkpointing and ours were measured on, of all weights."""
+    for (shape, train), methods in panels(rows).items():
+        both = [{row["tokens"]: row for row in methods.get(name, ())} for name in ("ckpt", "int8+offload")]
+        lengths = [tokens for tokens in both[0] if all(own.get(tokens, {}).get("status") == "ok" for own in both)]
+        if train != "full" or not lengths:
+            continue
+        found = [own[max(lengths)] for own in both]
+        theirs, ours = (
+            f"{row['tokens_per_s']:,.0f} tokens a second at {row['peak_bytes'] / GIB:.1f} GiB" for row in found
+        )
+        return (
+            f"{TITLES[shape]}, {TITLES[train]}, sequences of {_size(max(lengths))} tokens on one "
+            f"{found[1]['origin']['device']}: {theirs} with checkpointing, {ours} with codes on the host."
+        )
+    return ""
+
+
+TABLES = {"context": ("context", context_table), "context-front": ("context", front_line)}
 """The suite and the table of each block."""

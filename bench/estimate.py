@@ -147,7 +147,8 @@ def _predict(options: Options) -> None:
                 continue
             out = {
                 **{"kind": "predicted", **key, "status": "ok", "device_of": row["device"], "seconds": seconds},
-                **{"measured": row["measured"], "measured_at": row["measured_at"], "allocated": one.peak_allocated},
+                **{"measured": row["measured"], "allocated": one.peak_allocated},
+                "measured_at": row["measured_at"] or row["origin"]["commit"],
                 **{"error": one.peak_allocated / row["measured"] - 1, "reserved": one.peak_reserved},
                 **{"activations": one.activations, "allocator": row.get("allocator")},
             }
@@ -242,19 +243,38 @@ def summary_of(rows: Iterable[Row], name: str = "error") -> str:
 
 
 def estimate_table(rows: Iterable[Row]) -> str:
-    """Return the table of estimated and measured peaks."""
+    """Return the table of estimated and measured peaks, and of pairs the error of what each allocator reserves."""
     everything = list(rows)
-    found = sorted(_newest(everything), key=lambda row: abs(row["error"]))
-    if not found:
+    pairs: dict[tuple[Any, ...], list[Row]] = {}
+    for row in _newest(everything):
+        pairs.setdefault((row["model"], row["batch"], row["mode"], row["optimizer"], row["measured_at"]), []).append(
+            row
+        )
+    if not pairs:
         return ""
-    header = ["model", "batch", "mode", "measured GiB", "estimated GiB", "error", "measured on", "at commit"]
-    lines = [
-        [
-            *(f"`{row['model']}`", str(row["batch"]), row["mode"]),
-            *(f"{row['measured'] / GIB:.2f}", f"{row['allocated'] / GIB:.2f}", f"{row['error']:+.2%}"),
-            *(row["device_of"].removeprefix("NVIDIA ").split()[0], (row["measured_at"] or "")[:7]),
-        ]
-        for row in found
+    header = [
+        "model",
+        "batch",
+        "mode",
+        "measured GiB",
+        "estimated GiB",
+        "error",
+        "reserved",
+        "measured on",
+        "at commit",
     ]
+    lines = []
+    for group in sorted(pairs.values(), key=lambda own: abs(own[0]["error"])):
+        row = group[0]
+        reserved = {each["allocator"]: each["reserved_error"] for each in group if "reserved_error" in each}
+        lines.append(
+            [
+                *(f"`{row['model']}`", str(row["batch"]), row["mode"]),
+                *(f"{row['measured'] / GIB:.2f}", f"{row['allocated'] / GIB:.2f}", f"{row['error']:+.2%}"),
+                ", ".join(f"{reserved[name]:+.1%}" for name in ALLOCATORS if name in reserved),
+                *(row["device_of"].removeprefix("NVIDIA ").split()[0], (row["measured_at"] or "")[:7]),
+            ]
+        )
     sentences = [summary_of(everything), summary_of(everything, "reserved_error")]
-    return section(" ".join(filter(None, sentences)).capitalize(), table(header, lines))
+    note = f"Reserved: the errors under {', '.join(ALLOCATORS)}, where they were measured."
+    return section(" ".join(filter(None, sentences)).capitalize(), table(header, lines), note)

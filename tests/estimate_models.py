@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HIDDEN, SEQ = 256, 1024, 64
 
@@ -74,6 +75,29 @@ def remainder(batch: int) -> tuple[nn.Module, Tensor]:
 
 def addition(batch: int) -> tuple[nn.Module, Tensor]:
     return _Wraps(lambda x: x + 3), torch.randn(batch, 64)
+
+
+class _Switched(nn.Module):
+    """Checkpoints by its own switch, as the models of timm do; its layers are no blocks that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.checkpoints = False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.checkpoints = enable
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.second(nn.functional.gelu(self.first(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self._inner, x, use_reentrant=False) if self.checkpoints else self._inner(x)
+        return y.square().sum()
+
+
+def switched(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Switched(), torch.randn(batch, WIDTH)
 
 
 def without_loss(batch: int) -> tuple[nn.Module, Tensor]:

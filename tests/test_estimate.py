@@ -205,6 +205,12 @@ def test_checkpointing_takes_blocks_of_stages_and_not_stages() -> None:
     assert list(repeating(nn.ModuleDict({"parts": nn.ModuleList(parts)}))) == parts
 
 
+def test_checkpointing_takes_the_switch_of_a_model_of_timm() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:switched", batch=256, modes=["plain", "checkpoint"], gpu="4090")
+    # The hidden layer and its activation's result are not kept.
+    assert found["plain"].activations - found["checkpoint"].activations == 2 * 4 * 256 * HIDDEN
+
+
 def test_8_bit_optimizer_has_the_state_of_bitsandbytes() -> None:
     large, small = torch.nn.Parameter(torch.zeros(64, 100)), torch.nn.Parameter(torch.zeros(100))
     optimizer = AdamW8bit([large, small])

@@ -142,6 +142,10 @@ def _checkpoint(model: nn.Module) -> None:
     if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
+    switches: list[Any] = [each for each in model.modules() if hasattr(each, "set_grad_checkpointing")]
+    if switches:  # of a model of timm
+        switches[0].set_grad_checkpointing()
+        return
     blocks = list(repeating(model))
     if not blocks:
         raise PyactcompError(
