@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -165,6 +166,8 @@ class Store:
 
     def append(self, row: Row) -> None:
         """Stamp the row with time and origin and write it out at once."""
+        if row.get("reason"):
+            row = {**row, "reason": _without_paths(row["reason"])}
         stamped = {**row, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "origin": self.origin}
         before = [old for old in self.rows() if not self.key or any(old.get(n) != row.get(n) for n in self.key)]
         self._write([*before, stamped])
@@ -220,6 +223,11 @@ class Options:
         if self.only and self.only[0] != workload:
             return False
         return method is None or len(self.only) < 2 or self.only[1] == method
+
+
+def _without_paths(text: str) -> str:
+    """Return a text without the folders of this machine: those of installed packages, and the project's."""
+    return re.sub(r"\S*/site-packages/", "", text).replace(f"{ROOT}/", "")
 
 
 def failure(error: BaseException) -> Row:

@@ -167,6 +167,15 @@ def test_budget_allows_what_ends_before_it_is_used_up() -> None:
     assert rows.Budget(None).allows(1e9)
 
 
+def test_reasons_name_files_without_the_folders_of_a_machine(tmp_path: Path) -> None:
+    store = rows.Store(tmp_path / "rows.json", {})
+    store.append(
+        {"status": "error", "reason": f"in {rows.ROOT}/bench/a.py:1, /x/lib/python3/site-packages/torch/b.py:2"}
+    )
+    [row] = store.rows()
+    assert row["reason"] == "in bench/a.py:1, torch/b.py:2"
+
+
 def test_provenance_names_sources_and_command_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = ["--out", "/somewhere/else", "--before", "/earlier", "--out=/there", "--before=/earlier"]
     monkeypatch.setattr(sys, "argv", ["bench", "codec", *paths[:4], "--tiny", *paths[4:]])
