@@ -32,7 +32,7 @@ from .engine.silence import stop_watches
 from .errors import ImplementationUnavailableError, PyactcompError
 from .fusions import FusionState, unfuse
 from .layout import Layout
-from .model_hooks import add_hooks, keep_exact, offer_norms, remove_hooks, session_of, sessions
+from .model_hooks import add_hooks, keep_exact, offer_norms, offload_alone, remove_hooks, session_of, sessions
 from .readers.observer import prepare
 
 if TYPE_CHECKING:
@@ -271,8 +271,8 @@ def compress(
     ------
     TypeError, ValueError
         If the model is not a Module, or an option is unknown or has a wrong value, or with ``compile_blocks`` no block
-        repeats, or with ``offload`` the model is not on a GPU. After this or any other exception the model is
-        unchanged.
+        repeats, or with ``offload``, also of a plan, the model is not on a GPU. After this or any other exception the
+        model is unchanged.
     PyactcompError
         If the model, a module inside or a model around it is already compressed, the model shares a module with a
         compressed model, or ``impl`` cannot run.
@@ -296,6 +296,7 @@ def compress(
     _check_model(model)
     warn_of_former("compress", former)
     rerun: list[Module] = []
+    leaving: list[Module] = []
     if plan is not None:
         if not isinstance(plan, Layout):
             raise TypeError(f"plan must be what pyactcomp.plan returns, got {type(plan).__name__}")
@@ -303,6 +304,8 @@ def compress(
             raise ValueError("plan= decides mode and fuse_head, without compile_blocks and offload: leave these out")
         rerun = plan.checkpointed(model)
         mode, fuse_head, skip = plan.mode or mode, plan.fuse_head, [*skip, *plan.kept()]
+        leaving = [model.get_submodule(name) for name in plan.offloaded()]
+        offload = 1.0 if leaving else False
     config = Config(
         mode=mode,
         fuse=fuse,
@@ -339,11 +342,14 @@ def compress(
         marks.unmark(model)
         unfuse(model)  # this module may be left over from a deleted compressed model, or be part of a copy
         fusion_state = fusions.fuse(model, config, skipped)
-        session = Session(config, fusion_state.seeds)
+        session = Session(config, fusion_state.seeds, offloads_blocks=bool(leaving))
         add_hooks(model, session)
         keep_exact(session, skipped)
+        offload_alone(session, leaving)
         offer_norms(session, model)
-        session.serve(marks.mark(model, config, skipped).tape)
+        # Graphs do not know their blocks, so nothing leaves them.
+        in_graphs = replace(config, offload=False) if leaving else config
+        session.serve(marks.mark(model, in_graphs, skipped).tape)
         session.watch_gradients(model)
         checkpoint_blocks(rerun)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Which blocks of a model keep, compress or run again: a plan decides it, and ``compress`` applies it."""
+"""Which blocks of a model keep, compress, send to the host or run again: a plan decides, ``compress`` applies it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch.nn import Module, ModuleList, Sequential
 from .config import Mode
 from .errors import PyactcompError
 
-CHOICES = ("keep", "lossless", "int8", "checkpoint", "int8+checkpoint")
-"""The ways to run a block: as it is, with its saved tensors compressed, again in backward, and both."""
+OFFLOAD = "+offload"
+CHOICES = ("keep", "lossless", "int8", "checkpoint", "int8+checkpoint", f"lossless{OFFLOAD}", f"int8{OFFLOAD}")
+"""The ways to run a block: as it is, with its saved tensors compressed, again in backward, and both; and compressed,
+with the stored bytes on the host until backward."""
 
 # The share of a module's parameters above which the blocks inside make it a stage.
 _STAGE = 0.8
@@ -38,6 +40,10 @@ class Layout:
     def kept(self) -> tuple[str, ...]:
         """Return the names of the blocks that save their tensors, or their inputs, as they are."""
         return tuple(name for name, choice in self.blocks if choice in ("keep", "checkpoint"))
+
+    def offloaded(self) -> tuple[str, ...]:
+        """Return the names of the blocks whose stored bytes leave the device."""
+        return tuple(name for name, choice in self.blocks if choice.endswith(OFFLOAD))
 
     def checkpointed(self, model: Module) -> list[Module]:
         """Return the blocks of a model that run again in backward.

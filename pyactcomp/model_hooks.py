@@ -1,4 +1,4 @@
-"""The hooks of a compressed model: on its root, on skipped modules and on norms."""
+"""The hooks of a compressed model: on its root, on skipped and offloaded modules, and on norms."""
 
 from __future__ import annotations
 
@@ -81,6 +81,24 @@ class _LeaveExact(_Hook):
             frame.leave_exact()
 
 
+class _EnterOffloaded(_Hook):
+    """Forward pre-hook of a module whose stored bytes leave the device, where those of others stay."""
+
+    def __call__(self, module: Module, args: Any) -> None:
+        frame = None if torch.compiler.is_compiling() else self.session.frame()
+        if frame is not None:
+            frame.enter_offloaded()
+
+
+class _LeaveOffloaded(_Hook):
+    """Forward hook of such a module."""
+
+    def __call__(self, module: Module, args: Any, output: Any) -> None:
+        frame = None if torch.compiler.is_compiling() else self.session.frame()
+        if frame is not None:
+            frame.leave_offloaded()
+
+
 class _OfferNorm(_Hook):
     """Forward hook of a norm: offers a recipe for the output."""
 
@@ -136,10 +154,21 @@ def offer_norms(session: Session, model: Module) -> list[RemovableHandle]:
 
 def keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle]:
     """Register the hooks on skipped modules."""
+    return _around(modules, _EnterExact(session), _LeaveExact(session))
+
+
+def offload_alone(session: Session, modules: list[Module]) -> list[RemovableHandle]:
+    """Register the hooks on the modules whose stored bytes leave."""
+    return _around(modules, _EnterOffloaded(session), _LeaveOffloaded(session))
+
+
+def _around(
+    modules: list[Module], enter: _EnterExact | _EnterOffloaded, leave: _LeaveExact | _LeaveOffloaded
+) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(_EnterExact(session), prepend=True))
-        handles.append(_with_common_key(module, module.register_forward_hook(_LeaveExact(session), always_call=True)))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(_with_common_key(module, module.register_forward_hook(leave, always_call=True)))
     return handles
 
 

@@ -64,7 +64,7 @@ class Frame:
         )
         if packing.offloading is not None:
             packing.offloading.look()
-            self.hooks.offloads = True
+            self.hooks.offloads = not packing.offloads_blocks
         self._context: Any = torch.autograd.graph.saved_tensors_hooks(*self.pair())
 
     def pair(self) -> tuple[Any, Any]:
@@ -110,6 +110,16 @@ class Frame:
     def leave_exact(self) -> None:
         """Leave the innermost skipped module."""
         self.hooks.skipping = max(self.hooks.skipping - 1, 0)
+
+    def enter_offloaded(self) -> None:
+        """Enter a module of those whose stored bytes leave the device; no others do."""
+        self._decide_pending()  # inputs of a block before it
+        self.hooks.offloads = True
+
+    def leave_offloaded(self) -> None:
+        """Leave the module."""
+        self._decide_pending()
+        self.hooks.offloads = False
 
     @never_traced
     def pack_profiled(self, tensor: Tensor) -> Saved:

@@ -43,7 +43,13 @@ HALF_BYTES = 2
 
 
 class Packing:
-    """Packs tensors as one configuration says: kernels, forms, seeds, and parameter names for errors."""
+    """Packs tensors as one configuration says: kernels, forms, seeds, and parameter names for errors.
+
+    Attributes
+    ----------
+    offloads_blocks : bool
+        Whether stored bytes leave the device from certain modules alone: see :meth:`.Frame.enter_offloaded`.
+    """
 
     def __init__(self, config: Config, seeds: Seeds | None = None, tape: int = 0) -> None:
         self.config = config
@@ -53,6 +59,7 @@ class Packing:
         self.warned_of_compile = False
         self.root: ref[Module] | None = None
         self.offloading = offloading_of(config.offload, config.min_bytes, tape)
+        self.offloads_blocks = False
 
     @functools.cached_property
     def decisions(self) -> saved.Decisions:

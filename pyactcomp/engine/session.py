@@ -69,8 +69,11 @@ class Session(Packing):
         Why nothing was recorded or compressed so far; empty once something is.
     """
 
-    def __init__(self, config: Config, seeds: Seeds | None = None, tape: int = 0) -> None:
+    def __init__(
+        self, config: Config, seeds: Seeds | None = None, tape: int = 0, offloads_blocks: bool = False
+    ) -> None:
         super().__init__(config, seeds, tape)
+        self.offloads_blocks = offloads_blocks
         self.recorder: Recorder | None = None
         self.silence = NOT_YET
         self._watch: Watch | None = None
@@ -78,7 +81,8 @@ class Session(Packing):
         self._frames = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Session, (self.config, self.seeds, 0 if self.offloading is None else self.offloading.number)
+        number = 0 if self.offloading is None else self.offloading.number
+        return Session, (self.config, self.seeds, number, self.offloads_blocks)
 
     def serve(self, tape: int) -> None:
         """Let the compiled graphs of the model find what leaves by a number."""
