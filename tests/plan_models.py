@@ -50,6 +50,10 @@ def mlp(batch: int) -> tuple[nn.Module, Tensor, Any]:
     return Mlp(), torch.zeros(batch, SEQ, 128), square
 
 
+def deep_mlp(batch: int) -> tuple[nn.Module, Tensor, Any]:
+    return Mlp(blocks=12), torch.zeros(batch, SEQ, 128), square
+
+
 def short_mlp(batch: int) -> tuple[nn.Module, Tensor, Any]:
     return Mlp(blocks=3), torch.zeros(batch, SEQ, 128), square
 

@@ -127,7 +127,7 @@ def test_no_layout_that_fits_is_faster() -> None:
         low, high = planner.smallest(), planner.within(1 << 50).peak
         chains = planner.chains
         every = []
-        for mode, chain in chains.items():
+        for (mode, _), chain in chains.items():
             names = [[choice.name for choice in block] for block in chain.blocks]
             for picks in itertools.product(*map(range, map(len, names))):
                 layout = planner.layout(mode, [of[pick] for of, pick in zip(names, picks, strict=True)])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import Module
 
+from ..engine.offloading import rates_of, reason_without_link
 from ..errors import PyactcompError
 from ..sizes import bytes_of
 
@@ -37,6 +38,9 @@ class Gpu:
         of float32 without TF32.
     tera_bytes : float
         10**12 bytes a second of the memory, as the data sheet has them.
+    giga_link : float
+        10**9 bytes a second that copies from and to pinned memory of the host reach, each way: 55 over 16 lanes of PCIe
+        of generation 5, measured on an H200; half of it for each generation before.
     context : int
         Bytes that CUDA takes before the first tensor: code of torch's kernels, stacks, tables.
     """
@@ -50,6 +54,7 @@ class Gpu:
     tera_half: float
     tera_single: float
     tera_bytes: float
+    giga_link: float
     context: int = 520 * MIB
 
     def flops(self, wide: bool) -> float:
@@ -60,6 +65,11 @@ class Gpu:
     def bandwidth(self) -> float:
         """Bytes a second that kernels reach."""
         return _REACHED_BYTES * 1e12 * self.tera_bytes
+
+    @property
+    def link(self) -> float:
+        """Bytes a second that copies from and to the host reach."""
+        return 1e9 * self.giga_link
 
     @property
     def workspaces(self) -> tuple[int, int]:
@@ -96,14 +106,14 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 85_017_755_648, 9, 0, 132, 232_448, 989.0, 67.0, 3.35),
-    "h200": Gpu("NVIDIA H200", 150_109_880_320, 9, 0, 132, 232_448, 989.0, 67.0, 4.8),
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_297_786_368, 8, 0, 108, 166_912, 312.0, 19.5, 1.555),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_094_105_088, 8, 0, 108, 166_912, 312.0, 19.5, 2.039),
-    "4090": Gpu("NVIDIA GeForce RTX 4090", 25_386_352_640, 8, 9, 128, 101_376, 165.0, 82.6, 1.008),
-    "3090": Gpu("NVIDIA GeForce RTX 3090", 25_298_141_184, 8, 6, 82, 101_376, 71.0, 35.6, 0.936),
-    "l4": Gpu("NVIDIA L4", 23_659_151_360, 8, 9, 58, 101_376, 121.0, 30.3, 0.3),
-    "t4": Gpu("Tesla T4", 15_655_829_504, 7, 5, 40, 65_536, 65.0, 8.1, 0.32),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 85_017_755_648, 9, 0, 132, 232_448, 989.0, 67.0, 3.35, 55.0),
+    "h200": Gpu("NVIDIA H200", 150_109_880_320, 9, 0, 132, 232_448, 989.0, 67.0, 4.8, 55.0),
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42_297_786_368, 8, 0, 108, 166_912, 312.0, 19.5, 1.555, 25.0),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85_094_105_088, 8, 0, 108, 166_912, 312.0, 19.5, 2.039, 25.0),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 25_386_352_640, 8, 9, 128, 101_376, 165.0, 82.6, 1.008, 25.0),
+    "3090": Gpu("NVIDIA GeForce RTX 3090", 25_298_141_184, 8, 6, 82, 101_376, 71.0, 35.6, 0.936, 25.0),
+    "l4": Gpu("NVIDIA L4", 23_659_151_360, 8, 9, 58, 101_376, 121.0, 30.3, 0.3, 25.0),
+    "t4": Gpu("Tesla T4", 15_655_829_504, 7, 5, 40, 65_536, 65.0, 8.1, 0.32, 12.0),
 }
 ALIASES = {"a100": "a100-80", "rtx4090": "4090", "rtx3090": "3090"}
 
@@ -156,3 +166,15 @@ def gpu_of(text: str | None, model: object) -> Gpu:
         processors=found.multi_processor_count,
         optin=int(getattr(found, "shared_memory_per_block_optin", known.optin)),
     )
+
+
+def with_measured_link(gpu: Gpu, model: object) -> Gpu:
+    """Return a GPU with the rate of the link that a model's device has; as it is for a model that is on none."""
+    device = device_of(model)
+    return gpu if device is None else replace(gpu, giga_link=min(rates_of(device)) / 1e9)
+
+
+def reason_without_offload(model: object) -> str | None:
+    """Return why a Module's stored bytes cannot leave its devices; None if they can, and for other models."""
+    places = {each.device for each in model.parameters()} if isinstance(model, Module) else ()
+    return next(filter(None, map(reason_without_link, places)), None)

@@ -1,4 +1,4 @@
-"""Plans which blocks of a model keep, compress or run again under a budget of memory."""
+"""Plans which blocks of a model keep, compress, offload or run again under a budget of memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import Module
 
 from ..errors import PyactcompError
 from ..estimate import question_of
-from ..estimate.gpus import Gpu, device_of, gpu_of
+from ..estimate.gpus import Gpu, device_of, gpu_of, reason_without_offload, with_measured_link
 from ..estimate.process import Child
-from ..layout import CHOICES
+from ..layout import CHOICES, OFFLOAD
 from ..sizes import budget_of
 from .planner import Planner
 from .result import Plan
@@ -31,7 +31,7 @@ def plan(
     dtype: str | None = None,
     autocast: str | None = None,
     gpu: str | None = None,
-    choices: Sequence[str] = CHOICES,
+    choices: Sequence[str] | None = None,
     fuse_head: bool = False,
     seconds: Mapping[str, float] | None = None,
     progress: Callable[[str], object] | None = None,
@@ -60,13 +60,16 @@ def plan(
         of a module.
     optimizer, autocast, gpu
         As for :func:`pyactcomp.estimate`. By default the GPU that the model is on, or else an H100.
-    choices : sequence of str
-        What blocks may do: ``keep``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``.
+    choices : sequence of str, optional
+        What blocks may do: ``keep``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``, ``lossless+offload``,
+        ``int8+offload``. By default those that ``seconds`` has, or else all; a Module that is not on a GPU, with no
+        ``gpu`` named, can offload nothing.
     fuse_head : bool
         As for :func:`pyactcomp.compress`, in plans that compress to 8 bits.
     seconds : dict of str to float, optional
         What you measured: the seconds of a step in which all blocks do the same, by choice, for ``keep`` and each other
-        choice. Without it the seconds are estimated from the GPU's data sheet, by which compression is never faster.
+        choice. Without it the seconds are estimated from the GPU's data sheet, by which compression is never faster,
+        and from the link's rate: measured on the model's GPU, else that of its generation of PCIe.
     progress : callable, optional
         Called with the name of each stage as it begins.
 
@@ -90,9 +93,15 @@ def plan(
     >>> print(plan)  # doctest: +SKIP
     >>> pyactcomp.compress(model, plan=plan)  # doctest: +SKIP
     """
+    reason = None if gpu is not None else reason_without_offload(model)
+    if choices is None:
+        choices = tuple(seconds or (each for each in CHOICES if reason is None or not each.endswith(OFFLOAD)))
     wrong = [each for each in choices if each not in CHOICES]
     if isinstance(choices, str) or not choices or wrong:
         raise PyactcompError(f"choices is a list of {', '.join(CHOICES)}; got {choices!r}")
+    offloads = any(each.endswith(OFFLOAD) for each in choices)
+    if offloads and reason is not None:
+        raise PyactcompError(f"no block can offload: {reason}. Name the GPU by gpu=, or move the model to it first")
     if seconds is not None:
         named = {"keep", *choices}
         if set(seconds) != named or not all(0 < each < float("inf") for each in seconds.values()):
@@ -100,6 +109,8 @@ def plan(
     limit = budget_of(budget)
     card = gpu_of(gpu, model)
     limit = _free(card, model) if limit is None else limit
+    if offloads and gpu is None:
+        card = with_measured_link(card, model)
     question = question_of(model, batch, seq, optimizer, dtype, autocast, card, loss)
     with Child(question) as child:
         tell = progress or (lambda _: None)

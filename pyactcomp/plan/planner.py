@@ -10,7 +10,7 @@ from ..config import Mode
 from ..errors import PyactcompError
 from ..estimate.process import Child
 from ..estimate.result import ModeEstimate, Question, Recorded
-from ..layout import Layout
+from ..layout import OFFLOAD, Layout
 from ..sizes import size_text
 from .chain import Chain, solve
 from .result import Plan
@@ -18,7 +18,9 @@ from .tables import Table, chain_of, roofline, shared_out, table_of
 
 # Each round simulates a plan. Three find the budget's last percent in nearly all cases.
 _ROUNDS = 6
-_MODES: tuple[Mode | None, ...] = (None, "lossless", "int8")
+_Key = tuple[Mode | None, bool]
+# The modes of a chain, and whether stored bytes leave: then a window of them stays, and is larger in the first step.
+_KEYS: tuple[_Key, ...] = ((None, False), ("lossless", False), ("int8", False), ("lossless", True), ("int8", True))
 
 
 _CUDNN = 0.03
@@ -79,22 +81,24 @@ class Planner:
         return table
 
     @functools.cached_property
-    def chains(self) -> dict[Mode | None, Chain]:
-        """Return the chain of blocks of each mode; a model has one mode."""
+    def chains(self) -> dict[_Key, Chain]:
+        """Return the chain of blocks of each mode, without offload and with it; a model has one mode."""
         kept = self._uniform(None, "keep")
-        chains: dict[Mode | None, Chain] = {}
-        for mode in _MODES:
-            suits = [c for c in self._choices if c in ("keep", "checkpoint") or (mode and c.startswith(mode))]
-            if not suits or (mode and not any(c.startswith(mode) for c in suits)):
+        chains: dict[_Key, Chain] = {}
+        for mode, offloads in _KEYS:
+            coded = [c for c in self._choices if mode and c.startswith(mode) and c.endswith(OFFLOAD) <= offloads]
+            suits = [c for c in self._choices if c in ("keep", "checkpoint") or c in coded]
+            if not suits or (mode and not any(c.endswith(OFFLOAD) == offloads for c in coded)):
                 continue
             # What the rest stores without loss differs little by the blocks: the tables of an uncompressed rest serve.
-            tables = {c: self._uniform(mode if mode == "int8" or c == mode else None, c) for c in suits}
+            tables = {c: self._uniform(mode if mode == "int8" or c in coded else None, c) for c in suits}
             if self._steps is not None:
-                chains[mode] = chain_of(tables, shared_out(self._kept, self._steps), 0.0)
+                chains[mode, offloads] = chain_of(tables, shared_out(self._kept, self._steps), 0.0)
                 continue
-            seconds = roofline(self._kept, {"keep": kept, **tables}, self._card.bandwidth)
+            alike: dict[str, Table] = {mode: self._uniform(mode, mode)} if mode and offloads else {}
+            seconds = roofline(self._kept, {"keep": kept, **alike, **tables}, self._card)
             saved = max(kept.base - min(each.base for each in tables.values()), 0)
-            chains[mode] = chain_of(tables, seconds, 2 * saved / self._card.bandwidth)
+            chains[mode, offloads] = chain_of(tables, seconds, 2 * saved / self._card.bandwidth)
         return chains
 
     def within(self, budget: int) -> Plan:
@@ -107,29 +111,29 @@ class Planner:
         found: dict[Layout, float] = {}
         # What the chains do not see: ends of blocks of memory, and where choices meet.
         miss = dict.fromkeys(chains, 0)
-        for mode, chain in chains.items():
+        for key, chain in chains.items():
             for index, choice in enumerate(chain.blocks[0]):
-                if self.layout(mode, [choice.name] * len(self._names)) in self._runs:
+                if self.layout(key[0], [choice.name] * len(self._names)) in self._runs:
                     same = [index] * len(self._names)
-                    peak = self._consider(limit, mode, chain, same, found)
-                    miss[mode] = max(miss[mode], peak - chain.peak(same))
+                    peak = self._consider(limit, key[0], chain, same, found)
+                    miss[key] = max(miss[key], peak - chain.peak(same))
         for _ in range(_ROUNDS):
-            solved = [(mode, solve(chain, limit - miss[mode])) for mode, chain in chains.items()]
+            solved = [(key, solve(chain, limit - miss[key])) for key, chain in chains.items()]
             best = min(
-                ((chains[mode].cost(picks), index) for index, (mode, picks) in enumerate(solved) if picks is not None),
+                ((chains[key].cost(picks), index) for index, (key, picks) in enumerate(solved) if picks is not None),
                 default=None,
             )
             if best is None:
                 break
-            mode, picks = solved[best[1]]
+            key, picks = solved[best[1]]
             assert picks is not None
-            peak = self._consider(limit, mode, chains[mode], picks, found)
-            more = peak - chains[mode].peak(picks)
-            if more == miss[mode]:
+            peak = self._consider(limit, key[0], chains[key], picks, found)
+            more = peak - chains[key].peak(picks)
+            if more == miss[key]:
                 break
-            miss[mode] = more
+            miss[key] = more
         if not found:
-            for mode, chain in chains.items():
+            for (mode, _), chain in chains.items():
                 self._consider(limit, mode, chain, _smallest(chain), found)
         if not found:
             smallest = self.smallest()
@@ -158,7 +162,7 @@ class Planner:
 
     def smallest(self) -> int:
         """Return the smallest budget that has a plan: the least peak of all that ran, and of the smallest plans."""
-        for mode, chain in self.chains.items():
+        for (mode, _), chain in self.chains.items():
             self._consider(0, mode, chain, _smallest(chain), {})
         return math.ceil(min(_peak(estimate) for _, estimate in self._runs.values()) / self._seen)
 
@@ -181,6 +185,7 @@ class Planner:
             seconds=seconds,
             kept_seconds=self._kept_seconds,
             measured=self._steps is not None,
+            pinned=estimate.pinned,
             gpu=self._card.name,
         )
 

@@ -12,7 +12,7 @@ from ..sizes import size_text
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Layout):
-    """Which blocks of a model keep, compress or run again; :func:`pyactcomp.plan` returns it.
+    """Which blocks of a model keep, compress, offload or run again; :func:`pyactcomp.plan` returns it.
 
     ``str(plan)`` is a table. ``pyactcomp.compress(model, plan=plan)`` applies the plan.
 
@@ -35,6 +35,8 @@ class Plan(Layout):
     measured : bool
         Whether the seconds were measured; else they are estimated from the GPU's rates.
     gpu : str
+    pinned : int
+        Pinned memory of the host that offload takes; 0 without.
     """
 
     budget: int
@@ -45,6 +47,7 @@ class Plan(Layout):
     kept_seconds: float
     measured: bool
     gpu: str
+    pinned: int = 0
 
     @property
     def slowdown(self) -> float:
@@ -78,6 +81,7 @@ class Plan(Layout):
         rows.append(("", "the rest of the model", (self.mode or "keep") + head))
         wide, long = (max(len(row[i]) for row in rows) for i in (0, 1))
         reserved = ", ".join(f"{size_text(size)} {name}" for name, size in self.reserved.items())
+        host = f"; {size_text(self.pinned)} pinned on the host" if self.pinned else ""
         times = (
             f"time of the step {self.slowdown:.2f}x of {1e3 * self.kept_seconds:.3g} ms (measured)"
             if self.measured
@@ -88,7 +92,7 @@ class Plan(Layout):
             [
                 first,
                 *(f"  {number:{wide}}  {name:{long}}  {choice}" for number, name, choice in rows),
-                f"peak {size_text(self.peak)} instead of {size_text(self.kept_peak)}; reserved {reserved}",
+                f"peak {size_text(self.peak)} instead of {size_text(self.kept_peak)}; reserved {reserved}{host}",
                 times,
             ]
         )

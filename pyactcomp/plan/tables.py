@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..estimate.gpus import Gpu
 from ..estimate.result import Recorded
+from ..layout import OFFLOAD
 from .chain import Chain, Choice
 
 _ROUNDING = 512  # bytes, of PyTorch's allocator
 _CHANGE = 0.01  # of a block's time
+_CHANCE = 0.001  # of a step: less than steps differ by, so the order of choices alone
 
 
 @dataclass(frozen=True)
@@ -67,37 +71,54 @@ def _live(recorded: Recorded) -> list[int]:
     return list(accumulate(steps, initial=0))
 
 
-def roofline(keep: Recorded, tables: Mapping[str, Table], bandwidth: float) -> dict[str, tuple[float, ...]]:
+def roofline(keep: Recorded, tables: Mapping[str, Table], gpu: Gpu) -> dict[str, tuple[float, ...]]:
     """Return the seconds of each block by choice, estimated from the GPU's rates.
 
     A checkpointed block runs its forward once more. Codes are written and read, by kernels that read and write the
     tensors anyway. Without loss, what is not stored is computed again: read from an operand, and written.
+
+    Bytes that leave hide behind the block's own forward, and come back behind its backward, as far as the link has the
+    time; copies read and write the GPU's memory besides. ``tables`` has the choice without offload too.
     """
     seconds = {}
-    for name, table in tables.items():
-        again = name.endswith("checkpoint")
+    for name in tables:
+        again, leaves, alike = name.endswith("checkpoint"), name.endswith(OFFLOAD), tables[name.removesuffix(OFFLOAD)]
         found = []
         for i, run in enumerate(keep.blocks):
-            stored, saved = max(table.bytes[i][0], 0), max(tables["keep"].bytes[i][0], 0)
+            stored, saved = max(alike.bytes[i][0], 0), max(tables["keep"].bytes[i][0], 0)
             moved = 2 * stored if name.startswith("int8") else 2 * max(saved - stored, 0) if name == "lossless" else 0
-            found.append(sum(run.seconds) + (run.seconds[0] if again else 0.0) + moved / bandwidth)
+            copied = stored if leaves else 0
+            passes = sum(max(each, copied / gpu.link) for each in run.seconds)
+            found.append(passes + (run.seconds[0] if again else 0.0) + (moved + 2 * copied) / gpu.bandwidth)
         seconds[name] = tuple(found)
     return seconds
 
 
 def shared_out(keep: Recorded, steps: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of each block by choice, from measured steps: the shares are those that are estimated."""
+    """Return the seconds of each block by choice, from measured steps: the shares are those that are estimated.
+
+    Offload is never faster than the same without: where two steps differ by chance alone, nothing need leave.
+    """
     total = sum(sum(run.seconds) for run in keep.blocks)
+    least = {
+        name: (1 + _CHANCE) * steps.get(name.removesuffix(OFFLOAD), 0.0) for name in steps if name.endswith(OFFLOAD)
+    }
+    steps = {name: max(step, least.get(name, 0.0)) for name, step in steps.items()}
     return {name: tuple(step * sum(run.seconds) / total for run in keep.blocks) for name, step in steps.items()}
 
 
 def chain_of(tables: Mapping[str, Table], seconds: Mapping[str, tuple[float, ...]], beside: float) -> Chain:
     """Return the chain of blocks with the choices of the tables."""
     base = min(table.base for table in tables.values())
+    # The first blocks that offload fill the window, whichever they are: it is part of what the chain does not see.
+    most = {
+        name: max(min(stored for stored, _, _ in table.bytes), 0) if name.endswith(OFFLOAD) else sys.maxsize
+        for name, table in tables.items()
+    }
     blocks = tuple(
         tuple(
             # What the model stores before its blocks may depend on the choice: it is the first block's then.
-            Choice(name, seconds[name][i], stored + more, forward + more, backward)
+            Choice(name, seconds[name][i], min(stored, most[name]) + more, forward + more, backward)
             for name, table in tables.items()
             for stored, forward, backward in (table.bytes[i],)
             for more in ((table.base - base) if i == 0 else 0,)
