@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from pyactcomp.layout import OFFLOAD
 from pyactcomp.plan import CHOICES, Plan
 
 from .rows import FINAL, GIB, ROOT, Budget, Options, Row, Store
@@ -21,7 +22,7 @@ from .tables import conditions, figure, latest, on_gpu, reasons, section, table
 
 # In the order of the time that planning takes, longest first.
 MODELS = ("llama_1b_bf16", "bert_large_amp", "gpt2_medium_amp", "convnext_base_amp", "unet_amp")
-UNIFORM = tuple(each for each in CHOICES if each != "lossless")
+UNIFORM = tuple(each for each in CHOICES if not each.startswith("lossless"))
 SHARES = ("0.05", "0.2", "0.4", "0.6", "0.8", "0.95")
 """Budgets, of the way from the smallest that has a plan to the peak of a model whose blocks are all kept."""
 TINY_SHARES = ("0.5",)
@@ -33,13 +34,14 @@ def run(options: Options) -> None:
     """Measure the choices, plan, and measure the plans, each once for each commit."""
     store = options.store("plan")
     shares = TINY_SHARES if options.tiny else SHARES
+    choices = [each for each in UNIFORM if options.device == "cuda" or not each.endswith(OFFLOAD)]
     with ThreadPoolExecutor() as pool:
         planned: dict[str, Future[list[Row]]] = {}
         for name in filter(options.selects, MODELS):
-            _measure(store, options, name, [{"method": choice} for choice in UNIFORM])
+            _measure(store, options, name, [{"method": choice} for choice in choices])
             times = _newest(store, "uniform", options, name)
-            if times.keys() >= set(UNIFORM) and not _newest(store, "plan", options, name).keys() >= set(shares):
-                steps = {choice: times[choice]["median_ms"] / 1e3 for choice in UNIFORM}
+            if times.keys() >= set(choices) and not _newest(store, "plan", options, name).keys() >= set(shares):
+                steps = {choice: times[choice]["median_ms"] / 1e3 for choice in choices}
                 job = _job(options, name, seconds=steps, shares=shares, device_of=store.origin["device"])
                 planned[name] = pool.submit(lambda job=job: list(_rows_of(job, options.budget)))
         for name in filter(options.selects, MODELS):
@@ -86,7 +88,8 @@ def _budget(wanted: Row) -> Row:
         return {}
     plan = Plan.from_dict(wanted["plan"])
     what = ", ".join(f"{a}-{b} {choice}" if b > a else f"{a} {choice}" for a, b, choice in plan.runs())
-    return {"budget_bytes": plan.budget, "planned_bytes": plan.peak, "planned_x": plan.slowdown, "what": what}
+    host = {"planned_pinned_bytes": plan.pinned} if plan.pinned else {}
+    return {"budget_bytes": plan.budget, "planned_bytes": plan.peak, "planned_x": plan.slowdown, "what": what, **host}
 
 
 def _rows_of(job: Row, budget: Budget) -> Iterator[Row]:
