@@ -60,7 +60,7 @@ def test_offload_without_stored_bytes_is_refused() -> None:
 
 
 def test_the_table_tells_the_pinned_memory_of_the_host() -> None:
-    for name in ("typer", "rich", "humanize"):
+    for name in ("typer", "rich"):
         pytest.importorskip(name)
     from typer.testing import CliRunner
 
