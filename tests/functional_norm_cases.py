@@ -461,7 +461,8 @@ def test_norm_drops_what_torchs_dropout_drops(dtype: torch.dtype, shape: tuple[i
         out = add_layer_norm(dropped, residual, shape[-1], weight, bias, p=left)
         out.backward(c.grad)
         assert out.grad_fn is not None
-        assert (out.grad_fn.noise.quads > 0) == fused
+        # A norm that drew nothing itself has the node of torch's dropout between itself and x.
+        assert any(getattr(node, "variable", None) is x for node, _ in out.grad_fn.next_functions) == fused
         grads = [t.grad for t in (x, residual, weight, bias) if t is not None and t.grad is not None]
         results.append([out.detach(), *grads, torch.cuda.get_rng_state().to(DEVICE)])
     ours, torchs = results
