@@ -34,6 +34,10 @@ def _suits_all(_: Workload) -> str | None:
     return None
 
 
+def _suits_gpus(_: Workload) -> str | None:
+    return None if torch.cuda.is_available() else "offload needs a GPU"
+
+
 def _suits_llama(workload: Workload) -> str | None:
     return None if workload.liger else "Liger-Kernel has no patch for this architecture"
 
@@ -194,6 +198,7 @@ METHODS = {
         Method(VANILLA, _vanilla),
         _ours("int8", _compress()),
         _ours("int8-attention", _compress(attention="int8")),
+        _ours("int8+offload", _compress(offload=1.0), unsuitable=_suits_gpus),
         _ours("lossless", _compress(mode="lossless", head=False)),
         Method("ckpt", _checkpoint(1)),
         Method("ckpt2", _checkpoint(2), unsuitable=_suits_blocks),
@@ -230,7 +235,7 @@ METHODS = {
 STAGES = (
     (VANILLA, "int8", "lossless", "ckpt"),
     ("int8+ckpt", "liger", "liger+ckpt", EXACT),
-    ("ckpt2", "int8-nohead", "int8-unfused", "int8-g128", "int8-attention"),
+    ("ckpt2", "int8-nohead", "int8-unfused", "int8-g128", "int8-attention", "int8+offload"),
     ("save_on_cpu",),
     ("compile",),
     ("compile0.5",),
