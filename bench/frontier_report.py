@@ -17,8 +17,8 @@ TITLES = {
     "plain_vit_amp": "ViT-L, plain PyTorch",
 }  # fmt: skip
 METHOD_ORDER = (
-    "vanilla", "vanilla-again", "lossless", "int8", "int8-attention", "int8+offload", "int8-nohead", "int8-unfused", "int8-g128",
-    "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile+int8", "compile+int8+head",
+    "vanilla", "vanilla-again", "lossless", "int8", "int8-attention", "int8+offload", "int8-nohead", "int8-unfused",
+    "int8-g128", "int8+ckpt", "ckpt", "ckpt2", "liger", "liger+ckpt", "compile", "compile+int8", "compile+int8+head",
     "compile+lossless", "compile0.5", "compile0.3", "compile+int8+budget", "compile-fp8-e4m3", "compile-fp8-e5m2",
     "compile-blocks", "compile-blocks+int8", "save_on_cpu",
 )  # fmt: skip
