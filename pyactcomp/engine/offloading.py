@@ -1,6 +1,6 @@
 """Where the stored bytes of one configuration go: a tape and host memory for each device.
 
-The library moves the bytes, ``csrc/engine/offload.hpp``; this module decides whether, how much, and over which link.
+The library moves the bytes, ``csrc/engine/tape.hpp``; this module decides whether, how much, and over which link.
 """
 
 from __future__ import annotations

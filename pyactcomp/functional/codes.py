@@ -24,8 +24,8 @@ class Codes:
     Parameters
     ----------
     bits : {8, 4, 2, 16} or None
-        Width of a code. None keeps tensors unpacked. 16 is accepted by :func:`window_attention` only: 16-bit tensors
-        stay unpacked, wider ones become float16 times a power of two.
+        Width of a code. None keeps tensors unpacked. 16 is for window attention alone, inside fused modules:
+        16-bit tensors stay unpacked, wider ones become float16 times a power of two.
     group_size : {64, 128, 256}
         Number of consecutive elements with a common minimum and step.
     rounding : {"nearest", "stochastic"}, optional

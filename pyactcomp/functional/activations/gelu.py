@@ -85,7 +85,7 @@ def gelu(
     Notes
     -----
     The second derivative of GELU is at most 2 / sqrt(2 pi) (0.8) in magnitude: an error of at most ``e`` in ``x``
-    (:func:`pyactcomp.reference.error_bound`) changes the gradient by at most 0.8 ``e |grad|``.
+    (:func:`pyactcomp.codec.reference.error_bound`) changes the gradient by at most 0.8 ``e |grad|``.
 
     Examples
     --------

@@ -98,7 +98,7 @@ def softmax(
     Notes
     -----
     The gradient is p * (g - sum(g * p)). An error of at most ``e`` in the probabilities p
-    (:func:`pyactcomp.reference.error_bound`) changes the gradient by at most
+    (:func:`pyactcomp.codec.reference.error_bound`) changes the gradient by at most
     ``e * |g - sum(g p)| + (p + e) * sum(|g| e)``. In attention, ``g`` is a product with the values and the error is
     small. If the loss takes the logarithm of a probability or divides by one, ``g`` grows as the probability shrinks:
     use ``bits=None`` there.
