@@ -147,7 +147,7 @@ def draw(found: Panels, docs: Path) -> None:
         [drawn[name] for name in names], [METHODS[name].title for name in names],
         loc="lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=8,
     )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.03 * -(-len(names) // 3), 1, 1))
+    figure.tight_layout(rect=(0, 0.045 * -(-len(names) // 3), 1, 1))
     save(figure, docs / "long_contexts.png")
 
 

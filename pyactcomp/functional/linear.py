@@ -82,8 +82,9 @@ def linear(
 
     Notes
     -----
-    If each element of ``x`` is off by at most ``e`` (:func:`pyactcomp.codec.reference.error_bound`), element [o, i] of the
-    gradient of ``weight`` is off by at most ``e * sum(|grad[:, o]|)``. The scheme is that of GACT (Liu et al., 2022).
+    If each element of ``x`` is off by at most ``e`` (:func:`pyactcomp.codec.reference.error_bound`), element [o, i] of
+    the gradient of ``weight`` is off by at most ``e * sum(|grad[:, o]|)``. The scheme is that of GACT (Liu et al.,
+    2022).
 
     Examples
     --------

@@ -98,9 +98,9 @@ def silu_mul(
     Notes
     -----
     In magnitude, silu(x) = x / (1 + exp(-x)) is at most ``|x|``, the first derivative at most 1.1 and the second at
-    most 1/2. With errors of at most ``e`` in ``gate`` and ``f`` in ``up`` (:func:`pyactcomp.codec.reference.error_bound`),
-    the gradient of ``gate`` is off by at most ``|grad| (1.1 f + e (|up| + f) / 2)``, the gradient of ``up`` by at most
-    ``1.1 e |grad|``.
+    most 1/2. With errors of at most ``e`` in ``gate`` and ``f`` in ``up``
+    (:func:`pyactcomp.codec.reference.error_bound`), the gradient of ``gate`` is off by at most
+    ``|grad| (1.1 f + e (|up| + f) / 2)``, the gradient of ``up`` by at most ``1.1 e |grad|``.
 
     Examples
     --------

@@ -230,10 +230,10 @@ def batch_norm(
     Notes
     -----
     The gradients depend on ``x`` only through the normalised elements, which are stored: an element is off by at most
-    :func:`pyactcomp.codec.reference.error_bound` of the normalised elements, whatever the magnitudes of the channels that
-    share a group. The fused kernels serve channels-last [N, C, H, W] with 8-bit codes and C a multiple of the group
-    size; other inputs take a few more passes. Partial means and variances are combined after Chan, Golub and LeVeque
-    (1983).
+    :func:`pyactcomp.codec.reference.error_bound` of the normalised elements, whatever the magnitudes of the channels
+    that share a group. The fused kernels serve channels-last [N, C, H, W] with 8-bit codes and C a multiple of the
+    group size; other inputs take a few more passes. Partial means and variances are combined after Chan, Golub and
+    LeVeque (1983).
 
     Examples
     --------

@@ -269,9 +269,9 @@ def layer_norm(
     Notes
     -----
     The gradients depend on ``x`` only through the normalised row: an error of at most ``e`` in ``x``
-    (:func:`pyactcomp.codec.reference.error_bound`) becomes one of at most ``2 * e * rstd`` there, as the mean is recomputed
-    from the restored row. The fused kernels serve rows of whole groups, or longer than a group and a multiple of
-    32, up to 8192 elements; other rows take one more pass.
+    (:func:`pyactcomp.codec.reference.error_bound`) becomes one of at most ``2 * e * rstd`` there, as the mean is
+    recomputed from the restored row. The fused kernels serve rows of whole groups, or longer than a group and a
+    multiple of 32, up to 8192 elements; other rows take one more pass.
 
     Examples
     --------

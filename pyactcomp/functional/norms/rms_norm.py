@@ -178,9 +178,9 @@ def rms_norm(
     Notes
     -----
     ``rstd``, the reciprocal of the root, is saved in float32 (float64 for float64). The gradients depend on ``x`` only
-    through the normalised row: an error of at most ``e`` in ``x`` (:func:`pyactcomp.codec.reference.error_bound`) becomes one
-    of at most ``e * rstd`` there. The fused kernels serve rows of whole groups, or longer than a group and a multiple
-    of 32, up to 8192 elements; other rows take more passes.
+    through the normalised row: an error of at most ``e`` in ``x`` (:func:`pyactcomp.codec.reference.error_bound`)
+    becomes one of at most ``e * rstd`` there. The fused kernels serve rows of whole groups, or longer than a group and
+    a multiple of 32, up to 8192 elements; other rows take more passes.
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
 

@@ -129,11 +129,11 @@ def window_attention(
     Notes
     -----
     Gradients are the exact ones at the restored ``qkv``. With errors of at most ``e_q`` and ``e_k`` in queries and keys
-    (:func:`pyactcomp.codec.reference.error_bound`), a score is off by at most ``scale * (|q| e_k + |k| e_q + e_q e_k)``,
-    summed over the head. With d the largest such error in a row of scores, a probability is off by a factor between
-    exp(-2 d) and exp(2 d), so errors grow with the logits. The fused kernels serve bfloat16 and float16, windows of at
-    most 64 tokens, head dimensions of 16, 32 and 64 and, with codes, 8 bits in groups of 64 or 128 that divide
-    ``heads * head_dim``. Elsewhere torch's operators compute the same function.
+    (:func:`pyactcomp.codec.reference.error_bound`), a score is off by at most
+    ``scale * (|q| e_k + |k| e_q + e_q e_k)``, summed over the head. With d the largest such error in a row of scores,
+    a probability is off by a factor between exp(-2 d) and exp(2 d), so errors grow with the logits. The fused kernels
+    serve bfloat16 and float16, windows of at most 64 tokens, head dimensions of 16, 32 and 64 and, with codes, 8 bits
+    in groups of 64 or 128 that divide ``heads * head_dim``. Elsewhere torch's operators compute the same function.
 
     Examples
     --------
