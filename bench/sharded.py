@@ -20,7 +20,7 @@ from torch import Tensor
 from . import training
 from .methods import METHODS, VANILLA
 from .rows import Options, Row, failure
-from .tables import conditions, figure, latest, on_gpu, reasons, section, table
+from .tables import conditions, figure, latest, on_gpus, reasons, section, table
 from .workloads import WORKLOADS
 
 WORKLOAD = "llama_1b_bf16"
@@ -115,20 +115,20 @@ def run(options: Options) -> None:
 
 def sharded_table(rows: Iterable[Row]) -> str:
     """Return the table of sharded steps, each beside the same form without us."""
-    found = latest(on_gpu(rows), "workload", "method")
-    good = {method: row for (_, method), row in found.items() if row["status"] == "ok"}
+    found = latest(on_gpus(rows), "gpu", "method")
+    good = {key: row for key, row in found.items() if row["status"] == "ok"}
     lines = []
-    for method, row in good.items():
-        plain = good.get(BESIDE.get(method, ""))
+    for (gpu, method), row in sorted(good.items(), key=lambda each: each[0][0]):
+        plain = good.get((gpu, BESIDE.get(method, "")))
         cells = [figure(row, "median_ms", ".1f")]
         for name, unit in (("median_ms", 0), ("act_bytes", 2**30), ("peak_minus_base_bytes", 2**30)):
             if unit:
                 cells.append(f"{row[name] / unit:.2f}")
             cells.append(f"{row[name] / plain[name]:.2f}" if plain else "")
-        lines.append([method, *cells, f"{row['grad_error']:.2%}"])
+        lines.append([gpu, method, *cells, f"{row['grad_error']:.2%}"])
     if not lines:
         return ""
-    header = ["method", "step ms", "x", "act GiB", "x", "peak - base GiB", "x", "gradient error"]
+    header = ["GPU", "method", "step ms", "x", "act GiB", "x", "peak - base GiB", "x", "gradient error"]
     ranks = next(iter(good.values()))["ranks"]
     note = (
         f"`{WORKLOAD}` over {ranks} GPUs, each block a group of FSDP2. Of the slowest and of the fullest process. "

@@ -465,6 +465,10 @@ def test_sharded_steps_stand_beside_the_same_without_us() -> None:
         [{**base, **figures, "method": "compile-blocks"}, {**base, **ours, "method": "compile-blocks+int8"}]
     )
     assert "| compile-blocks+int8 | 103.0 | 1.03 | 2.00 | 0.25 | 4.00 | 0.25 | 1.23% |" in drawn
+    other = {**base, "origin": {**origin, "device": "NVIDIA H100"}}
+    drawn = sharded.sharded_table([{**other, **figures, "method": "vanilla"}, {**base, **ours, "method": "int8"}])
+    assert "| NVIDIA H100 | vanilla | 100.0 |" in drawn
+    assert "| NVIDIA H200 | int8 | 103.0 |  | 2.00 |  | 4.00 |  | 1.23% |" in drawn  # not beside another GPU's step
     assert sharded.sharded_table([]) == ""
 
 
