@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: both need the native module, compression does not.
+    # Imported on first use: both need `_core`, of which compression uses the kernels alone.
     if name in ("allocator", "snapshots"):
         import importlib
 

@@ -140,11 +140,11 @@ class Report:
         """
         stored = peak = 0
         shared = sorted((t.restored_bytes for t in self.tensors if t.kept not in policy.ALIVE_ANYWAY), reverse=True)
-        behind = sum(self.gradient_bytes.values())
+        later_gradients = sum(self.gradient_bytes.values())
         for line in self.modules:
             stored += line.stored_bytes - line.host_bytes
-            peak = max(peak, stored + line.restored_bytes + line.saved_bytes + behind)
-            behind -= self.gradient_bytes.get(line.name, 0)
+            peak = max(peak, stored + line.restored_bytes + line.saved_bytes + later_gradients)
+            later_gradients -= self.gradient_bytes.get(line.name, 0)
         return peak + sum(shared[:2]) + min(self.host_bytes, self.window_bytes)
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.utils
-from compiled_backend import as_inductor
+from compiled_backend import REORDERED, as_inductor
 
 import pyactcomp
 from bench.breadth import KEY, PRELOAD
@@ -27,8 +27,6 @@ from bench.breadth_report import LIMIT
 from bench.rows import ROOT, read
 
 LIMIT_S = 300.0
-REORDERED = 64 * torch.finfo(torch.float32).eps
-"""How far sums in another order move gradients: a few ulp through each of some 50 operators."""
 NOT_COMPILED = "not built, not compiled or not repeated without compression"
 
 

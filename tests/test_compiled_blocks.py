@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_backend import as_inductor
+from compiled_backend import REORDERED, as_inductor
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 
-# How far decomposed operators, which sum in another order, move gradients: a few ulp through each of some 50 operators.
-REORDERED = 64 * torch.finfo(torch.float32).eps
 DEVICES = [("cpu", as_inductor), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compiled_backend import as_inductor, held_by_graphs
+from compiled_backend import REORDERED, as_inductor, held_by_graphs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,6 @@ pytestmark = pytest.mark.slow
 WORLD = 2
 LOSSLESS: dict[str, Any] = {"mode": "lossless", "min_bytes": 1}
 INT8: dict[str, Any] = {"min_bytes": MIN_BYTES}
-# Decomposed operators, and sums over two ranks, move gradients by a few ulp through each of some 50 operators.
-REORDERED = 64 * torch.finfo(torch.float32).eps
 # Smaller than a block's parameters: torch splits the graph at the buckets.
 BUCKET_MIB = 0.1
 

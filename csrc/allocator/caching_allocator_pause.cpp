@@ -49,7 +49,7 @@ const char* stays(const PoolGroup& group) {
 
 constexpr char kShared[] = "is open in other processes";
 
-/// Of handles that are there.
+/// Return the bytes of the handles that exist; paused ones have none.
 Bytes mapped_bytes(const Segment& segment) {
   Bytes bytes = 0;
   for (const auto& [address, mapping] : segment.mappings) bytes += mapping.handle == kNoHandle ? 0 : mapping.size;

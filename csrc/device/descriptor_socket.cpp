@@ -32,10 +32,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Of a receiver with the sender's process.
+/// How long a receiver waits for the sender's process.
 constexpr time_t kPatienceSeconds = 10;
 
-/// Of the sender with a client that asks for nothing: a receiver asks right after it has connected, and a receiver that
+/// How long the sender waits for a client that asks for nothing: a receiver asks right after it has connected, and a receiver that
 /// waits because the places are taken still gets its turn in time.
 constexpr std::chrono::milliseconds kClientPatience{4000};
 constexpr std::size_t kMostClients = 64;

@@ -10,7 +10,7 @@ namespace pac::alloc {
 
 namespace {
 
-// Of a PCIe 5.0 link.
+// The rate of a PCIe 5.0 link with 16 lanes.
 constexpr double kCopyBytesPerUs = 55e3;
 constexpr Bytes kContentsStep = 512;
 

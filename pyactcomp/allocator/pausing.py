@@ -29,7 +29,7 @@ _lock = threading.Lock()
 _kept: dict[str, Keep] = {}
 """What each opened tag does with its contents by default."""
 _options: dict[tuple[CachingAllocator, str], tuple[bool, bool]] = {}
-"""Of each device's paused tags: whether contents are saved, and whether an allocation resumes. An undo needs both."""
+"""For each paused tag of a device: whether contents are saved, whether an allocation resumes. An undo needs both."""
 
 
 @dataclass(frozen=True)

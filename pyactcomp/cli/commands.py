@@ -22,7 +22,9 @@ from .shared import console, fail
 from .top import top
 from .tune import tune
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compress the activations saved for backward.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Estimate and explain the memory of PyTorch programs."
+)
 
 
 class Program(BaseException):

@@ -16,7 +16,7 @@ class SavedValue:
     Attributes
     ----------
     name, operator : str
-        Name of the node in the graph, and the operator behind it.
+        Name of the node in the graph, and the operator that made it.
     dtype : torch.dtype
     shape : tuple of int or str
         Sizes; a dynamic one by its symbol.

@@ -84,7 +84,7 @@ def _find(
 
 
 class _Copier:
-    """Copies nodes of the backward into the forward, each right behind the last value that the node reads.
+    """Copies nodes of the backward into the forward, each right after the last value that the node reads.
 
     Far from the kernels that compute the same values, a copy fuses with none: Inductor fuses no distant nodes.
     """
@@ -92,7 +92,7 @@ class _Copier:
     def __init__(self, forward: fx.GraphModule) -> None:
         self.graph = forward.graph
         self.nodes = {node.name: node for node in forward.graph.nodes}
-        # Of copies, the place of the forward's node that they stand behind; and what stands last behind each place.
+        # places: for each node, the position in the forward after which it stands. ends: the last node at a position.
         self.places = {node: place for place, node in enumerate(forward.graph.nodes)}
         self.ends = dict(enumerate(forward.graph.nodes))
         # Nothing stands between inputs.

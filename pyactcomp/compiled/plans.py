@@ -50,7 +50,7 @@ from .uses import Uses
 
 Function = Callable[..., object]
 SKIPPED = "skipped"
-# Of these parts each element serves several of the tensor's.
+# Stored parts with fewer elements than the tensor: a minimum and a step for each group, a byte for eight bits.
 SHARED_PARTS = ("groups_of_", "bits_of_")
 # Share of a memory that copies of what is kept of it must save: reading and writing them takes time. Queries and keys
 # of one projection, with codes for the values, save 0.16, at 1 % of a step of GPT-2 medium's sizes on an H200.
@@ -291,7 +291,7 @@ def _code_plan(
 
     def pack(x: Tensor) -> tuple[Tensor, Tensor]:
         if dense:
-            # As it is: of a view in another order Inductor makes a copy.
+            # Pass x itself: Inductor would copy a permuted view.
             return quantize(x.to(torch.bfloat16) if rounded else x, group_size, positive, order)
         x = x.permute(order)
         if rounded:

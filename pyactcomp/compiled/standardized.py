@@ -19,7 +19,7 @@ from .joint import CASTS, Joint, adjacent, is_multiple, is_smaller, is_view, nam
 _REDUCTIONS = {"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "logsumexp"}
 # What makes the other operand, by the operator that standardizes.
 _SCALES = {"mul": {"rsqrt", "reciprocal"}, "div": {"sqrt"}}
-# Of one operand and numbers, they pass on infinities and NaN, or their inverse.
+# An infinity or NaN in their operand makes the result infinite, NaN or zero.
 _SPREADING = {"var", "var_mean", "getitem", "mean", "sum", "add", "mul", "div", "pow", "sqrt", "rsqrt", "reciprocal"}
 # Operators from a deviation back to the values, views among them.
 _WALK = 16
@@ -151,7 +151,7 @@ def _is_inverse(node: fx.Node) -> bool:
 
 
 def _sources(centered: fx.Node) -> set[fx.Node]:
-    """Return a difference from a mean and what the mean is subtracted from, in each dtype."""
+    """Return the nodes of ``x - mean`` and of ``x``, with their casts."""
     sources = set(_casts(centered))
     if name_of(centered) == "sub" and isinstance(centered.args[0], fx.Node):
         sources.update(_casts(centered.args[0]))

@@ -116,6 +116,6 @@ class Watch:
 
 
 def stop_watches() -> None:
-    """Stop all watches: hooks around a step, whatever it calls, are about to be active."""
+    """Stop all watches: ``compressed`` is about to cover every call in a step."""
     for watch in list(_watching):
         watch.stop()

@@ -48,6 +48,7 @@ def estimate(
         of a module. The function takes ``batch``, and ``seq`` if there are sequences, and returns ``(model, batch)``,
         or ``(model, batch, loss)`` where the model does not return its loss: a function of the output (and the batch).
     batch : int
+        Samples of one step.
     seq : int, optional
         Tokens of a sequence; by default 1024, or as many as the model has positions.
     optimizer : str

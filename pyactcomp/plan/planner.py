@@ -90,7 +90,8 @@ class Planner:
             suits = [c for c in self._choices if c in ("keep", "checkpoint") or c in coded]
             if not suits or (mode and not any(c.endswith(OFFLOAD) == offloads for c in coded)):
                 continue
-            # What the rest stores without loss differs little by the blocks: the tables of an uncompressed rest serve.
+            # In lossless mode the rest of the model stores as much whatever the blocks do: keep and checkpoint take the
+            # tables that were recorded without compression.
             tables = {c: self._uniform(mode if mode == "int8" or c in coded else None, c) for c in suits}
             if self._steps is not None:
                 chains[mode, offloads] = chain_of(tables, shared_out(self._kept, self._steps), 0.0)

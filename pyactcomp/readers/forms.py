@@ -1,6 +1,6 @@
 """The forms in which saved tensors are stored, and the exactness needed by their readers.
 
-A reader is the operator behind a saved tensor: the operator saves the tensor in forward and reads it in backward.
+A reader is the operator that saves a tensor in forward and reads it in backward.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def of_operator(name: str, overload: str) -> Row:
 
 _APPLY = functions.code_of_apply()
 _FRAMES = 8
-# Whose frames are between a saved tensor's hook and the call of an autograd function's apply.
+# Modules whose frames stand between a saved tensor's hook and the call of an autograd function's apply.
 _HOOKS = ("pyactcomp.engine.", "pyactcomp.readers.", "pyactcomp.verify.")
 # The callers of our own autograd functions.
 _OWN = ("pyactcomp.functional.", "pyactcomp.fusions.")
@@ -214,7 +214,7 @@ def _of_library(mangled: str) -> Reading:
 
 
 def _registered_for(mangled: str, operators: Iterable[object]) -> str | None:
-    """Return the one of registered operators that has a class named ``mangled``."""
+    """Return the registered operator whose autograd class is named ``mangled``, or None."""
     for operator in operators:
         if isinstance(operator, str):
             namespace, _, base = operator.partition("::")

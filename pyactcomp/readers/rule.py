@@ -170,35 +170,35 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
         # A ReLU may be zero in a whole column, where the gradient of the other factor is zero too; a group spans many
         # rows of few columns, which may differ by orders of magnitude.
         layer = maker in LAYERS and maker is not Maker.RECTIFIED and partner is not Partner.ITSELF
-        beside = partner in (Partner.NOTHING, Partner.GAIN, Partner.PARAMETER)
-        coarse = (layer or beside) and (last >= _SHORT or images)
+        has_parameter = partner in (Partner.NOTHING, Partner.GAIN, Partner.PARAMETER)
+        takes_codes = (layer or has_parameter) and (last >= _SHORT or images)
     elif use is Use.FACTOR:
         layer = maker in LAYERS
         # Beside a logarithm, the gradients of a probability and of its score cancel.
         if maker is Maker.LOGARITHM or (partner is Partner.LOGARITHM and not layer):
             return ITSELF
         gated = maker in GATES and partner is Partner.OTHER
-        other = partner in (Partner.ITSELF, Partner.LOGARITHM, Partner.OTHER)
-        coarse = layer and (rows or images) and (gated or not other)
+        unproven = partner in (Partner.ITSELF, Partner.LOGARITHM, Partner.OTHER)
+        takes_codes = layer and (rows or images) and (gated or not unproven)
     elif use is Use.SQUARE:
-        coarse = maker in (Maker.RESIDUAL, Maker.RECTIFIED)
+        takes_codes = maker in (Maker.RESIDUAL, Maker.RECTIFIED)
     elif use is Use.HEADS:
         # Sums over fewer elements than a group do not average the errors of codes, and their differences are small.
         return SCALED if few or last < group_size else AS_CODES
     elif use is Use.CHANNELS:
         # The stride of a channel tells whether groups lie within channels, which may be orders of magnitude apart.
-        coarse = len(shape) > 2 and stride[1] == math.prod(shape[2:]) and stride[1] % group_size == 0
+        takes_codes = len(shape) > 2 and stride[1] == math.prod(shape[2:]) and stride[1] % group_size == 0
         # A statistic of a group norm may be of one channel of one sample, of a batch norm it is of all samples.
         statistics = shape[1] * (shape[0] if "group_norm" in reading.operator else 1)
-        if not coarse and (few or numel < SCATTERED * statistics):
+        if not takes_codes and (few or numel < SCATTERED * statistics):
             return ITSELF
     else:
         if use is Use.INPUT and maker in (Maker.MASKED, *_UNEVEN):
             return ITSELF
         if use is Use.ROWS and (few or last < SCATTERED):
             return ITSELF
-        coarse = rows or (use is Use.INPUT and images)
-    if not coarse or few:
+        takes_codes = rows or (use is Use.INPUT and images)
+    if not takes_codes or few:
         return BFLOAT16
     # A few gains may be a hundred times the others: codes of a group would round all columns in steps of the largest.
     return GAINED if maker is Maker.GAINED and use in (Use.MATRIX, Use.FACTOR) else AS_CODES

@@ -29,7 +29,7 @@ OOM = ACTIONS.index("oom")
 #: The sign with which a segment event's size counts in the reserved memory.
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
-#: Bytes: the size of a segment for requests up to 1 MiB, and of no other.
+#: Bytes of a segment for requests up to 1 MiB; no other segment has this size.
 SMALL_SEGMENT = 2 << 20
 #: Bytes: the least size of a segment for larger requests, and of a page for them, unless set otherwise.
 LARGE_SEGMENT = 20 << 20

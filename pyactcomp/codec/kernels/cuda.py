@@ -48,7 +48,7 @@ def bind(
     """
     index = _index(device)
     native = native_codes("cuda", index, dtype, bits, group_size, stochastic, keep_positive)
-    # Of graphs, which alone pack rows where they are.
+    # Only graphs pack rows in place; they use 8 bits, rounded to nearest.
     return CudaKernel(native, index, serves_rows=bits == 8 and not stochastic)
 
 

@@ -51,11 +51,6 @@ class Noise(NamedTuple):
         """The scalar arguments of a forward kernel."""
         return self.seed, self.counter, self.threads, self.below, self.scales[0]
 
-    @property
-    def of_backward(self) -> tuple[int | float, ...]:
-        """The scalar arguments of a backward kernel."""
-        return self.seed, self.counter, self.threads, self.below, self.scales[1]
-
 
 QUIET = Noise(seed=0, counter=0, threads=1, quads=0, below=0, scales=(1.0, 1.0))
 """No dropout."""

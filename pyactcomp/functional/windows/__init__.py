@@ -1,1 +1,1 @@
-"""Attention within windows and the residual addition behind it, for Swin Transformers."""
+"""Attention within windows and the residual addition after it, for Swin Transformers."""

@@ -197,7 +197,7 @@ class ResidualNorm(Fused):
 
 
 class DecoderLayer(Fused):
-    """A Llama block with a gated MLP: each sum and the norm behind are one pass, in forward and backward."""
+    """A Llama block with a gated MLP: each sum and the norm that follows are one pass, in forward and backward."""
 
     input_layernorm: Module
     self_attn: Callable[..., tuple[Tensor, Any]]
