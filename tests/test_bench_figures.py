@@ -150,7 +150,7 @@ def test_head_is_fused_where_the_method_says_so(name: str, monkeypatch: pytest.M
         if methods.METHODS[name].ours:
             for module in (LanguageModelLoss(nn.Linear(2, 2)), nn.Linear(2, 2)):
                 methods.METHODS[name].apply(module, [])
-    fused = name in ("int8", "int8-attention", "int8-g128", "int8+ckpt", "compile-blocks+int8")
+    fused = name in ("int8", "int8-attention", "int8+offload", "int8-g128", "int8+ckpt", "compile-blocks+int8")
     # A graph takes any module's loss in chunks.
     expected = [True, True] if name == "compile+int8+head" else [fused, False]
     assert heads == (expected if methods.METHODS[name].ours else [])

@@ -35,8 +35,8 @@ using Clock = std::chrono::steady_clock;
 /// How long a receiver waits for the sender's process.
 constexpr time_t kPatienceSeconds = 10;
 
-/// How long the sender waits for a client that asks for nothing: a receiver asks right after it has connected, and a receiver that
-/// waits because the places are taken still gets its turn in time.
+/// How long the sender waits for a client that asks for nothing: a receiver asks right after it has connected, and a
+/// receiver that waits because the places are taken still gets its turn in time.
 constexpr std::chrono::milliseconds kClientPatience{4000};
 constexpr std::size_t kMostClients = 64;
 
