@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -50,6 +51,21 @@ struct Layout {
         made.sizes.push_back(length);
         made.strides.push_back(step);
       }
+    }
+    return made;
+  }
+  /// Return where the elements of a view lie once those of this layout, in the order of their memory, follow each other
+  /// without gaps; nothing if a dimension of the view runs across a gap.
+  std::optional<Layout> without_gaps(const Layout& view) const {
+    const Layout dense = contiguous(sizes);
+    Layout made = view;
+    for (size_t dim = 0; dim < view.sizes.size(); ++dim) {
+      const std::int64_t step = view.strides[dim], steps = view.sizes[dim] - 1;
+      if (steps == 0 || step == 0) continue;
+      size_t of = 0;
+      while (of < sizes.size() && strides[of] > step) ++of;
+      if (of == sizes.size() || step % strides[of] != 0 || step / strides[of] * steps >= sizes[of]) return std::nullopt;
+      made.strides[dim] = step / strides[of] * dense.strides[of];
     }
     return made;
   }

@@ -147,6 +147,9 @@ struct View : Stored {
     const auto* const own = dynamic_cast<const Region*>(stored_in(region.get()));
     if (!own || !own->has_gaps()) return view_of(whole, layout, offset);
     if (!own->storing) return view_of(whole, layout, whole.storage_offset());
+    // Kernels sum in the order of memory, so what must be exact gets its gaps back.
+    const auto dense = own->need == kExact ? std::nullopt : own->apart.without_gaps(layout);
+    if (dense) return view_of(whole, *dense, 0);
     at::Tensor out = observer::empty(layout.sizes, layout.strides, whole.scalar_type(), whole);
     view_of(out, own->apart, 0).copy_(whole);
     return out;
