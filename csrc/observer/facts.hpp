@@ -26,6 +26,9 @@ void note_save();
 /// Return how the running operator reads a tensor that it saves, and the rest of the facts.
 Facts facts_of(const at::Tensor& tensor);
 
+/// Return the tensor that the running operator writes to in place, or an undefined one.
+at::Tensor written();
+
 /// Return the name of the node running in backward if the table gives it a need above `need`, else nothing.
 engine::Ref contradiction_of(long need);
 

@@ -206,6 +206,12 @@ Partner partner_made_by(Maker maker) {
   return maker == Maker::kLogarithm ? Partner::kLogarithm : Partner::kOther;
 }
 
+/// Return a tensor that a call reads.
+at::Tensor tensor_of(const Argument& argument) {
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+      const_cast<c10::TensorImpl*>(argument.tensor)));
+}
+
 /// Return what the running operator multiplies a tensor by: the other operand that codes could serve.
 Partner partner_of(const at::Tensor& tensor) {
   if (thread.calls.empty() || !thread.calls.back().op || thread.calls.back().op->is_function) return Partner::kNothing;
@@ -224,8 +230,7 @@ Partner partner_of(const at::Tensor& tensor) {
     if (same && seen) return Partner::kItself;
     seen = seen || same;
     if (same) continue;
-    const at::Tensor other(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-        const_cast<c10::TensorImpl*>(given)));
+    const at::Tensor other = tensor_of(thread.arguments[i]);
     if (!other.requires_grad()) continue;
     const auto node = node_of(other);
     if (same_source(made.get(), node.get(), tensor)) return Partner::kItself;
@@ -462,6 +467,13 @@ PyModuleDef definition = {
 
 void note_save() {
   if (!thread.calls.empty()) ++thread.calls.back().saves;
+}
+
+at::Tensor written() {
+  if (thread.calls.empty() || !thread.calls.back().op || thread.calls.back().op->name.back() != '_') return {};
+  const size_t first = thread.calls.back().first_argument;
+  const bool given = first < thread.arguments.size() && thread.arguments[first].index == 0;
+  return given ? tensor_of(thread.arguments[first]) : at::Tensor();
 }
 
 Facts facts_of(const at::Tensor& tensor) {
