@@ -69,8 +69,9 @@ class BatchNorm2d(Fused, nn.BatchNorm2d):
 class NormAndMore(Fused, nn.BatchNorm2d):
     """A class derived from ``nn.BatchNorm2d`` that runs children of its own, such as activations, on its result.
 
-    Nobody else sees the norm's result, so an activation in place need not write over it: the result is computed again
-    in backward, and torch makes no copy of it.
+    Nobody else sees the norm's result, so an activation in place need not write over it: torch makes no copy of it.
+    Where no kernel serves the norm, the class's own forward is as good: the engine computes the norm's result, and the
+    copy, again from the norm's input.
     """
 
     stands_for = ("batch_norm",)
@@ -78,16 +79,13 @@ class NormAndMore(Fused, nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input``, and run the children in turn."""
         codes = codes_for(self, input)
-        if codes is None or input.dim() != 4:
+        running = self.running_mean, self.running_var
+        if codes is None or input.dim() != 4 or (input.is_cuda and not has_kernels(input, *running, codes)):
             return super().forward(input)
         names = _children_of(original_of(type(self)))
         children = [child for child in map(self._modules.get, names) if not bypassable_as(child, nn.Identity)]
         relu = bool(children) and bypassable_as(children[0], nn.ReLU)
-        if input.is_cuda and not has_kernels(input, self.running_mean, self.running_var, codes):
-            # Its result is computed again from an input that backward has whole: one of 16 bits.
-            x, relu = nn.BatchNorm2d.forward(self, input), False
-        else:
-            x = _normalise(self, input, codes, relu=relu)
+        x = _normalise(self, input, codes, relu=relu)
         for child in children[relu:]:
             x = _out_of_place(child)(x)
         return x
