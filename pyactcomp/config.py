@@ -50,7 +50,14 @@ _INSTEAD = {
 
 
 def warn_of_former(function: str, options: Mapping[str, object]) -> None:
-    """Warn of each option that goes with the next release; raise TypeError for one that never was."""
+    """Warn of each option that goes with the next release; raise TypeError for others, and for a budget."""
+    if "budget" in options:
+        budget = options["budget"]
+        raise TypeError(
+            f"{function} takes no budget, got budget={budget!r}: a step's peak depends on its batch, so a plan runs "
+            "the step first. Give the plan, with loss= if the model does not return its loss: "
+            f"pyactcomp.compress(model, plan=pyactcomp.plan(model, batch, budget={budget!r}))"
+        )
     for name in options:
         if name not in _INSTEAD:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

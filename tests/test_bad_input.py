@@ -21,6 +21,8 @@ CAUGHT = (TypeError, ValueError, PyactcompError)
 OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bits": 8}, TypeError, "unexpected keyword argument 'bits'"),
     ({"mod": "int8"}, TypeError, "unexpected keyword argument 'mod'"),
+    ({"budget": "20GiB"}, TypeError, r"got budget='20GiB'.*compress\(.*plan\(model, batch, budget='20GiB'\)\)"),
+    ({"budget": 5, "mode": "lossless"}, TypeError, r"takes no budget, got budget=5: .*plan\(model, batch, budget=5\)"),
     ({"mode": "fp8"}, ValueError, r"mode must be one of \('int8', 'lossless'\), got 'fp8'"),
     ({"group_size": 100}, ValueError, r"group_size must be one of \(64, 128, 256\), got 100"),
     ({"rounding": "floor"}, ValueError, "rounding must be one of .*'nearest', 'stochastic'.*got 'floor'"),
