@@ -57,6 +57,23 @@ def selecting(batch: int) -> tuple[nn.Module, Tensor]:
     return _Selects(), torch.randn(batch, 8)
 
 
+class _Checks(nn.Module):
+    """Raises on a true answer, as models that check their labels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() >= 32:
+            raise ValueError("labels must be below 32")  # the line where it raises
+        return self.layer(x).sum()
+
+
+def checking(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Checks(), torch.randn(batch, 8)
+
+
 class _Wraps(nn.Module):
     """Numbers in place of tensors: torch hands them on as tensors of no dimension."""
 

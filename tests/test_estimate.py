@@ -25,7 +25,10 @@ from pyactcomp.layout import repeating
 MODELS = Path(__file__).with_name("estimate_models.py")
 BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
 MIB = 1 << 20
-LINE = 1 + next(i for i, text in enumerate(MODELS.read_text().splitlines()) if "the error names" in text)
+LINE, RAISES = (
+    1 + next(i for i, text in enumerate(MODELS.read_text().splitlines()) if words in text)
+    for words in ("the error names", "where it raises")
+)
 TOLERANCE = 0.02  # the bar of an estimate against a measurement
 
 
@@ -125,6 +128,11 @@ def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None
             f"{MODELS}:selecting",
             [],
             ["decides by values", "aten.index.Tensor", f"estimate_models.py:{LINE}", "real batch"],
+        ),
+        (
+            f"{MODELS}:checking",
+            [],
+            [f"ValueError, in {MODELS}:{RAISES}", "labels must be below 32", "had read 1 value", "real batch"],
         ),
         (f"{MODELS}:without_loss", [], ["a tensor of shape (8, 8), not a loss", "(model, batch, loss)"]),
         (f"{MODELS}:fixed", [], ["takes the number of samples, as batch", "()"]),

@@ -15,7 +15,7 @@ from ..codec.kernels import none
 from ..engine import offloading
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
-from .operators import Operators
+from .operators import Operators, line_of
 from .programs import builder
 from .result import Question
 from .training import quiet, record
@@ -71,7 +71,19 @@ def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Oper
             if isinstance(cause, PyactcompError):
                 return "refused", str(cause)
             cause = cause.__cause__ or cause.__context__
-        return "failed", traceback.format_exc()
+        reads = native.reads() + sum(operators.reads.values())
+        return ("refused", _after_reads(error, reads)) if reads else ("failed", traceback.format_exc())
+
+
+def _after_reads(error: Exception, reads: int) -> str:
+    """Return the text for an error of the program's own, which may come from what it read on the host."""
+    place = line_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+    values = "1 value" if reads == 1 else f"{reads} values"
+    return (
+        f"the model does not train on phantom tensors: {type(error).__name__}{place}: {error}. By then it had read "
+        f"{values} on the host, where numbers were taken to be 0 and answers true: if it decides by these, measure it "
+        f"with a real batch, or give a function without that branch\n{traceback.format_exc()}"
+    )
 
 
 def _write(answers: BinaryIO, message: tuple[str, Any]) -> None:

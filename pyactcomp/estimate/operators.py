@@ -7,6 +7,8 @@ once: a step repeats the operators of the last, and a block those of the block b
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,10 +257,13 @@ def _replaced(value: Any, fakes: Any) -> Any:
 
 def _where() -> str:
     """Return the line of the program that asked, as a clause of a sentence."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    return line_of(traceback.walk_stack(sys._getframe(1)))
+
+
+def line_of(frames: Iterable[tuple[Any, int]]) -> str:
+    """Return the innermost line that is the program's own, as a clause of a sentence; the innermost frame is first."""
+    for frame, line in frames:
         file = frame.f_code.co_filename
         if not any(part in file for part in ("/torch/", "/pyactcomp/", "<")):
-            return f", in {file}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f", in {file}:{line}"
     return ""
