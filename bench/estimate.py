@@ -2,11 +2,13 @@
 
 ``python -m bench estimate`` predicts, without a GPU, the rows of ``frontier.json`` that were measured on one, and
 writes ``estimate.json``. ``--measure`` measures the pairs below on a GPU, each in a process of its own, under each
-allocator; a later run without it predicts those too. Both go on where an earlier run stopped.
+allocator, those without a row first; a later run without it predicts those too. Both go on where an earlier run
+stopped.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -190,31 +192,49 @@ def _estimates(rows: list[Row]) -> dict[str, Any]:
 
 
 def _measure(options: Options) -> None:
-    """Measure the pairs under each allocator; needs a GPU."""
+    """Measure the pairs under each allocator, those that never were first; needs a GPU."""
     store = options.store("estimate")
-    for pair in PAIRS:
-        for allocator in ALLOCATORS:
-            done = store.has(kind="measured", allocator=allocator, **pair.key)
-            if not options.selects(pair.model, pair.mode) or (done and not options.again):
-                continue
-            limit = COMPILING_S if pair.mode.startswith("int8") else PAIR_S
-            if not options.budget.allows(limit):
-                return
-            asked = json.dumps([pair.model, pair.batch, pair.mode, pair.optimizer])
-            environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-            environment = environment if allocator == "expandable" else dict(os.environ)
-            command = [sys.executable, "-m", "bench.estimate_worker", asked, allocator]
-            row: Row
-            try:
-                ran = subprocess.run(
-                    command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=limit
-                )
-                lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-                row = json.loads(lines[-1]) if lines else {"status": "error", "reason": ran.stderr[-400:]}
-            except subprocess.TimeoutExpired:
-                row = {"status": "error", "reason": f"longer than {limit} s"}
-            store.append({"kind": "measured", **pair.key, "allocator": allocator, **row})
-            print(pair.key, allocator, row.get("measured", row.get("reason")), flush=True)
+    for pair, allocator in in_turn([*read(ROOT / "bench" / "results" / "estimate.json"), *store.rows()]):
+        done = store.has(kind="measured", allocator=allocator, **pair.key)
+        limit = COMPILING_S if pair.mode.startswith("int8") else PAIR_S
+        if not options.selects(pair.model, pair.mode) or (done and not options.again):
+            continue
+        if not options.budget.allows(limit):
+            continue  # a later pair may take less
+        row = _row_of(pair, allocator, limit)
+        store.append({"kind": "measured", **pair.key, "allocator": allocator, **row})
+        print(pair.key, allocator, row.get("measured", row.get("reason")), flush=True)
+
+
+def in_turn(rows: Iterable[Row]) -> list[tuple[Pair, str]]:
+    """Return each pair with each allocator: those without a row first, then those measured longest ago.
+
+    A row of a failure counts, so a pair that always fails does not take the time of the others.
+    """
+    last: dict[Any, str] = {}
+    for row in rows:
+        if row.get("kind") == "measured":
+            asked = Pair(row["model"], row["batch"], row["mode"], row["optimizer"]), row["allocator"]
+            last[asked] = max(last.get(asked, ""), row["time"])
+    return sorted(itertools.product(PAIRS, ALLOCATORS), key=lambda each: last.get(each, ""))
+
+
+def _row_of(pair: Pair, allocator: str, limit: float) -> Row:
+    """Measure a pair in a process of its own, for at most ``limit`` seconds."""
+    asked = json.dumps([pair.model, pair.batch, pair.mode, pair.optimizer])
+    environment = dict(os.environ)
+    if allocator == "expandable":
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    command = [sys.executable, "-m", "bench.estimate_worker", asked, allocator]
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "error", "reason": f"longer than {limit} s"}
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    row: Row = json.loads(lines[-1]) if lines else {"status": "error", "reason": ran.stderr[-400:]}
+    return row
 
 
 def _newest(rows: Iterable[Row]) -> list[Row]:

@@ -30,6 +30,7 @@ from bench import (
     codec,
     context,
     context_worker,
+    estimate,
     frontier,
     frontier_report,
     methods,
@@ -345,6 +346,32 @@ def test_only_what_is_missing_is_measured(tmp_path: Path) -> None:
     assert breadth.measured(store) == {Pair("l", "built", "h"), Pair("l", "unbuilt", "h")}
     other = rows.Store(store.path, {**ORIGIN, "sources": "s2"}, breadth.KEY)
     assert breadth.measured(other) == set()
+
+
+def test_pairs_that_no_commit_has_measured_come_first_and_the_oldest_after_them() -> None:
+    everything = estimate.in_turn([])
+    assert everything == [(pair, name) for pair in estimate.PAIRS for name in estimate.ALLOCATORS]
+    times = {each: f"2026-11-{1 + i % 28:02}" for i, each in enumerate(reversed(everything))}
+    failed, never = everything[5], everything[-4]
+    found = [
+        {"kind": "measured", **pair.key, "allocator": name, "status": "error" if (pair, name) == failed else "ok",
+         "time": times[pair, name]}
+        for pair, name in everything if (pair, name) != never
+    ]  # fmt: skip
+    found.insert(0, {**found[0], "time": "2026-10-01"})  # measured again since
+    ordered = estimate.in_turn(found)
+    assert ordered[0] == never
+    assert [times[each] for each in ordered[1:]] == sorted(times[each] for each in everything if each != never)
+
+
+def test_a_pair_that_needs_more_than_is_left_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(
+        estimate, "_row_of", lambda pair, name, limit: measured.append((pair.mode, limit)) or {"status": "ok"}
+    )
+    estimate._measure(options(tmp_path, budget=rows.Budget((estimate.PAIR_S + estimate.COMPILING_S) / 2)))
+    assert set(measured) == {(pair.mode, estimate.PAIR_S) for pair in estimate.PAIRS if "int8" not in pair.mode}
+    assert len(measured) == 3 * sum("int8" not in pair.mode for pair in estimate.PAIRS)
 
 
 def test_only_selects_by_library_architecture_and_head() -> None:
