@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import pyactcomp
 from pyactcomp import PyactcompError, _core, allocator
 from pyactcomp.allocator import AllocatorConfig, CachingAllocator, SimulatedDevice, attach, observe, plain
 
@@ -204,6 +205,43 @@ def test_a_function_called_under_pressure_makes_room_until_it_is_removed(simulat
         simulated.allocate(42 * MIB)
     assert len(missing) == 1
     handle.remove()
+
+
+def test_a_ladder_climbs_for_an_error_and_not_for_pressure_that_a_callback_took_away(
+    simulated: CachingAllocator,
+) -> None:
+    """Cached memory given back calls no callback; where one is called, the request fails unless it makes room."""
+    held: list[int] = []
+    missing: list[int] = []
+
+    def let_go(missing_bytes: int) -> bool:
+        missing.append(missing_bytes)
+        return bool(held) and simulated.free(held.pop()) is None
+
+    model = torch.nn.Linear(4, 4)
+    ladder = pyactcomp.Ladder(model, torch.optim.SGD(model.parameters(), lr=0.1), ["keep", "lossless"])
+
+    def train(stream: int) -> list[str]:
+        def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            # Of 48 MiB.
+            simulated.free(simulated.allocate((36 if ladder.rung.name == "keep" else 8) * MIB, stream=stream))
+            return model(batch).sum()  # type: ignore[no-any-return]
+
+        ladder.step(torch.ones(2, 4), loss)
+        return [climb.rung for climb in ladder.climbs]
+
+    with allocator.on_pressure(let_go):
+        assert train(0) == train(3) == []  # the other stream's cache goes
+        assert missing == []
+        held.append(simulated.allocate(20 * MIB))
+        assert train(0) == []
+        assert (len(missing), held) == (1, [])
+        assert train(0) == []
+        assert len(missing) == 1
+        kept = simulated.allocate(20 * MIB)
+        assert train(0) == ["keep"]
+        assert len(missing) == 2
+    simulated.free(kept)
 
 
 @pytest.mark.usefixtures("simulated")
