@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import config
+from pyactcomp.engine import offloading
 
 __all__ = ["delayed_fixture"]
 
@@ -226,6 +227,7 @@ def test_what_finds_no_room_on_the_host_stays(delayed: Delayed, memory: str, mon
     options: dict[str, Any] = {"host_memory": short * 10 // 6 + KIB} if memory == "host" else {}
     monkeypatch.setattr(config, "SMALLEST_HOST", KIB)
     link = delayed.use("random", window=32 * KIB, **options)
+    room = offloading.room_on_host(torch.device("cpu"))
     model = compressed(Model(), offload=1.0 if memory == "host" else "256KiB")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -237,6 +239,8 @@ def test_what_finds_no_room_on_the_host_stays(delayed: Delayed, memory: str, mon
     assert found["stayed"] > 0
     assert found["left"] > 0
     assert link.pinned <= short
+    assert (short <= room < short + 2 * KIB) == (memory == "host")
+    assert link.pinned <= room
 
 
 def test_threads_share_one_tape(delayed: Delayed) -> None:

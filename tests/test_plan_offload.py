@@ -18,7 +18,7 @@ from torch import nn
 
 import pyactcomp
 from pyactcomp.errors import PyactcompError
-from pyactcomp.estimate import question_of
+from pyactcomp.estimate import gpus, question_of
 from pyactcomp.estimate.gpus import GPUS
 from pyactcomp.estimate.process import Child
 from pyactcomp.estimate.recorded import estimated
@@ -28,6 +28,7 @@ from pyactcomp.model_hooks import session_of
 from pyactcomp.plan.planner import Planner
 from pyactcomp.plan.result import Plan
 from pyactcomp.plan.tables import Table, roofline, shared_out
+from pyactcomp.sizes import size_text
 
 CODECS: tuple[Any, ...] = ("int8", "lossless")
 H100 = GPUS["h100"]
@@ -130,7 +131,21 @@ def test_budgets_that_offload_alone_keeps() -> None:
         budgets = [low, *(int(low + share * (high - low)) for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.97)), high]
         plans = [planner.within(budget) for budget in (least - 1, *budgets)]
         rivals = [without.within(budget) for budget in budgets if budget >= least]
-    only_offload, *plans = plans
+        only_offload, *plans = plans
+        # A host with memory for half of the blocks.
+        host = max(plan.pinned for plan in plans) // 2
+        short = _planner(child, question, (*others, "int8+offload"), host=host)
+        short._runs.update((each, run) for each, run in planner._runs.items() if len({*dict(each.blocks).values()}) < 2)
+        short_least = short.smallest()
+        halved = [short.within(budget) for budget in (short_least, *(each for each in budgets if each >= least))]
+        with pytest.raises(PyactcompError, match="the host has room") as refused:
+            short.within(short_least - 1)
+    assert low < short_least <= least
+    assert f"the smallest budget that has one is {short_least} bytes" in str(refused.value)
+    assert str(refused.value).endswith(f"GiB, and the host has room for {size_text(host)}")
+    assert all(plan.pinned <= host and plan.peak <= plan.budget for plan in halved)
+    assert 0 < halved[0].pinned
+    assert [plan.seconds for plan in halved] == sorted((plan.seconds for plan in halved), reverse=True)
     assert only_offload.peak < least
     assert only_offload.offloaded()
     assert only_offload.pinned > 0
@@ -224,3 +239,28 @@ def test_offload_is_offered_where_it_can_run_alone(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="cannot work: the device is cpu"):
         pyactcomp.compress(model, plan=_layout("int8", ["int8+offload"]))
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_plan_for_a_models_own_gpu_asks_what_its_host_can_pin(
+    delayed: Delayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delayed.use(host_memory=1000 * KIB)
+    package = sys.modules["pyactcomp.plan"]
+    found: list[int | None] = []
+
+    class Found(Exception):
+        pass
+
+    def planner(*given: Any) -> Planner:
+        found.append(given[-1])
+        raise Found
+
+    monkeypatch.setattr(package, "Planner", planner)
+    monkeypatch.setattr(package, "gpu_of", lambda *_: H100)
+    monkeypatch.setattr(package, "with_measured_link", lambda card, _: card)
+    monkeypatch.setattr(gpus, "device_of", lambda _: torch.device("cpu"))  # in place of a GPU
+    model, batch, loss = plan_models.mlp(8)
+    for options in ({}, {"gpu": "4090"}, {"choices": ("keep", "int8")}):
+        with pytest.raises(Found):
+            pyactcomp.plan(model, batch, budget="1GiB", loss=loss, **options)
+    assert found == [600 * KIB, None, None]

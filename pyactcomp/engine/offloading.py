@@ -66,6 +66,15 @@ def rates_of(device: torch.device) -> Rates:
     return Rates(*link_of(device).measure(64 << 20, 4))
 
 
+_PINNED = 0.6
+"""Of the available host memory, what HostArena of csrc/engine/host_arena.hpp pins at most."""
+
+
+def room_on_host(device: torch.device) -> int:
+    """Return how many bytes of host memory can be pinned for a device's stored bytes now."""
+    return int(_PINNED * link_of(device).available)
+
+
 _PCI = Path("/sys/bus/pci/devices")
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import Module
 
-from ..engine.offloading import rates_of, reason_without_link
+from ..engine.offloading import rates_of, reason_without_link, room_on_host
 from ..errors import PyactcompError
 from ..sizes import bytes_of
 
@@ -172,6 +172,12 @@ def with_measured_link(gpu: Gpu, model: object) -> Gpu:
     """Return a GPU with the rate of the link that a model's device has; as it is for a model that is on none."""
     device = device_of(model)
     return gpu if device is None else replace(gpu, giga_link=min(rates_of(device)) / 1e9)
+
+
+def room_of(model: object) -> int | None:
+    """Return how many bytes the host of a model's GPU can pin; None for a model that is on none."""
+    device = device_of(model)
+    return None if device is None else room_on_host(device)
 
 
 def reason_without_offload(model: object) -> str | None:

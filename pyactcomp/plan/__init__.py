@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from ..errors import PyactcompError
 from ..estimate import question_of
-from ..estimate.gpus import Gpu, device_of, gpu_of, reason_without_offload, with_measured_link
+from ..estimate.gpus import Gpu, device_of, gpu_of, reason_without_offload, room_of, with_measured_link
 from ..estimate.process import Child
 from ..layout import CHOICES, OFFLOAD
 from ..sizes import budget_of
@@ -83,8 +83,8 @@ def plan(
     ValueError
         If ``budget`` is no size above 0.
     PyactcompError
-        If no plan is within the budget: the error names the smallest budget that has one. And where
-        :func:`pyactcomp.estimate` raises.
+        If no plan is within the budget, of those whose pinned memory the host of the model's GPU has: the error names
+        the smallest budget that has one. And where :func:`pyactcomp.estimate` raises.
 
     Examples
     --------
@@ -109,12 +109,13 @@ def plan(
     limit = budget_of(budget)
     card = gpu_of(gpu, model)
     limit = _free(card, model) if limit is None else limit
+    host = None
     if offloads and gpu is None:
-        card = with_measured_link(card, model)
+        card, host = with_measured_link(card, model), room_of(model)
     question = question_of(model, batch, seq, optimizer, dtype, autocast, card, loss)
     with Child(question) as child:
         tell = progress or (lambda _: None)
-        return Planner(child, question, tuple(choices), fuse_head, tell, seconds).within(limit)
+        return Planner(child, question, tuple(choices), fuse_head, tell, seconds, host).within(limit)
 
 
 def _free(card: Gpu, model: object) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ..config import Mode
 from ..errors import PyactcompError
@@ -29,7 +31,10 @@ _CUDNN = 0.03
 
 
 class Planner:
-    """Measures layouts of one model's blocks, each once, and finds the best."""
+    """Measures layouts of one model's blocks, each once, and finds the best.
+
+    ``host`` is what the host can pin, in bytes; None where the training runs on another one.
+    """
 
     def __init__(
         self,
@@ -39,9 +44,10 @@ class Planner:
         fuse_head: bool,
         tell: Callable[[str], object],
         steps: Mapping[str, float] | None = None,
+        host: int | None = None,
     ) -> None:
         self._child, self._question, self._card, self._fuse_head = child, question, question.gpu, fuse_head
-        self._tell, self._steps = tell, steps
+        self._tell, self._steps, self._host = tell, steps, host
         self._runs: dict[Layout, tuple[Recorded, ModeEstimate]] = {}
         self._kept, _ = self._run(Layout(None, ()), "keep")
         self._names = [each.name for each in self._kept.blocks]
@@ -94,13 +100,37 @@ class Planner:
             # tables that were recorded without compression.
             tables = {c: self._uniform(mode if mode == "int8" or c in coded else None, c) for c in suits}
             if self._steps is not None:
-                chains[mode, offloads] = chain_of(tables, shared_out(self._kept, self._steps), 0.0)
+                chain = chain_of(tables, shared_out(self._kept, self._steps), 0.0)
+                chains[mode, offloads] = self._within_host(mode, chain)
                 continue
             alike: dict[str, Table] = {mode: self._uniform(mode, mode)} if mode and offloads else {}
             seconds = roofline(self._kept, {"keep": kept, **alike, **tables}, self._card)
             saved = max(kept.base - min(each.base for each in tables.values()), 0)
-            chains[mode, offloads] = chain_of(tables, seconds, 2 * saved / self._card.bandwidth)
+            chain = chain_of(tables, seconds, 2 * saved / self._card.bandwidth)
+            chains[mode, offloads] = self._within_host(mode, chain)
         return chains
+
+    def _within_host(self, mode: Mode | None, chain: Chain) -> Chain:
+        """Return a chain in which as many blocks may offload, the first ones, as the host can pin the bytes of."""
+        names, count = [choice.name for choice in chain.blocks[0]], len(chain.blocks)
+        leaves, stays = ([name for name in names if name.endswith(OFFLOAD) == ends] for ends in (True, False))
+
+        def pins(first: int) -> int:
+            return self._pinned(self.layout(mode, leaves[:1] * first + stays[:1] * (count - first)))
+
+        if self._host is None or not leaves or pins(count) <= self._host:
+            return chain
+        if not stays:
+            raise PyactcompError(f"all choices offload{self._short_host()}: name another choice too, such as keep")
+        may = bisect_right(range(1, count), self._host, key=pins)
+        blocks = (
+            tuple(choice for choice in block if i < may or not choice.name.endswith(OFFLOAD))
+            for i, block in enumerate(chain.blocks)
+        )
+        return replace(chain, blocks=tuple(blocks))
+
+    def _pinned(self, layout: Layout) -> int:
+        return self._run(layout, "simulating the host's memory")[1].pinned
 
     def within(self, budget: int) -> Plan:
         """Return the plan for a budget."""
@@ -113,9 +143,11 @@ class Planner:
         # What the chains do not see: ends of blocks of memory, and where choices meet.
         miss = dict.fromkeys(chains, 0)
         for key, chain in chains.items():
-            for index, choice in enumerate(chain.blocks[0]):
-                if self.layout(key[0], [choice.name] * len(self._names)) in self._runs:
-                    same = [index] * len(self._names)
+            names = [[choice.name for choice in block] for block in chain.blocks]
+            for name in names[0]:
+                ran = self.layout(key[0], [name] * len(self._names)) in self._runs
+                if ran and all(name in each for each in names):
+                    same = [each.index(name) for each in names]
                     peak = self._consider(limit, key[0], chain, same, found)
                     miss[key] = max(miss[key], peak - chain.peak(same))
         for _ in range(_ROUNDS):
@@ -141,6 +173,7 @@ class Planner:
             raise PyactcompError(
                 f"no plan is within the budget of {size_text(budget)}: the smallest budget that has one is "
                 f"{smallest} bytes ({size_text(smallest)}); a smaller batch or an 8-bit optimizer needs less"
+                f"{self._short_host()}"
             )
         layout = min(found, key=lambda each: found[each])
         return self._plan(budget, layout, found[layout])
@@ -157,15 +190,25 @@ class Planner:
         """Run the choices with these indices, note them with their cost if they fit, and return the peak."""
         layout = self.layout(mode, [block[pick].name for block, pick in zip(chain.blocks, picks, strict=True)])
         peak = self.peak(layout)
-        if peak <= limit:
+        if peak <= limit and self._suits_host(layout):
             found[layout] = chain.cost(picks)
         return peak
+
+    def _suits_host(self, layout: Layout) -> bool:
+        return self._host is None or self._pinned(layout) <= self._host
+
+    def _short_host(self) -> str:
+        """Return what the host cannot pin, as a clause of a sentence; empty where it can pin all."""
+        pinned = max(map(self._pinned, list(self._runs)))
+        if self._host is None or pinned <= self._host:
+            return ""
+        return f"; offload of all blocks pins {size_text(pinned)}, and the host has room for {size_text(self._host)}"
 
     def smallest(self) -> int:
         """Return the smallest budget that has a plan: the least peak of all that ran, and of the smallest plans."""
         for (mode, _), chain in self.chains.items():
             self._consider(0, mode, chain, _smallest(chain), {})
-        return math.ceil(min(_peak(estimate) for _, estimate in self._runs.values()) / self._seen)
+        return math.ceil(min(self.peak(each) for each in self._runs if self._suits_host(each)) / self._seen)
 
     @property
     def _seen(self) -> float:
