@@ -68,7 +68,7 @@ def silu_slope(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gelu_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size: int, approximate: str) -> None:
+def test_gelu_is_recomputed_from_its_codes(dtype: torch.dtype, bits: int, group_size: int, approximate: str) -> None:
     x = on_device(3 * normal(NUMEL), torch.bfloat16).requires_grad_()
     outputs = []
 
@@ -112,7 +112,7 @@ def test_the_derivative_and_gelu_are_computed_in_one_pass(
     assert_within(derivative[finite], slope[finite], (12 * EPS * (1 + exact.abs()) * grad.cpu().double().abs())[finite])
 
 
-def test_a_redo_keeps_the_strides_of_the_output() -> None:
+def test_a_recompute_kernel_keeps_the_strides_of_the_output() -> None:
     x = on_device(normal(2, 8, 5, 7), torch.bfloat16).to(memory_format=torch.channels_last).requires_grad_()
     for out in (
         functional.gelu(x, codes=Codes(impl="triton")),
@@ -169,7 +169,7 @@ def test_silu_mul_is_within_its_bounds(dtype: torch.dtype, bits: int, group_size
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (4, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_silu_mul_is_redone_from_its_codes(dtype: torch.dtype, bits: int, group_size: int) -> None:
+def test_silu_mul_is_recomputed_from_its_codes(dtype: torch.dtype, bits: int, group_size: int) -> None:
     gate, up = (on_device(3 * normal(NUMEL, seed=seed), torch.bfloat16).requires_grad_() for seed in (0, 1))
     outputs = []
 
@@ -240,13 +240,13 @@ def test_silu_mul_in_place_is_the_same_in_less_memory(dtype: torch.dtype, again:
 
         out = silu_mul(gate, up, up_again=up_again if again else None, inplace=inplace, codes=Codes(impl="triton"))
         recipe = recipe_of(out)
-        redone = recipe.compute(dtype)
+        recomputed = recipe.compute(dtype)
         of_gate, of_up = torch.autograd.grad(out, (gate, up), grad)
         shared = [out.data_ptr() == up.data_ptr(), of_up.data_ptr() == grad.data_ptr()]
         shared += [of_gate.data_ptr() == made[-1].data_ptr()] if again else []
         assert shared == [inplace] * len(shared)
         assert up._version == int(inplace)
-        results.append((out.detach(), redone, of_gate, of_up))
+        results.append((out.detach(), recomputed, of_gate, of_up))
     for theirs, ours in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 

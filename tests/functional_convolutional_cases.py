@@ -87,26 +87,26 @@ def test_channels_orders_of_magnitude_apart_have_their_gradients(residual: bool)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_output_is_redone_from_the_codes_of_the_input(dtype: torch.dtype) -> None:
+def test_output_is_recomputed_from_the_codes_of_the_input(dtype: torch.dtype) -> None:
     case = Case.make((3, 128, 5, 5), device=DEVICE)
     leaves = case.leaves()
     out = case.run(leaves, (None, None), impl="triton")
     recipe = recipe_of(out)
     assert recipe is not None
     out = out.detach()
-    redone = recipe.compute(dtype)
-    assert redone.dtype is dtype
-    assert redone.stride() == out.stride()
-    assert torch.equal(redone > 0, out > 0)
+    recomputed = recipe.compute(dtype)
+    assert recomputed.dtype is dtype
+    assert recomputed.stride() == out.stride()
+    assert torch.equal(recomputed > 0, out > 0)
     assert case.weight is not None
     bound = error_of(normalised(case.x).float(), 64).to(DEVICE) * case.weight.abs().view(1, -1, 1, 1) + 2.0**-14
     bound = bound + torch.finfo(dtype).eps * (out.abs() + bound) + 64 * EPS * (out.abs() + 8)
-    assert float(((redone.double() - out).abs() / bound).max()) <= 1
+    assert float(((recomputed.double() - out).abs() / bound).max()) <= 1
     # From the memory that was read, whatever the parameters' is by then.
     for parameter in leaves[1:3]:
         assert parameter is not None
         parameter.data = torch.full_like(parameter, 7.0)
-    assert torch.equal(recipe.compute(dtype), redone)
+    assert torch.equal(recipe.compute(dtype), recomputed)
 
 
 def test_output_with_a_residual_has_the_codes_of_the_reference() -> None:
@@ -118,9 +118,9 @@ def test_output_with_a_residual_has_the_codes_of_the_reference() -> None:
     flat = out.cpu().as_strided((out.numel(),), (1,))
     packed = reference.quantize(flat, bits=8, group_size=64, stochastic=False, seed=SEED)
     expected = reference.dequantize(packed, flat.numel())
-    redone = recipe.compute(torch.float32)
-    assert redone.stride() == out.stride()
-    assert torch.equal(redone.cpu().as_strided((out.numel(),), (1,)), expected)
+    recomputed = recipe.compute(torch.float32)
+    assert recomputed.stride() == out.stride()
+    assert torch.equal(recomputed.cpu().as_strided((out.numel(),), (1,)), expected)
 
 
 def test_variance_survives_a_large_mean() -> None:

@@ -318,7 +318,7 @@ def test_writing_to_what_is_kept_is_an_error(given: bool, checkpointed: bool) ->
         out.sum().backward()
 
 
-def test_norm_is_not_redone_from_a_sum_that_was_written_to() -> None:
+def test_norm_is_not_recomputed_from_a_sum_that_was_written_to() -> None:
     x, residual = (normal(5, 256, seed=seed).to(DEVICE, torch.bfloat16).requires_grad_() for seed in (0, 1))
     out, total = add_rms_norm(x, residual, None, EPSILON, codes=Codes(impl="triton"))
     recipe = recipe_of(out)

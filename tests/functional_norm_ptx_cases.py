@@ -84,10 +84,10 @@ def test_backward_is_exact(
 
 
 @pytest.mark.parametrize(("out", "length", "groups", "rows"), [("bf16", 1024, 32, 2), ("fp32", 768, 16, 1)])
-def test_redo_is_exact(out: str, length: int, groups: int, rows: int, tmp_path: Path) -> None:
+def test_recomputing_is_exact(out: str, length: int, groups: int, rows: int, tmp_path: Path) -> None:
     flags = {"CENTRED": True, "HAS_BIAS": True}
     form = constants(length, groups, rows, **flags)
-    text = ptx(norm_kernels.norm_redo_kernel, f"*u8 *fp32 *fp32 *fp32 *{out} i64", 4, **form)
+    text = ptx(norm_kernels.norm_recompute_kernel, f"*u8 *fp32 *fp32 *fp32 *{out} i64", 4, **form)
     assert_exact(text, 0)
     assert_no_spills(text, tmp_path)
 
@@ -118,5 +118,5 @@ def test_kernels_that_keep_a_copy_do_not_spill(tmp_path: Path) -> None:
     for added in (False, True):
         backward = ptx(norm_kernels.norm_backward_kernel, types, 8, **form, **flags, ADDED=added)
         assert_no_spills(backward, tmp_path)
-    redo = ptx(norm_kernels.norm_redo_kernel, "*bf16 *fp32 *bf16 *bf16 *bf16 i64", 4, **form, HAS_BIAS=False)
-    assert_no_spills(redo, tmp_path)
+    recompute = ptx(norm_kernels.norm_recompute_kernel, "*bf16 *fp32 *bf16 *bf16 *bf16 i64", 4, **form, HAS_BIAS=False)
+    assert_no_spills(recompute, tmp_path)

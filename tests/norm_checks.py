@@ -84,7 +84,7 @@ def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: boo
     """Check the output, the gradients and the output computed again against float64."""
     leaves = c.leaves()
     out = c.run(leaves, impl, bits=bits, group_size=group_size, copy=copy)
-    redone = recipe_of(out).compute(out.dtype)
+    recomputed = recipe_of(out).compute(out.dtype)
     out.backward(c.grad)
     assert out.dtype == c.grad.dtype
     assert [t.grad.dtype for t in leaves if t is not None] == [t.dtype for t in leaves if t is not None]
@@ -122,7 +122,7 @@ def check(c: Case, impl: Impl, *, bits: int = 8, group_size: int = 64, copy: boo
     restored = x if copy else restored
     again, _ = host.statistics(restored)
     cast = torch.finfo(x.dtype).eps * (1 + (again.abs() + mean(restored.double().abs())) * rstd) * gain
-    assert_within(redone, host.scaled(again * rstd), rounding * (value + delta * gain) + 2 * cast)
+    assert_within(recomputed, host.scaled(again * rstd), rounding * (value + delta * gain) + 2 * cast)
 
     a = g * gain
     along = mean(a * row.abs())

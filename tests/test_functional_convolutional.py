@@ -97,24 +97,24 @@ def test_channels_orders_of_magnitude_apart_have_their_gradients(
     assert_small_channels_have_their_gradients(shape, layout, residual)
 
 
-def test_output_is_offered_where_it_can_be_redone() -> None:
+def test_output_is_offered_where_it_can_be_recomputed() -> None:
     case = Case.make((3, 64, 5, 5))
     leaves = case.leaves()
     out = case.run(leaves, (None, None))
     recipe = recipe_of(out)
     assert recipe is not None
     out = out.detach()
-    redone = recipe.compute(torch.float32)
-    assert torch.equal(redone > 0, out > 0)
+    recomputed = recipe.compute(torch.float32)
+    assert torch.equal(recomputed > 0, out > 0)
     # Half a step of the codes, a range of less than 24 in 255 steps, times the slope.
     slope = (case.weight.abs() / case.x.std((0, 2, 3))).max()
-    assert float((redone - out).abs().max()) <= float(slope) * 24 / 255
+    assert float((recomputed - out).abs().max()) <= float(slope) * 24 / 255
     with_residual = Case.make((3, 64, 5, 5), residual=True)
     assert recipe_of(with_residual.run(with_residual.leaves(), (None, None))) is None
     assert recipe_of(case.run(case.leaves(), (None, None), bits=None)) is None
 
 
-def test_redoing_after_the_weight_was_edited_raises() -> None:
+def test_recomputing_after_the_weight_was_edited_raises() -> None:
     case = Case.make((3, 64, 5, 5))
     leaves = case.leaves()
     recipe = recipe_of(case.run(leaves, (None, None)))

@@ -212,8 +212,8 @@ def test_output_is_offered_to_what_saves_it(bits: int | None, c: Case) -> None:
     assert recipe_of(out.view(24, 96)) is recipe
     assert recipe_of(out.to(torch.float16)) is recipe
     assert recipe.casts
-    redone = recipe.compute(out.dtype)
-    assert (redone.shape, redone.stride(), redone.dtype) == (out.shape, out.stride(), out.dtype)
+    recomputed = recipe.compute(out.dtype)
+    assert (recomputed.shape, recomputed.stride(), recomputed.dtype) == (out.shape, out.stride(), out.dtype)
     with torch.no_grad():
         leaves[2].add_(1)
     # While it is there, the output is taken as it is.

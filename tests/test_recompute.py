@@ -126,9 +126,9 @@ def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tenso
         compute(leaf(16, 32), leaf(32, 32, seed=1))
     assert reasons(c).count(policy.RECOMPUTED) == made_again
     report = pyactcomp.report(c)
-    redone = [t for t in report.tensors if t.kept == policy.RECOMPUTED]
-    assert sum(t.stored_bytes for t in redone) == 0
-    assert sum(t.unique_bytes for t in redone) == made_again * 16 * 32 * 4
+    recomputed = [t for t in report.tensors if t.kept == policy.RECOMPUTED]
+    assert sum(t.stored_bytes for t in recomputed) == 0
+    assert sum(t.unique_bytes for t in recomputed) == made_again * 16 * 32 * 4
 
 
 def test_pieces_of_an_output_are_made_of_the_whole() -> None:

@@ -128,7 +128,7 @@ class NormKernels {
   at::Tensor recompute(const at::Tensor& packed, const at::Tensor& rstd, const at::Tensor& weight,
                        const at::Tensor& bias, at::IntArrayRef sizes, at::ScalarType dtype) {
     const at::Tensor out = empty(sizes, dtype, packed);
-    const Plan& how = plan_of("norm_redo_kernel", out, {weight.defined(), bias.defined()}, false);
+    const Plan& how = plan_of("norm_recompute_kernel", out, {weight.defined(), bias.defined()}, false);
     Arguments tensors(5), scalars(1);
     tensors.add(elements(packed)).add(rstd).add(or_else(weight, rstd)).add(or_else(bias, rstd)).add(out);
     launch(how, tensors, scalars.add(how.stored));

@@ -147,7 +147,7 @@ def gelu_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def gelu_backward_redo_kernel(
+def gelu_backward_recompute_kernel(
     packed,
     grad,
     out,
@@ -167,7 +167,7 @@ def gelu_backward_redo_kernel(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def gelu_redo_kernel(
+def gelu_recompute_kernel(
     packed,
     out,
     numel: tl.int64,

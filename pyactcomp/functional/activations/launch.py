@@ -80,7 +80,7 @@ class Gelu:
         out = self.on.empty(dtype)
         self.on.launch(
             gelu_kernels,
-            "gelu_redo_kernel",
+            "gelu_recompute_kernel",
             self._form(codec_kernels.DECODE_TILE, self.how.bits),
             (packed, out),
             tile=codec_kernels.DECODE_TILE,
@@ -93,7 +93,7 @@ class Gelu:
         grad_x, out = self.on.empty(grad.dtype), self.on.empty(grad.dtype)
         self.on.launch(
             gelu_kernels,
-            "gelu_backward_redo_kernel",
+            "gelu_backward_recompute_kernel",
             self._form(codec_kernels.TILE, self.how.bits),
             (packed, grad, grad_x, out),
             tile=codec_kernels.TILE,
@@ -180,7 +180,7 @@ def silu_mul(
         if exact:
             _silu_mul_exactly(on, *sources, result)
         else:
-            on.launch(silu_mul_kernels, "silu_mul_redo_kernel", form, (*sources, result))
+            on.launch(silu_mul_kernels, "silu_mul_recompute_kernel", form, (*sources, result))
         return result
 
     return out, kept, backward, compute
@@ -211,7 +211,7 @@ def silu_mul_into(gate: Tensor, up: Tensor, out: Tensor, how: Saving | None) -> 
         _silu_mul_exactly(on, gate, up, out)
     else:
         form = how.bits, how.group_size, FLAT_TILE // how.group_size, False
-        on.launch(silu_mul_kernels, "silu_mul_redo_kernel", form, (gate, up, out))
+        on.launch(silu_mul_kernels, "silu_mul_recompute_kernel", form, (gate, up, out))
 
 
 def silu_mul_gradients(gate: Tensor, up: Tensor, grad: Tensor, how: Saving | None) -> tuple[Tensor, Tensor]:

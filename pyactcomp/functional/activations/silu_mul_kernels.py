@@ -194,7 +194,7 @@ def silu_mul_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def silu_mul_redo_kernel(
+def silu_mul_recompute_kernel(
     packed_gate,
     up,
     out,

@@ -83,10 +83,10 @@ class _BatchNorm(torch.autograd.Function):
             if codes is None:
                 signed = signs is not None
 
-                def redo(kept: Tensor, *rest: Any) -> Tensor:
+                def recompute(kept: Tensor, *rest: Any) -> Tensor:
                     return norm.recompute(kept, gamma, beta, *(rest if signed else (None, *rest)))
 
-                offer(ctx, out, redo, *operands, stored=(kept,) if signs is None else (kept, signs))
+                offer(ctx, out, recompute, *operands, stored=(kept,) if signs is None else (kept, signs))
             else:
                 offer(ctx, out, norm.restore, stored=(codes,))
         else:

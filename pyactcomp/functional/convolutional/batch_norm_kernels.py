@@ -333,7 +333,7 @@ def batch_norm_apply_kernel(
 
 
 @triton.jit(do_not_specialize=["numel", "width"])
-def batch_norm_redo_kernel(
+def batch_norm_recompute_kernel(
     packed,
     weight,
     bias,

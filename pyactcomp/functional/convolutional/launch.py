@@ -168,7 +168,7 @@ class BatchNorm:
         out = self._like(dtype)
         constants = (weight is not None, bias is not None, self.relu)
         tensors = (packed, argument(weight, out), argument(bias, out), out, argument(signs, out))
-        self._launch("batch_norm_redo_kernel", constants, tensors)
+        self._launch("batch_norm_recompute_kernel", constants, tensors)
         return out
 
     def restore(self, packed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -213,7 +213,7 @@ def _normalised(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def norm_redo_kernel(
+def norm_recompute_kernel(
     packed,
     rstd,
     weight,

@@ -26,7 +26,7 @@ _MOST_WARPS = 16
 # program share one row of sums.
 _TILES = {
     "norm_forward_kernel": (codec_kernels.TILE, 16),
-    "norm_redo_kernel": (codec_kernels.DECODE_TILE, 16),
+    "norm_recompute_kernel": (codec_kernels.DECODE_TILE, 16),
     "norm_backward_kernel": (2048, 8),
 }
 _RESIDENT_WARPS = 32
