@@ -328,7 +328,7 @@ def differentiable_once(backward: Backward) -> Backward:
         if torch.is_grad_enabled():
             refuse_second_derivative()
         asked = None if compiling else observer().asked()
-        return backward(ctx, *grads) if asked is None else _part(backward, ctx, grads, asked)
+        return backward(ctx, *grads) if asked is None else _gradients_asked_for(backward, ctx, grads, asked)
 
     return checked
 
@@ -343,21 +343,21 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     return answers
 
 
-class _Rest:
-    """The small gradients that a backward computed and was not asked for, and of which incoming gradients."""
+class _UnclaimedGradients:
+    """Small gradients that a backward computed without being asked, and the incoming gradients they belong to."""
 
-    def __init__(self, grads: tuple[Tensor | None, ...], found: tuple[Tensor | None, ...]) -> None:
-        self._of = [None if grad is None else (ref(grad.untyped_storage()), _view_of(grad)) for grad in grads]
-        self.found = found
+    def __init__(self, incoming: tuple[Tensor | None, ...], computed: tuple[Tensor | None, ...]) -> None:
+        self._incoming = [None if grad is None else (ref(grad.untyped_storage()), _view_of(grad)) for grad in incoming]
+        self.computed = computed
 
-    def serves(self, grads: tuple[Tensor | None, ...], asked: tuple[bool, ...]) -> bool:
-        """Return whether they are of ``grads``, provably the same memory, and all that is asked for."""
-        known = all(grad is not None for grad, want in zip(self.found, asked, strict=True) if want)
+    def serves(self, incoming: tuple[Tensor | None, ...], asked: tuple[bool, ...]) -> bool:
+        """Return whether they belong to ``incoming``, provably the same memory, and are all that is asked for."""
+        known = all(grad is not None for grad, want in zip(self.computed, asked, strict=True) if want)
         return known and all(
             grad is None
             if of is None
             else grad is not None and of[0]() is grad.untyped_storage() and of[1] == _view_of(grad)
-            for of, grad in zip(self._of, grads, strict=True)
+            for of, grad in zip(self._incoming, incoming, strict=True)
         )
 
 
@@ -365,28 +365,34 @@ def _view_of(grad: Tensor) -> tuple[object, ...]:
     return grad.data_ptr(), grad._version, grad.dtype, grad.size(), grad.stride()
 
 
-# A gradient is kept for a later backward if the incoming one has this many times its elements.
-_SMALL = 8
+# An unclaimed gradient is kept if the incoming one has this many times its elements: gradients of weights and biases
+# are far below, and one of an input, as large as the incoming one, would stay until a backward that may never come.
+_TIMES_SMALLER = 8
 
 
-def _part(
+def _gradients_asked_for(
     backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...], asked: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients that this backward is asked for, from an earlier one if that has computed them too."""
     answers = iter([answer for answer, (node, _) in zip(asked, ctx.next_functions, strict=True) if node is not None])
     wants = tuple([need and next(answers) for need in ctx.needs_input_grad])
-    rest, ctx.rest = getattr(ctx, "rest", None), None
-    if rest is not None and rest.serves(grads, wants):
-        found = rest.found
+    unclaimed, ctx.unclaimed = getattr(ctx, "unclaimed", None), None
+    if unclaimed is not None and unclaimed.serves(grads, wants):
+        computed = unclaimed.computed
     else:
         ctx.wanted = wants
-        found = backward(ctx, *grads)
+        computed = backward(ctx, *grads)
         del ctx.wanted
-        most = max(0 if grad is None else grad.numel() for grad in grads) // _SMALL
+        most = max(0 if grad is None else grad.numel() for grad in grads) // _TIMES_SMALLER
         if graph_is_retained() and all(grad is None or type(grad) is Tensor for grad in grads):
-            later = (None if want or g is None or g.numel() > most else g for g, want in zip(found, wants, strict=True))
-            ctx.rest = _Rest(grads, tuple(later))
-    return tuple([grad if want else None for grad, want in zip(found, wants, strict=True)])
+            ctx.unclaimed = _UnclaimedGradients(
+                grads,
+                tuple(
+                    None if want or g is None or g.numel() > most else g
+                    for g, want in zip(computed, wants, strict=True)
+                ),
+            )
+    return tuple([grad if want else None for grad, want in zip(computed, wants, strict=True)])
 
 
 def recorded(*tensors: Tensor | None) -> bool:
