@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from ..engine.policy import PLAIN
-from ..functional.norms.own import Own
+from ..functional.norms.own_forward import OwnForward
 from ..functional.norms.written import norm_by
 from ..functional.saving import recorded
 from .fusion import Fused, Fusion, codes_for, fused_class, original_of
@@ -85,22 +85,22 @@ class WrittenNorm(Fused):
             return cast(Tensor, super().forward(*args, **kwargs))
         (x,) = args
         bias = None if found.bias is None else getattr(self, found.bias)
-        own, weight, bias = local_rows(x, 1, getattr(self, found.weight), bias)
+        rows, weight, bias = local_rows(x, 1, getattr(self, found.weight), bias)
         given = [p for p in (weight, bias) if p is not None]
-        codes = codes_for(self, own, constant=True)
+        codes = codes_for(self, rows, constant=True)
         unknown = any(type(p) not in PLAIN or p.shape != x.shape[-1:] for p in given)
-        if codes is None or unknown or not recorded(own, *given):
+        if codes is None or unknown or not recorded(rows, *given):
             return cast(Tensor, super().forward(x))
-        narrow = torch.is_autocast_enabled(x.device.type) or any(t.dtype is not torch.float32 for t in (own, *given))
+        narrow = torch.is_autocast_enabled(x.device.type) or any(t.dtype is not torch.float32 for t in (rows, *given))
         # The class rounds in its own way, and its result may have the strides of its input.
-        itself = narrow or not own.is_contiguous()
-        if itself and own is not x:  # the class multiplies a DTensor by a DTensor
+        itself = narrow or not rows.is_contiguous()
+        if itself and rows is not x:  # the class multiplies a DTensor by a DTensor
             return cast(Tensor, super().forward(x))
         forward: Any = functools.partial(original_of(type(self)).forward, self) if itself else None
         if found.offset:
             weight = (weight.float() if narrow else weight) + found.offset
-        out = norm_by(Own(forward), own, weight, bias, found.eps, centred=found.centred, codes=codes)
-        return out if own is x else of_rows(out, x)
+        out = norm_by(OwnForward(forward), rows, weight, bias, found.eps, centred=found.centred, codes=codes)
+        return out if rows is x else of_rows(out, x)
 
 
 # Each module with the attributes that its formula was found with.

@@ -17,7 +17,7 @@ from ..masks.dropout import check_probability
 from ..masks.noise import QUIET, draw
 from ..saving import Saving, begin, check_dtype, check_float_tensor, differentiable_once, recorded, same, saving, wide
 from .launch import draws_noise, norm_of, serves
-from .own import Own
+from .own_forward import OwnForward
 
 
 def _to(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -34,7 +34,7 @@ def _under_autocast(x: Tensor) -> bool:
     return x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64
 
 
-def _keeps_itself(x: Tensor, residual: Tensor | None, rows: Tensor | None, own: Own | None) -> bool:
+def _keeps_itself(x: Tensor, residual: Tensor | None, rows: Tensor | None, own: OwnForward | None) -> bool:
     """Return whether to save ``x`` itself: a program often holds an input that needs no gradient.
 
     It is the batch, or comes from embeddings that are not trained. Nobody holds the casts that autocast makes.
@@ -64,7 +64,7 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         how: Saving,
-        own: Own | None,
+        own: OwnForward | None,
     ) -> Tensor:
         result = None if own is None else own.result(x)
         dtype = dtype if result is None else result.dtype
@@ -190,7 +190,7 @@ def normalised(
     dtype: torch.dtype | None,
     how: Saving,
     p: float = 0.0,
-    own: Own | None = None,
+    own: OwnForward | None = None,
 ) -> Tensor:
     """Return :func:`layer_norm` of x, or :func:`add_layer_norm`, of arguments that are known to be right.
 

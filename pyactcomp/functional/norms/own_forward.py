@@ -1,4 +1,4 @@
-"""Norms whose output another function computes: a module of a program's own, with roundings of its own."""
+"""The own forward of a norm that a program writes out: the output has that forward's roundings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
-    """A program's own code for a norm.
+class OwnForward:
+    """The forward of a module of the program's own, whose gradients and codes are those of a fused norm.
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ from ..saving import (
     saving,
 )
 from .launch import norm_of, serves
-from .own import Own
+from .own_forward import OwnForward
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
         dtype: torch.dtype,
         copy: bool,
         how: Saving,
-        own: Own | None,
+        own: OwnForward | None,
     ) -> Tensor:
         result = None if own is None else own.result(x)
         # Check x only where torch's chain of operators saves it: for 16-bit rows torch saves a float32 cast.
@@ -202,7 +202,7 @@ def rms_norm(
     return normalised(x, weight, eps, dtype, copy, how)
 
 
-def _keeps_itself(x: Tensor, own: Own | None) -> bool:
+def _keeps_itself(x: Tensor, own: OwnForward | None) -> bool:
     """Return whether to save ``x`` itself: a program often holds an input that needs no gradient.
 
     It is the batch, or comes from embeddings that are not trained.
@@ -217,7 +217,7 @@ def normalised(
     dtype: torch.dtype | None,
     copy: bool,
     how: Saving,
-    own: Own | None = None,
+    own: OwnForward | None = None,
 ) -> Tensor:
     """Return :func:`rms_norm` of arguments that are known to be right.
 

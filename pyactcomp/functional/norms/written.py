@@ -7,12 +7,12 @@ from torch import Tensor
 from ..codes import Codes
 from ..saving import saving
 from .layer_norm import normalised as layer_norm
-from .own import Own
+from .own_forward import OwnForward
 from .rms_norm import normalised as rms_norm
 
 
 def norm_by(
-    own: Own, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool, codes: Codes
+    own: OwnForward, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool, codes: Codes
 ) -> Tensor:
     """Normalise rows as a program's own code does, and save ``x`` for backward in codes.
 
@@ -21,7 +21,7 @@ def norm_by(
 
     Parameters
     ----------
-    own : Own
+    own : OwnForward
     x : Tensor, [..., features], floating point
     weight, bias : Tensor, [features], or None
     eps : float
