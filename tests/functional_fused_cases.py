@@ -37,15 +37,6 @@ def test_gelu_saves_the_bytes_of_the_reference(dtype: torch.dtype, bits: int, gr
     assert_codes_saved(saved, x, bits, group_size, None)
 
 
-@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
-def test_linear_saves_the_bytes_of_the_reference(bits: int, group_size: int) -> None:
-    x, weight = on_device(normal(9, 300), torch.bfloat16), on_device(normal(4, 300), torch.bfloat16).requires_grad_()
-    saved = saved_by(
-        lambda: functional.linear(x, weight, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl="triton"))
-    )
-    assert_codes_saved(saved, x, bits, group_size, None)
-
-
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gelu_gradient_is_within_its_bound(dtype: torch.dtype, approximate: str) -> None:

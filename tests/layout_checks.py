@@ -73,16 +73,6 @@ def on(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 PAIRS: dict[str, Pair] = {
-    "linear": Pair(
-        (16, 64),
-        lambda x, codes: functional.linear(x, *on(x, MATRIX), codes=codes),
-        lambda x: F.linear(x, *on(x, MATRIX)),
-    ),
-    "linear of tokens": Pair(
-        (2, 8, 64),
-        lambda x, codes: functional.linear(x, *on(x, MATRIX), codes=codes),
-        lambda x: F.linear(x, *on(x, MATRIX)),
-    ),
     "linear_cross_entropy": Pair(
         (16, 64),
         lambda x, codes: functional.linear_cross_entropy(x, *on(x, MATRIX, LABELS), impl=codes.impl),
@@ -148,10 +138,6 @@ PAIRS: dict[str, Pair] = {
             x, x, *on(x, COS, SIN), 2, contiguous_grad=codes.bits is None, impl=codes.impl
         )[0],
         lambda x: rotated(x, 2),
-    ),
-    "softmax": Pair((2, 4, 8, 8), lambda x, codes: functional.softmax(x, codes=codes), lambda x: x.softmax(-1)),
-    "softmax of columns": Pair(
-        (2, 4, 8, 8), lambda x, codes: functional.softmax(x, 2, codes=codes), lambda x: x.softmax(2)
     ),
     "window_attention": Pair(
         (2, 8, 192), lambda x, codes: window_attention(x, 4, *on(x, BIAS_OF_HEADS), codes=codes), attended

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 from functional_checks import (
-    EPS,
     SEED,
     assert_codes_saved,
-    assert_within,
     check_gelu,
-    error_of,
     normal,
     padded,
     saved_by,
@@ -54,13 +51,6 @@ def wide(*shape: int, seed: int = 0) -> Tensor:
 # Without quantisation the functions are those of torch.
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 3), (2, 2, 3), (3,)])
-def test_linear_passes_gradcheck(shape: tuple[int, ...], bias: bool) -> None:
-    arguments = wide(*shape), wide(4, 3, seed=1), wide(4, seed=2) if bias else None
-    assert torch.autograd.gradcheck(lambda *a: functional.linear(*a, codes=Codes(bits=None)), arguments)
-
-
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
@@ -78,8 +68,7 @@ def test_gelu_passes_gradcheck(approximate: str) -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_output_is_that_of_torch(bits: int | None) -> None:
-    x, weight, bias = normal(6, 64).requires_grad_(), normal(16, 64, seed=1), normal(16, seed=2)
-    assert torch.equal(functional.linear(x, weight, bias, codes=Codes(bits=bits)), F.linear(x, weight, bias))
+    x = normal(6, 64).requires_grad_()
     assert torch.equal(functional.gelu(x, codes=Codes(bits=bits)), F.gelu(x))
     assert torch.equal(functional.layer_norm(x, 64, codes=Codes(bits=bits)), F.layer_norm(x, (64,)))
 
@@ -92,10 +81,8 @@ def test_output_is_that_of_torch(bits: int | None) -> None:
 def test_saved_bytes_are_those_of_the_reference(dtype: torch.dtype, bits: int, group_size: int, impl: str) -> None:
     x = normal(7, 384).to(dtype)
     leaf = x.clone().requires_grad_()
-    weight = normal(8, 384, seed=1).to(dtype).requires_grad_()
     codes = Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl)
     for compute, packed in (
-        (lambda: functional.linear(leaf, weight, codes=codes), x),
         (lambda: functional.gelu(leaf, codes=codes), x),
         (lambda: functional.layer_norm(leaf, 384, codes=codes), padded(x, group_size)),
     ):
@@ -109,65 +96,29 @@ def test_rounding_and_seed_reach_the_codes(rounding: codec.Rounding, impl: str) 
     assert_codes_saved(saved, x, 4, 64, rounding)
 
 
-def test_linear_saves_the_weight_itself_and_x_in_codes() -> None:
-    x, weight = normal(32, 64).requires_grad_(), normal(16, 64, seed=1).requires_grad_()
-    codes, kept = saved_by(lambda: functional.linear(x, weight))
-    assert kept is weight
-    assert codes.numel() == 32 * 64 + 32 * 64 // 64 * 4
-
-
 @pytest.mark.parametrize(
-    ("compute", "count"),
+    "compute",
     [
-        (lambda x, w, b: functional.linear(x, w.detach(), b.detach()), 1),
-        (lambda x, w, b: functional.linear(x.detach(), w, b), 1),
-        (lambda x, w, b: functional.linear(x.detach(), w.detach(), b), 0),
-        (lambda x, w, b: functional.linear(x.detach(), w.detach(), b.detach()), 0),
-        (lambda x, w, b: functional.gelu(x.detach()), 0),
-        (lambda x, w, b: functional.layer_norm(x.detach(), 64), 0),
-        (lambda x, w, b: functional.layer_norm(x.detach(), 64, None, w[0]), 0),
+        lambda x, bias: functional.gelu(x),
+        lambda x, bias: functional.layer_norm(x, 64),
+        lambda x, bias: functional.layer_norm(x, 64, None, bias),
     ],
 )
-def test_nothing_is_saved_that_no_gradient_needs(compute: Callable[..., Tensor], count: int) -> None:
-    x, weight, bias = normal(8, 64).requires_grad_(), normal(64, 64).requires_grad_(), normal(64).requires_grad_()
-    assert len(saved_by(lambda: compute(x, weight, bias))) == count
+def test_nothing_is_saved_that_no_gradient_needs(compute: Callable[..., Tensor]) -> None:
+    bias = normal(64).requires_grad_()
+    assert saved_by(lambda: compute(normal(8, 64), bias)) == []
 
 
 def test_no_grad_saves_nothing() -> None:
     x = normal(8, 64).requires_grad_()
     outputs: list[Tensor] = []
     with torch.no_grad():
-        saved = saved_by(
-            lambda: (
-                outputs.extend((functional.linear(x, x), functional.gelu(x), functional.layer_norm(x, 64)))
-                or outputs[0]
-            )
-        )
+        saved = saved_by(lambda: outputs.extend((functional.gelu(x), functional.layer_norm(x, 64))) or outputs[0])
     assert saved == []
     assert not any(out.requires_grad for out in outputs)
 
 
 # How exact the gradients are.
-
-
-@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_gradients_are_within_their_bounds(dtype: torch.dtype, bits: int, group_size: int, impl: str) -> None:
-    x, weight, bias = normal(3, 10, 128).to(dtype), normal(16, 128, seed=1).to(dtype), normal(16, seed=2).to(dtype)
-    grad = normal(3, 10, 16, seed=3).to(dtype)
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    functional.linear(*leaves, codes=Codes(bits=bits, group_size=group_size, seed=SEED, impl=impl)).backward(grad)
-    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
-    F.linear(*exact).backward(grad.double())
-    rows, g = x.double().abs().view(-1, 128), grad.double().abs().view(-1, 16)
-    error = error_of(x, bits, group_size).view(-1, 128)
-    # Sums in float32 of as many products as there are rows, or outputs.
-    sums = (0.0, g.t() @ error + 30 * EPS * (g.t() @ (rows + error)), 30 * EPS * g.sum(0))
-    sums = (16 * EPS * (g @ weight.double().abs()).view(x.shape), *sums[1:])
-    for leaf, reference_leaf, bound in zip(leaves, exact, sums, strict=True):
-        assert leaf.grad is not None
-        assert reference_leaf.grad is not None
-        assert_within(leaf.grad, reference_leaf.grad, bound)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
@@ -186,55 +137,17 @@ def test_layer_norm_over_several_dimensions_has_the_gradients_of_torch() -> None
         assert torch.equal(a, b)
 
 
-def test_layouts_other_than_contiguous() -> None:
-    base = normal(64, 6, seed=4)
-    for make in (lambda: base.t(), lambda: base.view(8, 8, 6).transpose(0, 2), lambda: base[::2].t()):
-        x = make().clone(memory_format=torch.preserve_format).requires_grad_()
-        weight = normal(4, x.shape[-1], seed=5).requires_grad_()
-        for function in (functional.gelu, lambda t: functional.linear(t, weight)):  # noqa: B023
-            x.grad = None
-            out = function(x)
-            out.sum().backward()
-            assert x.grad is not None
-            assert x.grad.shape == x.shape
-        exact = x.detach().reshape(-1, x.shape[-1]).sum(0)
-        assert weight.grad is not None
-        # Each of the rows is off by at most half of an eighth bit's step of its group's range.
-        bound = x[..., 0].numel() * (x.max() - x.min()).item() / 255
-        assert float((weight.grad - exact).abs().max()) < bound
-
-
 def test_empty_tensors() -> None:
-    x, weight = torch.empty(0, 64, requires_grad=True), normal(3, 64).requires_grad_()
-    (functional.linear(x, weight).sum() + functional.gelu(x).sum() + functional.layer_norm(x, 64).sum()).backward()
+    x = torch.empty(0, 64, requires_grad=True)
+    (functional.gelu(x).sum() + functional.layer_norm(x, 64).sum()).backward()
     assert x.grad is not None
     assert x.grad.shape == (0, 64)
-    assert weight.grad is not None
-    assert not weight.grad.any()
 
 
 # Autocast.
 
 
-def test_linear_under_autocast_casts_as_torch() -> None:
-    x, weight, bias = (
-        normal(6, 64).requires_grad_(),
-        normal(16, 64, seed=1).requires_grad_(),
-        normal(16).requires_grad_(),
-    )
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        saved = saved_by(lambda: functional.linear(x, weight, bias, codes=Codes(seed=SEED)))
-        out = functional.linear(x, weight, bias)
-        expected = F.linear(x, weight, bias)
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, expected)
-    assert_codes_saved(saved, x.bfloat16(), 8, 64, None)
-    assert [s.dtype for s in saved] == [torch.uint8, torch.float32]
-    out.sum().backward()
-    assert [t.grad.dtype for t in (x, weight, bias) if t.grad is not None] == [torch.float32] * 3
-
-
-def test_others_under_autocast_have_the_dtype_of_torch() -> None:
+def test_functions_under_autocast_have_the_dtype_of_torch() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
             x = normal(4, 64).to(dtype).requires_grad_()
@@ -247,18 +160,9 @@ def test_others_under_autocast_have_the_dtype_of_torch() -> None:
 
 def test_second_derivative_raises() -> None:
     x = normal(4, 64).requires_grad_()
-    for function in (functional.gelu, lambda t: functional.layer_norm(t, 64), lambda t: functional.linear(t, t)):
+    for function in (functional.gelu, lambda t: functional.layer_norm(t, 64)):
         with pytest.raises(PyactcompError, match="only once"):
             torch.autograd.grad(function(x).sum(), x, create_graph=True)
-
-
-def test_edited_weight_raises() -> None:
-    x, weight = normal(4, 64).requires_grad_(), normal(4, 64).requires_grad_()
-    out = functional.linear(x, weight).sum()
-    with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
 
 
 X = normal(4, 64)
@@ -267,7 +171,7 @@ X = normal(4, 64)
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: functional.linear(X, X, codes=Codes(bits=7)), ValueError, "bits must be one of"),
+        (lambda: functional.gelu(X, codes=Codes(bits=7)), ValueError, "bits must be one of"),
         (lambda: functional.gelu(X, codes=Codes(group_size=32)), ValueError, "group_size must be one of"),
         (lambda: functional.gelu(X, codes=Codes(rounding="up")), ValueError, "rounding must be one of"),  # type: ignore[arg-type]
         (lambda: functional.gelu(X, codes=Codes(impl="gpu")), ValueError, "impl must be one of"),  # type: ignore[arg-type]
@@ -277,8 +181,6 @@ X = normal(4, 64)
         (lambda: functional.gelu(X, "erf"), ValueError, "approximate must be"),  # type: ignore[arg-type]
         (lambda: functional.gelu(X.int()), TypeError, "floating-point torch.Tensor, got torch.int32"),
         (lambda: functional.gelu([1.0]), TypeError, "got list"),  # type: ignore[arg-type]
-        (lambda: functional.linear(X, X.t()), ValueError, r"x of \[..., in\] and weight of \[out, in\]"),
-        (lambda: functional.linear(X, X, X), ValueError, r"bias of \(4,\), got \(4, 64\)"),
         (lambda: functional.layer_norm(X, 63), ValueError, "end with normalized_shape"),
         (lambda: functional.layer_norm(X, 64, X), ValueError, r"weight of \(64,\), got \(4, 64\)"),
         (lambda: functional.layer_norm(X, 64, None, X.int()[0]), TypeError, "bias must be a floating-point"),
@@ -323,10 +225,8 @@ def _exact(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
-        (_exact(functional.linear), [(8, 64), (64, 64)]),
         (_exact(functional.gelu), [(8, 64)]),
         (_exact(new_gelu), [(8, 64)]),
-        (_exact(functional.softmax), [(8, 64)]),
         (_exact(functional.silu_mul), [(8, 64), (8, 64)]),
         (lambda x, w: functional.rms_norm(x, w, 1e-6, codes=Codes(bits=None)), [(8, 64), (64,)]),
         (lambda x, w: functional.layer_norm(x, 64, w, codes=Codes(bits=None)), [(8, 64), (64,)]),
@@ -369,13 +269,11 @@ def test_a_result_without_a_gradient_gives_none(bits: int | None) -> None:
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     angles = torch.randn(1, 16, 8)
     results = [
-        functional.linear(x, weight, codes=Codes(bits=bits)),
         functional.layer_norm(x, 64, codes=Codes(bits=bits)),
         functional.rms_norm(x, weight[0], 1e-6, codes=Codes(bits=bits)),
         functional.gelu(x, codes=Codes(bits=bits)),
         new_gelu(x, codes=Codes(bits=bits)),
         functional.silu_mul(x, x, codes=Codes(bits=bits)),
-        functional.softmax(x, codes=Codes(bits=bits)),
         functional.dropout(x),
         residual_add(x, x),
         functional.rope(q, q, angles, angles)[0],
@@ -396,8 +294,6 @@ def test_a_vector_is_one_row(bits: int | None) -> None:
     for function in (
         lambda x: functional.rms_norm(x, weight, 1e-6, codes=Codes(bits=bits)),
         lambda x: functional.layer_norm(x, 64, weight, codes=Codes(bits=bits)),
-        lambda x: functional.linear(x, weight[None], codes=Codes(bits=bits)),
-        lambda x: functional.softmax(x, codes=Codes(bits=bits)) * weight,
     ):
         x = torch.randn(64, requires_grad=True)
         of_vector = torch.autograd.grad(function(x).sum(), (x, weight))

@@ -11,7 +11,7 @@ from torch import Tensor
 from window_checks import attention, check_window_attention, inputs, recipe_of
 
 from pyactcomp.errors import PyactcompError
-from pyactcomp.functional import Codes, softmax
+from pyactcomp.functional import Codes
 from pyactcomp.functional.windows.residual_add import residual_add
 from pyactcomp.functional.windows.take_rows import take_rows
 from pyactcomp.functional.windows.window_attention import window_attention
@@ -178,7 +178,6 @@ QKV, BIAS, X = normal(4, 9, 192), normal(2, 9, 9), normal(4, 3)
         (lambda: window_attention(QKV, 2, BIAS, normal(3, 9, 9)), ValueError, "4 windows a multiple of n"),
         (lambda: window_attention(QKV, 2, BIAS, BIAS > 0), TypeError, "mask must be a floating-point"),
         (lambda: window_attention(QKV, 2, BIAS, codes=Codes(bits=3)), ValueError, "bits must be one of"),
-        (lambda: softmax(QKV, codes=Codes(bits=16)), ValueError, "bits must be one of"),
         (lambda: residual_add(X, X[:2]), ValueError, r"one \[n, width\], got \(4, 3\) and \(2, 3\)"),
         (lambda: residual_add(X, X, rows=torch.arange(3)), ValueError, r"rows of \(4,\), got \(3,\)"),
         (lambda: residual_add(X, X, rows=X[:, 0]), TypeError, "int32 or int64 torch.Tensor, got torch.float32"),

@@ -188,16 +188,3 @@ def test_an_incoming_gradient_that_was_written_to_is_another(restores: Restored)
     torch.autograd.grad(out, x, grad, retain_graph=True)
     (found,) = torch.autograd.grad(out, weight, grad.mul_(3))
     assert torch.equal(found, torch.autograd.grad(again, weight, grad)[0])
-
-
-def test_linear_restores_its_input_for_the_weight_alone(restores: Restored) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    out = functional.linear(x, weight)
-    grad = torch.randn_like(out)
-    (of_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
-    assert len(restores) == 0
-    assert torch.equal(of_x, grad @ weight)
-    (of_weight,) = torch.autograd.grad(out, weight, grad)
-    assert len(restores) == 1
-    assert relative_error({"": of_weight}, {"": grad.t() @ x.detach()}) <= GRADIENT_BOUND

@@ -22,10 +22,8 @@ from .activations.gelu import gelu
 from .activations.projection import Projection
 from .activations.silu_mul import silu_mul
 from .attention.rope import rope
-from .attention.softmax import softmax
 from .codes import Codes
 from .head.linear_cross_entropy import linear_cross_entropy
-from .linear import linear
 from .masks.dropout import dropout
 from .norms.layer_norm import layer_norm
 from .norms.rms_norm import rms_norm
@@ -37,12 +35,10 @@ __all__ = [
     "gated_mlp",
     "gelu",
     "layer_norm",
-    "linear",
     "linear_cross_entropy",
     "rms_norm",
     "rope",
     "silu_mul",
-    "softmax",
 ]
 
 

@@ -104,9 +104,7 @@ FUNCTION_KINDS = {
     for kind, names in {
         Kind.LAYER: "norms.add_rms_norm._AddRmsNorm norms.rms_norm._RmsNorm "
         "norms.layer_norm._LayerNorm convolutional.batch_norm._BatchNorm "
-        "windows.window_attention._WindowAttention activations.silu_mul._SiluMul activations.gated_mlp._GatedMLP "
-        "linear._Linear",
-        Kind.SOFTMAX: "attention.softmax._Softmax",
+        "windows.window_attention._WindowAttention activations.silu_mul._SiluMul activations.gated_mlp._GatedMLP",
         Kind.MOVES: "attention.rope._Rope windows.take_rows._TakeRows convolutional.max_pool._MaxPool",
         Kind.ACTIVATES: "activations.gelu._Gelu activations.gelu._FusedGelu activations.new_gelu._NewGelu",
         Kind.SUM: "windows.residual_add._ResidualAdd",

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...engine.recompute import offer
-from ..attention.softmax import probabilities
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving, wide
 
@@ -27,7 +26,11 @@ def _merge(x: Tensor) -> Tensor:
 
 
 def _probabilities(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return probabilities((q * scale) @ k.transpose(-2, -1), -1, bias, mask, wide(q.dtype))
+    exact = wide(q.dtype)
+    scores = ((q * scale) @ k.transpose(-2, -1)).to(exact) + bias
+    if mask is not None:
+        scores = (torch.unflatten(scores, 0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
+    return scores.softmax(-1).to(exact)
 
 
 def _attend(qkv: Tensor, heads: int, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
