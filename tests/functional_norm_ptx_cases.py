@@ -28,7 +28,7 @@ def quads(dtype: str) -> int:
 
 
 def constants(length: int, groups: int, rows: int, **flags: Any) -> dict[str, Any]:
-    codes = {"BITS": 8, "GROUP": GROUP, "GROUPS": groups, "COMPILED": True}
+    codes = {"BITS": 8, "GROUP": GROUP, "GROUPS": groups}
     return {"N": length, "ROWS": rows, "HAS_WEIGHT": True, **codes, **flags}
 
 

@@ -16,7 +16,7 @@ from pyactcomp.functional.windows import launch as launches
 
 @pytest.mark.parametrize(("kept", "group"), [("*u8", GROUP), ("*bf16", 0)])
 def test_kernels_of_swins_windows_do_not_spill(kept: str, group: int, tmp_path: Path) -> None:
-    form = {"N": 49, "ROWS": 64, "HEADS": 4, "HEAD": 32, "HAS_MASK": True, "GROUP": group, "COMPILED": True}
+    form = {"N": 49, "ROWS": 64, "HEADS": 4, "HEAD": 32, "HAS_MASK": True, "GROUP": group}
     again = f"{kept} *fp32 *fp32 *bf16 i64 i32 fp32"
     assert_no_spills(ptx(kernels.window_attention_again_kernel, again, launches.WARPS, **form), tmp_path)
     backward = f"{kept} *fp32 *fp32 *bf16 *bf16 *fp32 i64 i32 fp32"
@@ -28,4 +28,4 @@ def test_forward_that_packs_does_not_spill(tmp_path: Path) -> None:
     form = {"N": 49, "ROWS": 64, "HEADS": 4, "HEAD": 32, "HAS_MASK": True, "GROUP": GROUP, "STOCHASTIC": False}
     types = "*bf16 *fp32 *fp32 *bf16 *u8 i64 i32 fp32 u32 u32"
     kernel, registers = kernels.window_attention_forward_kernel, launches.FORWARD_REGISTERS
-    assert_no_spills(ptx(kernel, types, launches.WARPS, registers, **form, COMPILED=True), tmp_path)
+    assert_no_spills(ptx(kernel, types, launches.WARPS, registers, **form), tmp_path)

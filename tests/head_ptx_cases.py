@@ -18,7 +18,7 @@ from pyactcomp.functional.head.linear_cross_entropy import BLOCK, WARPS
 def ptx(vocabulary: int, dtype: str, gradient: bool, capped: bool = False) -> str:
     vector = 4 if dtype == "fp32" else 8
     stride = -(-vocabulary // 64) * 64
-    constants = [vocabulary, stride, vector, BLOCK, gradient, capped, True]
+    constants = [vocabulary, stride, vector, BLOCK, gradient, capped]
     names = [p.name for p in kernel.params]
     types = [f"*{dtype}", "*i64", "*fp32", "*fp32", "i64", "fp32", *["constexpr"] * len(constants)]
     source = ASTSource(

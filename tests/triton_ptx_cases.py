@@ -89,7 +89,6 @@ def encode(dtype: str, bits: int = 8, stochastic: bool = False) -> str:
         GROUPS=kernels.TILE // GROUP,
         STOCHASTIC=stochastic,
         KEEP_POSITIVE=False,
-        COMPILED=True,
     )
 
 
@@ -100,7 +99,6 @@ def decode(dtype: str, bits: int = 8) -> str:
         BITS=bits,
         GROUP=GROUP,
         GROUPS=kernels.TILE // GROUP,
-        COMPILED=True,
     )
 
 
@@ -181,7 +179,7 @@ def test_probabilities_move_in_16_byte_accesses(log: bool, tmp_path: Path) -> No
 @pytest.mark.parametrize("unit", [kernels.TILE, 16, 1])
 @pytest.mark.parametrize("tanh", [False, True])
 def test_fused_gelu_is_exact_in_what_it_packs(tanh: bool, unit: int) -> None:
-    tile = {"BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "UNIT": unit, "COMPILED": True}
+    tile = {"BITS": 8, "GROUP": GROUP, "GROUPS": kernels.TILE // GROUP, "UNIT": unit}
     # One of the cube; or five of the polynomial.
     polynomial = (1 if tanh else 5) * PER_THREAD
     types = "*bf16 *bf16 *u8 i64 u32 u32"
@@ -225,7 +223,7 @@ ELEMENTWISE = [
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case[0].__name__)
 def test_elementwise_kernels_move_16_bytes_at_a_time(case: tuple[Any, ...], unit: int, tmp_path: Path) -> None:
     kernel, types, read, written, warps, registers, constants = case
-    every = {"STOCHASTIC": False, **constants, "UNIT": unit, "COMPILED": True}
+    every = {"STOCHASTIC": False, **constants, "UNIT": unit}
     text = ptx(kernel, types, warps, registers, **every)
     accesses = FLAT_TILE * 2 // (32 * warps * 16)
     assert text.count("ld.global.v4.b32") == read * accesses

@@ -97,12 +97,12 @@ def dropout_factors(
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+def rounded(x, DTYPE: tl.constexpr):
     """Return float32 values rounded half to even to DTYPE, as float32."""
     if DTYPE == tl.float32:
         y = x
     elif DTYPE == tl.bfloat16:
-        y = (to_raw(x, DTYPE, COMPILED).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        y = (to_raw(x, DTYPE).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         y = x.to(DTYPE).to(tl.float32)
     return y

@@ -26,11 +26,7 @@ def launcher(
     device: torch.device,
     registers: int | None = None,
 ) -> codec_kernels.Launcher:
-    """Return the launcher of the kernel ``name`` in the module ``kernels``.
-
-    ``constants`` are the kernel's constexpr arguments, except for the last one, COMPILED.
-    """
-    constants = (*constants, not codec_kernels.interpreted())
+    """Return the launcher of the kernel ``name`` in ``kernels``; ``constants`` are its constexpr arguments."""
     return codec_kernels.Launcher(getattr(kernels, name), constants, warps, device, registers)
 
 

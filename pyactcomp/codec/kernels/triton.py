@@ -154,11 +154,10 @@ class _FloatKernel:
         from . import triton_kernels
 
         form = self._form = (bits, group_size)
-        compiled = not interpreted()
         self._stochastic = stochastic
         self._tile, self._decode_tile = TILE, DECODE_TILE
-        encode = (*form, TILE // group_size, stochastic, keep_positive, compiled)
-        decode = (*form, DECODE_TILE // group_size, compiled)
+        encode = (*form, TILE // group_size, stochastic, keep_positive)
+        decode = (*form, DECODE_TILE // group_size)
         self._encode = Launcher(triton_kernels.encode_kernel, encode, WARPS, device, REGISTERS)
         self._decode = Launcher(triton_kernels.decode_kernel, decode, DECODE_WARPS, device, REGISTERS)
 

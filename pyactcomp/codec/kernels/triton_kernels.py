@@ -51,7 +51,6 @@ def encode_kernel(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     KEEP_POSITIVE: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Pack [numel] elements; a program packs GROUPS groups, the first program the last groups of the tensor.
 
@@ -64,7 +63,7 @@ def encode_kernel(
     key = key0.to(tl.uint32)
     if numel - start >= TILE:
         x = load_tile(source + start, TILE, GROUP, GROUPS, False)
-        codes, parameters = encode_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE, COMPILED)
+        codes, parameters = encode_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE)
         store_codes(out, codes, parameters, start, TILE, numel, BITS, 16, False)
     else:
         left = (numel - start).to(tl.int32)
@@ -83,7 +82,6 @@ def _decode(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    COMPILED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -93,7 +91,7 @@ def _decode(
     if DTYPE == tl.float16:
         # Finite values must stay finite.
         values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
-    raw = to_raw(values, DTYPE, COMPILED)
+    raw = to_raw(values, DTYPE)
     if any_flagged(parameters):
         if DTYPE == tl.bfloat16:
             raw = restore_escapes(raw, codes, parameters, 0xFF80, 0x7F80, 0x7FC0, BITS)
@@ -112,15 +110,14 @@ def decode_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Restore [numel] elements, last tile first."""
     TILE: tl.constexpr = GROUPS * GROUP
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
     if numel - start >= TILE:
-        _decode(packed, out, start, TILE, numel, BITS, GROUP, GROUPS, COMPILED, False)
+        _decode(packed, out, start, TILE, numel, BITS, GROUP, GROUPS, False)
     else:
-        _decode(packed, out, start, (numel - start).to(tl.int32), numel, BITS, GROUP, GROUPS, COMPILED, True)
+        _decode(packed, out, start, (numel - start).to(tl.int32), numel, BITS, GROUP, GROUPS, True)
 
 
 @triton.jit(do_not_specialize=["numel"])

@@ -19,6 +19,8 @@ from .. import format as fmt
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels below run in Triton's interpreter, on CPU tensors."""
+COMPILED = tl.constexpr(not INTERPRETED)
+"""The opposite, for kernels: of a module's globals they read constexpr values alone."""
 
 _MAX_FINITE = tl.constexpr(fmt.MAX_FINITE)
 _MAX_FINITE_BITS = tl.constexpr(fmt.float32_bits(fmt.MAX_FINITE))
@@ -88,7 +90,7 @@ def load_tile(source, left, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTIAL: 
 
 
 @triton.jit
-def to_raw(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+def to_raw(x, DTYPE: tl.constexpr):
     """Return the bits of float32 values rounded half to even to DTYPE."""
     if DTYPE == tl.float32:
         raw = _bits(x)
@@ -118,7 +120,7 @@ def negative(x):
 
 
 @triton.jit
-def reciprocal(x, COMPILED: tl.constexpr):
+def reciprocal(x):
     """Return 1 / x within an ulp for normal x up to 2**126: one instruction, where a division takes nine."""
     if COMPILED:
         result = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -128,7 +130,7 @@ def reciprocal(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(x, COMPILED: tl.constexpr):
+def power_of_two(x):
     """Return 2 ** x within 2 ulp, below 2**-126 zero: one instruction, where ``tl.exp2`` takes four for subnormals."""
     if COMPILED:
         result = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -138,14 +140,14 @@ def power_of_two(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal_of_step(step, COMPILED: tl.constexpr):
+def _reciprocal_of_step(step):
     """Return the correctly rounded 1 / step, a bfloat16 from MIN_STEP to below 2**126, or NaN.
 
     A step of Newton's method leaves a relative error of 2**-46. The reciprocal of an 8-bit number is a float32 or at
     least 2**-33 away from the midpoint of two.
     """
     if COMPILED:
-        close = reciprocal(step, COMPILED)
+        close = reciprocal(step)
         result = tl.fma(close, tl.fma(negative(step), close, 1.0), close)
     else:
         result = tl.div_rn(1.0, step)
@@ -226,7 +228,6 @@ def encode_ordinary_tile(
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     KEEP_POSITIVE: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Return codes in the low bits of uint32 [groups, group_size], and parameters (uint32) [groups, 1].
 
@@ -246,7 +247,7 @@ def encode_ordinary_tile(
     divisor = tl.where(ordinary, step, float("nan"))
     # Exact for quotients from 1/2 on: the last bit of the quotient is at least 2**-24, of the step 2**-125. A smaller
     # quotient may be off by an ulp: rounding to nearest gives the same code, stochastic rounding may not.
-    quotient = divide(x - minimum, divisor, _reciprocal_of_step(divisor, COMPILED), COMPILED and not STOCHASTIC)
+    quotient = divide(x - minimum, divisor, _reciprocal_of_step(divisor), COMPILED and not STOCHASTIC)
     # No clamp: minimum is rounded down and step up, so the quotients of an ordinary group are in [0, LEVELS].
     bits = _bits(_round_codes(quotient, index, high, key, STOCHASTIC) + ROUNDER)
     if KEEP_POSITIVE:
@@ -269,10 +270,9 @@ def encode_tile(
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     KEEP_POSITIVE: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Return codes (uint8) [groups, group_size] and parameters (uint32) [groups, 1] of a float32 tile."""
-    bits, parameters = encode_ordinary_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE, COMPILED)
+    bits, parameters = encode_ordinary_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE)
     codes = bits.to(tl.uint8)
     if without_code(bits):
         codes, parameters = encode_any_tile(x, index, high, key, BITS, STOCHASTIC, KEEP_POSITIVE)

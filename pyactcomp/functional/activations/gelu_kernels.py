@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ...codec.kernels.triton_ops import (
+    COMPILED,
     element_index,
     encode_tile,
     load_tile,
@@ -42,38 +43,38 @@ _TANH_IS_IDENTITY = tl.constexpr(2.0**-40)
 
 
 @triton.jit
-def _normal(x, COMPILED: tl.constexpr):
+def _normal(x):
     """Return the normal distribution function Phi(x), and exp(-x**2 / 2)."""
-    t = reciprocal(tl.fma(tl.abs(x), _P, 1.0), COMPILED)
-    exponential = power_of_two(x * x * (-0.5 * _LOG2_E), COMPILED)
+    t = reciprocal(tl.fma(tl.abs(x), _P, 1.0))
+    exponential = power_of_two(x * x * (-0.5 * _LOG2_E))
     polynomial = tl.fma(tl.fma(tl.fma(tl.fma(t, _A5, _A4), t, _A3), t, _A2), t, _A1)
     tail = polynomial * t * exponential
     return tl.where(x < 0, tail, 1.0 - tail), exponential
 
 
 @triton.jit
-def _sigmoid_two_u(x, COMPILED: tl.constexpr):
+def _sigmoid_two_u(x):
     A: tl.constexpr = -_TWO_SQRT_TWO_OVER_PI * _LOG2_E
-    return reciprocal(1.0 + power_of_two(x * tl.fma(x * x, A * _CUBIC, A), COMPILED), COMPILED)
+    return reciprocal(1.0 + power_of_two(x * tl.fma(x * x, A * _CUBIC, A)))
 
 
 @triton.jit
-def _gelu_and_derivative(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
+def _gelu_and_derivative(x, TANH: tl.constexpr):
     if TANH:
-        s = _sigmoid_two_u(x, COMPILED)
+        s = _sigmoid_two_u(x)
         slope = tl.fma(x * x, 3.0 * _CUBIC * _TWO_SQRT_TWO_OVER_PI, _TWO_SQRT_TWO_OVER_PI)
         y = x * s
         d = tl.fma(y * (1.0 - s), slope, s)
     else:
-        phi, exponential = _normal(x, COMPILED)
+        phi, exponential = _normal(x)
         y = x * phi
         d = tl.fma(x * exponential, _INV_SQRT_TWO_PI, phi)
     return y, d
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr, COMPILED: tl.constexpr):
-    y, _ = _gelu_and_derivative(x, TANH, COMPILED)
+def _gelu(x, TANH: tl.constexpr):
+    y, _ = _gelu_and_derivative(x, TANH)
     return y
 
 
@@ -91,7 +92,6 @@ def gelu_forward_kernel(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     UNIT: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute gelu of [numel] elements and, unless BITS is 0, pack the elements."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
@@ -101,9 +101,9 @@ def gelu_forward_kernel(
     values = load_tile(x + start, left, GROUP, GROUPS, PARTIAL)
     if BITS != 0:
         index, high = element_index(start, key1, GROUP, GROUPS)
-        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
+        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False)
         store_codes(packed, codes, parameters, start, left, numel, BITS, RUN, PARTIAL)
-    store_raw(out + start, to_raw(_gelu(values, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(values, TANH), DTYPE), left, PARTIAL)
 
 
 @triton.jit
@@ -116,7 +116,6 @@ def _backward(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Return gelu and its gradient from the codes of the program's tile, the first element, and how many are left."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
@@ -124,7 +123,7 @@ def _backward(
     start, left = place(numel, GROUPS * GROUP, UNIT)
     x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, RUN, PARTIAL)
     g = load_tile(grad + start, left, GROUP, GROUPS, PARTIAL)
-    y, derivative = _gelu_and_derivative(x, TANH, COMPILED)
+    y, derivative = _gelu_and_derivative(x, TANH)
     return y, g * derivative, start, left
 
 
@@ -139,11 +138,10 @@ def gelu_backward_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute the gradient of gelu from codes."""
-    _, g, start, left = _backward(packed, grad, numel, TANH, BITS, GROUP, GROUPS, UNIT, COMPILED)
-    store_raw(out + start, to_raw(g, out.dtype.element_ty, COMPILED), left, UNIT != GROUPS * GROUP)
+    _, g, start, left = _backward(packed, grad, numel, TANH, BITS, GROUP, GROUPS, UNIT)
+    store_raw(out + start, to_raw(g, out.dtype.element_ty), left, UNIT != GROUPS * GROUP)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -158,12 +156,11 @@ def gelu_backward_recompute_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute the gradient of gelu and gelu itself from codes."""
-    y, g, start, left = _backward(packed, grad, numel, TANH, BITS, GROUP, GROUPS, UNIT, COMPILED)
-    store_raw(out + start, to_raw(g, out.dtype.element_ty, COMPILED), left, UNIT != GROUPS * GROUP)
-    store_raw(again + start, to_raw(y, again.dtype.element_ty, COMPILED), left, UNIT != GROUPS * GROUP)
+    y, g, start, left = _backward(packed, grad, numel, TANH, BITS, GROUP, GROUPS, UNIT)
+    store_raw(out + start, to_raw(g, out.dtype.element_ty), left, UNIT != GROUPS * GROUP)
+    store_raw(again + start, to_raw(y, again.dtype.element_ty), left, UNIT != GROUPS * GROUP)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -176,46 +173,43 @@ def gelu_recompute_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute gelu from codes."""
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     DTYPE: tl.constexpr = out.dtype.element_ty
     start, left = place(numel, GROUPS * GROUP, UNIT)
     x = restore(packed, start, left, numel, BITS, GROUP, GROUPS, 128 // DTYPE.primitive_bitwidth, PARTIAL)
-    store_raw(out + start, to_raw(_gelu(x, TANH, COMPILED), DTYPE, COMPILED), left, PARTIAL)
+    store_raw(out + start, to_raw(_gelu(x, TANH), DTYPE), left, PARTIAL)
 
 
 @triton.jit
-def _chain(x, X: tl.constexpr, C: tl.constexpr, COMPILED: tl.constexpr):
+def _chain(x, X: tl.constexpr, C: tl.constexpr):
     """Return the two factors of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), and the tanh."""
-    cube = rounded(rounded(x * x, C, COMPILED) * x, C, COMPILED)
-    inner = rounded(x + rounded(cube * _CUBIC, C, COMPILED), C, COMPILED)
-    inner = rounded(inner * _SQRT_TWO_OVER_PI, C, COMPILED)
+    cube = rounded(rounded(x * x, C) * x, C)
+    inner = rounded(x + rounded(cube * _CUBIC, C), C)
+    inner = rounded(inner * _SQRT_TWO_OVER_PI, C)
     if COMPILED:
         tanh = tl.where(tl.abs(inner) < _TANH_IS_IDENTITY, inner, libdevice.tanh(inner))
     else:
         tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
-    tanh = rounded(tanh, C, COMPILED)
-    return rounded(0.5 * x, X, COMPILED), rounded(1.0 + tanh, C, COMPILED), tanh
+    tanh = rounded(tanh, C)
+    return rounded(0.5 * x, X), rounded(1.0 + tanh, C), tanh
 
 
 @triton.jit(do_not_specialize=["numel"])
-def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr, COMPILED: tl.constexpr):
+def new_gelu_kernel(x, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr):
     """Compute HF's chain of operators with all their roundings; WIDE: float32 from pow on, as under autocast."""
     PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     C: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     start, left = place(numel, FLAT_TILE, UNIT)
     values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
-    half, factor, _ = _chain(values, x.dtype.element_ty, C, COMPILED)
-    y = rounded(half * factor, C, COMPILED)
-    store_raw(out + start, to_raw(y, out.dtype.element_ty, COMPILED), left, PARTIAL)
+    half, factor, _ = _chain(values, x.dtype.element_ty, C)
+    y = rounded(half * factor, C)
+    store_raw(out + start, to_raw(y, out.dtype.element_ty), left, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def new_gelu_backward_kernel(
-    x, grad, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr, COMPILED: tl.constexpr
-):
+def new_gelu_backward_kernel(x, grad, out, numel: tl.int64, WIDE: tl.constexpr, UNIT: tl.constexpr):
     """Compute the gradient of ``new_gelu_kernel`` as autograd does, operator by operator."""
     PARTIAL: tl.constexpr = UNIT != FLAT_TILE
     X: tl.constexpr = out.dtype.element_ty
@@ -223,19 +217,19 @@ def new_gelu_backward_kernel(
     start, left = place(numel, FLAT_TILE, UNIT)
     values = load_tile(x + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
     g = load_tile(grad + start, left, FLAT_GROUP, FLAT_GROUPS, PARTIAL)
-    half, factor, tanh = _chain(values, X, C, COMPILED)
-    of_half = rounded(rounded(g * factor, C, COMPILED), X, COMPILED)
-    of_tanh = rounded(g * half, C, COMPILED)
+    half, factor, tanh = _chain(values, X, C)
+    of_half = rounded(rounded(g * factor, C), X)
+    of_tanh = rounded(g * half, C)
     if C == tl.float32:
         # torch's CUDA kernel is compiled with contraction.
         slope = tl.fma(-tanh, tanh, 1.0)
     else:
-        slope = rounded(1.0 - rounded(tanh * tanh, C, COMPILED), C, COMPILED)
-    of_inner = rounded(rounded(of_tanh * slope, C, COMPILED) * _SQRT_TWO_OVER_PI, C, COMPILED)
-    of_cube = rounded(of_inner * _CUBIC, C, COMPILED)
-    cube_slope = rounded(3.0 * rounded(values * values, C, COMPILED), C, COMPILED)
-    through_cube = rounded(rounded(of_cube * cube_slope, C, COMPILED), X, COMPILED)
+        slope = rounded(1.0 - rounded(tanh * tanh, C), C)
+    of_inner = rounded(rounded(of_tanh * slope, C) * _SQRT_TWO_OVER_PI, C)
+    of_cube = rounded(of_inner * _CUBIC, C)
+    cube_slope = rounded(3.0 * rounded(values * values, C), C)
+    through_cube = rounded(rounded(of_cube * cube_slope, C), X)
     # Add in the order of autograd's nodes: the sum, the cube, the half.
-    total = rounded(rounded(of_inner, X, COMPILED) + through_cube, X, COMPILED)
-    total += rounded(0.5 * of_half, X, COMPILED)
-    store_raw(out + start, to_raw(total, X, COMPILED), left, PARTIAL)
+    total = rounded(rounded(of_inner, X) + through_cube, X)
+    total += rounded(0.5 * of_half, X)
+    store_raw(out + start, to_raw(total, X), left, PARTIAL)

@@ -14,8 +14,8 @@ from ..kernel_parts import rounded
 
 
 @triton.jit
-def _store(pointer, values, mask, COMPILED: tl.constexpr):
-    raw = to_raw(values, pointer.dtype.element_ty, COMPILED)
+def _store(pointer, values, mask):
+    raw = to_raw(values, pointer.dtype.element_ty)
     tl.store(pointer.to(tl.pointer_type(raw.dtype), bitcast=True), raw, mask=mask)
 
 
@@ -42,7 +42,6 @@ def rope_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     BACKWARD: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Rotate x [batch, tokens, heads, 2 HALF], or a gradient backwards, with the roundings of torch's operators.
 
@@ -67,18 +66,18 @@ def rope_kernel(
 
     low = load_float(source, 0, mask)
     high = load_float(source, HALF, mask)
-    cos_low = rounded(low * load_float(cos, table, mask), C, COMPILED)
-    cos_high = rounded(high * load_float(cos, table + HALF, mask), C, COMPILED)
+    cos_low = rounded(low * load_float(cos, table, mask), C)
+    cos_high = rounded(high * load_float(cos, table + HALF, mask), C)
     sin_low = load_float(sin, table, mask)
     sin_high = load_float(sin, table + HALF, mask)
     if BACKWARD:
         # Add zero, as autograd does to the gradient of a slice: -0 becomes 0.
-        turned_low = rounded(rounded(high * sin_high, C, COMPILED), X, COMPILED) + 0.0
-        turned_high = 0.0 - rounded(rounded(low * sin_low, C, COMPILED), X, COMPILED)
-        _store(target, rounded(cos_low, X, COMPILED) + turned_low, mask, COMPILED)
-        _store(target + HALF, rounded(cos_high, X, COMPILED) + turned_high, mask, COMPILED)
+        turned_low = rounded(rounded(high * sin_high, C), X) + 0.0
+        turned_high = 0.0 - rounded(rounded(low * sin_low, C), X)
+        _store(target, rounded(cos_low, X) + turned_low, mask)
+        _store(target + HALF, rounded(cos_high, X) + turned_high, mask)
     else:
-        turned_low = rounded(-high * sin_low, C, COMPILED)
-        turned_high = rounded(low * sin_high, C, COMPILED)
-        _store(target, rounded(cos_low + turned_low, C, COMPILED), mask, COMPILED)
-        _store(target + HALF, rounded(cos_high + turned_high, C, COMPILED), mask, COMPILED)
+        turned_low = rounded(-high * sin_low, C)
+        turned_high = rounded(low * sin_high, C)
+        _store(target, rounded(cos_low + turned_low, C), mask)
+        _store(target + HALF, rounded(cos_high + turned_high, C), mask)

@@ -111,9 +111,9 @@ def _restore(packed, start, groups, offsets, present, numel, GROUP: tl.constexpr
 
 
 @triton.jit
-def store_rounded(out, x, start, offsets, present, COMPILED: tl.constexpr):
+def store_rounded(out, x, start, offsets, present):
     """Store float32 values, rounded to the dtype of ``out``, where ``present``."""
-    raw = to_raw(x, out.dtype.element_ty, COMPILED)
+    raw = to_raw(x, out.dtype.element_ty)
     tl.store(out.to(tl.pointer_type(raw.dtype), bitcast=True) + start + offsets, raw, mask=present)
 
 
@@ -149,7 +149,6 @@ def batch_norm_statistics_kernel(
     SPAN: tl.constexpr,
     SWEEPS: tl.constexpr,
     RUN: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Write each program's means and sums of squared deviations, [splits, channels], of rows of ``width`` groups.
 
@@ -199,7 +198,6 @@ def batch_norm_finish_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Combine the partial results of ``batch_norm_statistics_kernel`` (Chan et al.), CHANNELS channels a program."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -262,11 +260,10 @@ def _pack(
     GROUPS: tl.constexpr,
     RUN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     _, high = element_index(start, key1, GROUP, GROUPS)
     index = start.to(tl.uint32) + offsets.to(tl.uint32)
-    codes, parameters = encode_tile(x, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED)
+    codes, parameters = encode_tile(x, index, high, key0.to(tl.uint32), 8, STOCHASTIC, False)
     _store_codes(packed, codes, parameters, start, groups, offsets, present, numel, GROUP, RUN)
 
 
@@ -298,7 +295,6 @@ def batch_norm_apply_kernel(
     SWEEPS: tl.constexpr,
     RUN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Normalise, pack, add the residual, apply ReLU; write the signs, and with a residual the codes of the output.
 
@@ -312,9 +308,7 @@ def batch_norm_apply_kernel(
     while tile < tiles:
         start, _, present = _tile_at(tile, first, rows, row_of, width, GROUP, GROUPS, SPAN)
         normal = (load_float(x + start, offsets, present) - average) * inverse
-        _pack(
-            packed, normal, start, groups, offsets, present, numel, key0, key1, GROUP, GROUPS, RUN, STOCHASTIC, COMPILED
-        )
+        _pack(packed, normal, start, groups, offsets, present, numel, key0, key1, GROUP, GROUPS, RUN, STOCHASTIC)
         y = _affine(normal, weight, bias, channel, SWEEPS, HAS_WEIGHT, HAS_BIAS)
         if HAS_RESIDUAL:
             y = y + load_float(residual + start, offsets, present)
@@ -326,9 +320,9 @@ def batch_norm_apply_kernel(
         if HAS_RESIDUAL:
             _pack(
                 packed_out, y, start, groups, offsets, present, numel, second0, second1, GROUP, GROUPS, RUN,
-                STOCHASTIC, COMPILED,
+                STOCHASTIC,
             )  # fmt: skip
-        store_rounded(out, y, start, offsets, present, COMPILED)
+        store_rounded(out, y, start, offsets, present)
         tile += splits
 
 
@@ -349,7 +343,6 @@ def batch_norm_recompute_kernel(
     SPAN: tl.constexpr,
     SWEEPS: tl.constexpr,
     RUN: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Recompute the output from the codes of the normalised input; positive exactly where forward's output was."""
     LANES: tl.constexpr = GROUPS // SWEEPS
@@ -366,7 +359,7 @@ def batch_norm_recompute_kernel(
             positive = _load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN)
             # The smallest normal float16, positive in every dtype.
             y = tl.where(positive, tl.where(y < 6.103515625e-05, 6.103515625e-05, y), 0.0)
-        store_rounded(out, y, start, offsets, present, COMPILED)
+        store_rounded(out, y, start, offsets, present)
         tile -= splits
 
 
@@ -385,7 +378,6 @@ def batch_norm_sums_kernel(
     SPAN: tl.constexpr,
     SWEEPS: tl.constexpr,
     RUN: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Write each program's sums of the gradient, and of the gradient times the normalised input, [splits, channels]."""
     LANES: tl.constexpr = GROUPS // SWEEPS
@@ -430,7 +422,6 @@ def batch_norm_backward_kernel(
     SPAN: tl.constexpr,
     SWEEPS: tl.constexpr,
     RUN: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Write the gradients of the input and the residual, given the sums over all rows."""
     LANES: tl.constexpr = GROUPS // SWEEPS
@@ -452,6 +443,6 @@ def batch_norm_backward_kernel(
             word = (tile.to(tl.int64) * (width // SPAN) + first // SPAN) * (LANES * GROUP // RUN)
             g = tl.where(_load_signs(signs, word, GROUP, GROUPS, SWEEPS, RUN), g, 0.0)
         if HAS_RESIDUAL:
-            store_rounded(grad_residual, g, start, offsets, present, COMPILED)
-        store_rounded(out, (g - level - normal * slope) * scale, start, offsets, present, COMPILED)
+            store_rounded(grad_residual, g, start, offsets, present)
+        store_rounded(out, (g - level - normal * slope) * scale, start, offsets, present)
         tile += splits

@@ -42,7 +42,6 @@ def max_pool_forward_kernel(
     LEFT: tl.constexpr,
     GROUP: tl.constexpr,
     PIXELS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Write [numel] maxima of HEIGHT x WIDTH windows, channels-last, and their positions in the windows."""
     RUN: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
@@ -64,7 +63,7 @@ def max_pool_forward_kernel(
             best = tl.where(larger, value, best)
             position = tl.where(larger, down * WIDTH + across, position)
     at = pixel * (width * GROUP) + channel
-    store_rounded(out, best, 0, at, present, COMPILED)
+    store_rounded(out, best, 0, at, present)
     tl.store(tl.max_contiguous(positions + at, [1, RUN]), position.to(tl.uint8), mask=present)
 
 
@@ -87,7 +86,6 @@ def max_pool_backward_kernel(
     LEFT: tl.constexpr,
     GROUP: tl.constexpr,
     PIXELS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Sum, for each of the [numel] inputs, the gradients of windows with this input as maximum, in torch's order."""
     RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
@@ -107,4 +105,4 @@ def max_pool_backward_kernel(
             chosen = tl.load(tl.max_contiguous(positions + at, [1, RUN]), mask=reached, other=255).to(tl.int32)
             value = load_float(grad, at, reached)
             total += tl.where(reached & (chosen == down * WIDTH + across), value, 0.0)
-    store_rounded(out, total, 0, pixel * (width * GROUP) + channel, present, COMPILED)
+    store_rounded(out, total, 0, pixel * (width * GROUP) + channel, present)

@@ -42,7 +42,6 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr,
     CAPPED: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute the cross-entropy of one row of [rows, STRIDE] logits per program; program 0 takes the last row.
 
@@ -77,7 +76,7 @@ def cross_entropy_kernel(
     if GRADIENT:
         factor = tl.where(counted, tl.where(known, tl.load(scale), float("nan")), 0.0)
         share = factor / total
-        target = row.to(tl.pointer_type(to_raw(share, DTYPE, COMPILED).dtype), bitcast=True)
+        target = row.to(tl.pointer_type(to_raw(share, DTYPE).dtype), bitcast=True)
         for block in range(BLOCKS):
             columns = (BLOCKS - 1 - block) * BLOCK + offsets
             x = _load(row, columns, VOCABULARY, STRIDE, cap, CAPPED)
@@ -86,4 +85,4 @@ def cross_entropy_kernel(
             if CAPPED:
                 # The padding holds -inf.
                 gradient *= tl.where(columns < VOCABULARY, 1.0 - (x / cap) * (x / cap), 0.0)
-            tl.store(target + columns, to_raw(gradient, DTYPE, COMPILED), mask=columns < STRIDE)
+            tl.store(target + columns, to_raw(gradient, DTYPE), mask=columns < STRIDE)

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ...codec.kernels.triton_ops import (
+    COMPILED,
     element_index,
     encode_tile,
     load_float,
@@ -74,9 +75,7 @@ def _halves_added(x):
 
 
 @triton.jit
-def _sum_of_squares(
-    x, residual, N: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr
-):
+def _sum_of_squares(x, residual, N: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr):
     """Sum the squares of a row of N float32 or 16-bit elements in the order of torch's ``mean``, to the bit.
 
     In torch a warp takes a row: each lane adds every 32nd vector of four, element by element, then the four sums, and
@@ -88,7 +87,7 @@ def _sum_of_squares(
     for k in tl.static_range(N // 128):
         v = load_float(x + k * 128, lanes)
         if HAS_RESIDUAL:
-            v = rounded(v + load_float(residual + k * 128, lanes), DTYPE, COMPILED)
+            v = rounded(v + load_float(residual + k * 128, lanes), DTYPE)
         total += v * v
     even, odd = tl.split(tl.reshape(total, [32, 2, 2]))
     first, third = tl.split(even)
@@ -139,7 +138,6 @@ def norm_forward_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Normalise rows and pack the normalised tensor (nothing if BITS is 0); ROWS rows a program, the last ones first.
 
@@ -159,21 +157,21 @@ def norm_forward_kernel(
     values = load_tile(_rows_from(x, indices, row, N, ROWS, INDEXED, GROUPS), N, GROUP, GROUPS, PARTIAL)
     if QUADS != 0:
         factors = dropout_factors(start, seed, counter, threads, below, gain, QUADS, GROUP, GROUPS)
-        values = rounded(values * factors, x.dtype.element_ty, COMPILED)
+        values = rounded(values * factors, x.dtype.element_ty)
     if HAS_RESIDUAL:
-        values = rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE, COMPILED)
+        values = rounded(values + load_tile(residual + start, N, GROUP, GROUPS, PARTIAL), DTYPE)
     if BITS == COPY:
-        store_raw(packed + start, to_raw(values, DTYPE, COMPILED), N, PARTIAL)
+        store_raw(packed + start, to_raw(values, DTYPE), N, PARTIAL)
     elif BITS != 0:
         first = row * STORED
         index, high = element_index(first, key1, GROUP, GROUPS)
-        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False, COMPILED)
+        codes, parameters = encode_tile(values, index, high, key0.to(tl.uint32), BITS, STOCHASTIC, False)
         store_codes(packed, codes, parameters, first, STORED, numel, BITS, RUN, PARTIAL)
 
     y = _centred(tl.reshape(values, [ROWS, TILE // ROWS]), N, CENTRED)
     AS_TORCH: tl.constexpr = not (CENTRED or INDEXED) and ROWS == 1 and N % 128 == 0
     if AS_TORCH:
-        squares = _sum_of_squares(x + start, residual + start, N, HAS_RESIDUAL, DTYPE, COMPILED)
+        squares = _sum_of_squares(x + start, residual + start, N, HAS_RESIDUAL, DTYPE)
         variance = tl.full([1, 1], 0.0, tl.float32) + (squares * (1.0 / N) + eps)
     else:
         variance = tl.sum(y * y, 1, keep_dims=True) * (1.0 / N) + eps
@@ -184,9 +182,9 @@ def norm_forward_kernel(
     tl.store(rstd + row + tl.arange(0, ROWS)[:, None], scale)
     y = y * scale
     if not CENTRED:
-        y = rounded(y, DTYPE, COMPILED)
+        y = rounded(y, DTYPE)
     y = tl.reshape(_scaled(y, weight, bias, N, HAS_WEIGHT, HAS_BIAS), [GROUPS, GROUP])
-    store_raw(out + start, to_raw(y, out.dtype.element_ty, COMPILED), N, PARTIAL)
+    store_raw(out + start, to_raw(y, out.dtype.element_ty), N, PARTIAL)
 
 
 @triton.jit
@@ -228,14 +226,13 @@ def norm_recompute_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Recompute the output from codes, ROWS rows a program, the last ones first."""
     RUN: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
     x, _ = _normalised(packed, rstd, row, numel, N, ROWS, CENTRED, BITS, GROUP, GROUPS, RUN)
     y = tl.reshape(_scaled(x, weight, bias, N, HAS_WEIGHT, HAS_BIAS), [GROUPS, GROUP])
-    store_raw(out + row * N, to_raw(y, out.dtype.element_ty, COMPILED), N, N * ROWS != GROUPS * GROUP)
+    store_raw(out + row * N, to_raw(y, out.dtype.element_ty), N, N * ROWS != GROUPS * GROUP)
 
 
 @triton.jit(do_not_specialize=["numel", "seed", "counter", "threads", "below", "gain"])
@@ -270,7 +267,6 @@ def norm_backward_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute the gradients from codes; TWICE also writes the input's gradient to ``other``, in the dtype of ``other``.
 
@@ -310,15 +306,15 @@ def norm_backward_kernel(
                 common = common + tl.sum(g, 1, keep_dims=True) * (1.0 / N)
             dx = tl.reshape((g - common) * scale, [GROUPS, GROUP])
             if ADDED:
-                dx = rounded(dx, beside.dtype.element_ty, COMPILED)
+                dx = rounded(dx, beside.dtype.element_ty)
                 dx = dx + load_tile(beside + row * N, N, GROUP, GROUPS, PARTIAL)
             if TWICE:
-                store_raw(other + row * N, to_raw(dx, other.dtype.element_ty, COMPILED), N, PARTIAL)
+                store_raw(other + row * N, to_raw(dx, other.dtype.element_ty), N, PARTIAL)
             if QUADS != 0:
                 factors = dropout_factors(row * N, seed, counter, threads, below, gain, QUADS, GROUP, GROUPS)
-                dx = rounded(dx, out.dtype.element_ty, COMPILED) * factors
+                dx = rounded(dx, out.dtype.element_ty) * factors
             target = _rows_from(out, indices, row, N, ROWS, INDEXED, GROUPS)
-            store_raw(target, to_raw(dx, out.dtype.element_ty, COMPILED), N, PARTIAL)
+            store_raw(target, to_raw(dx, out.dtype.element_ty), N, PARTIAL)
         tile -= tl.num_programs(0)
     sums = tl.program_id(0).to(tl.int64) * N + column
     if NEEDS_WEIGHT:

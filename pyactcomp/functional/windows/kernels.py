@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ...codec.kernels.triton_ops import (
+    COMPILED,
     _parameter_pointer,
     any_flagged,
     decode_tile,
@@ -23,13 +24,13 @@ from ...codec.kernels.triton_ops import (
 
 
 @triton.jit
-def _narrow(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+def _narrow(x, DTYPE: tl.constexpr):
     """Round to DTYPE."""
-    return to_raw(x, DTYPE, COMPILED).to(DTYPE, bitcast=True)
+    return to_raw(x, DTYPE).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def _dot(a, b, COMPILED: tl.constexpr):
+def _dot(a, b):
     """Return the product a b. In the interpreter cast first: tl.dot would multiply the bits of bfloat16."""
     if COMPILED:
         c = tl.dot(a, b)
@@ -39,8 +40,8 @@ def _dot(a, b, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, x, offsets, mask, COMPILED: tl.constexpr):
-    raw = to_raw(x, pointer.dtype.element_ty, COMPILED)
+def _store(pointer, x, offsets, mask):
+    raw = to_raw(x, pointer.dtype.element_ty)
     tl.store(pointer.to(tl.pointer_type(raw.dtype), bitcast=True) + offsets, raw, mask=mask)
 
 
@@ -61,7 +62,6 @@ def _load(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Return COLUMNS elements of each of N rows of WIDTH from ``start`` on, in DTYPE.
 
@@ -79,7 +79,7 @@ def _load(
             x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
         if any_flagged(parameters):
             x = restore_escapes(x, stored, parameters, float("-inf"), float("inf"), float("nan"), 8)
-        y = _narrow(x, DTYPE, COMPILED)
+        y = _narrow(x, DTYPE)
     return y
 
 
@@ -93,14 +93,13 @@ def _probabilities(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Return softmax(scale * q k^T + bias + mask), float32 [ROWS, ROWS], zero in the padding's columns."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, ROWS)[None, :]
     offsets = row * N + column
     present = (row < N) & (column < N)
-    scores = _dot(q, tl.trans(k), COMPILED) * scale + load_float(bias, offsets, present)
+    scores = _dot(q, tl.trans(k)) * scale + load_float(bias, offsets, present)
     if HAS_MASK:
         scores += load_float(mask, offsets, present)
     scores = tl.where(column < N, scores, float("-inf"))
@@ -122,11 +121,10 @@ def _attend(
     ROWS: tl.constexpr,
     HEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
-    p = _probabilities(q, k, bias, mask, scale, N, ROWS, HAS_MASK, COMPILED)
-    y = _dot(_narrow(p, v.dtype, COMPILED), v, COMPILED)
-    _store(out, y, _tile(WIDTH, ROWS, HEAD), tl.arange(0, ROWS)[:, None] < N, COMPILED)
+    p = _probabilities(q, k, bias, mask, scale, N, ROWS, HAS_MASK)
+    y = _dot(_narrow(p, v.dtype), v)
+    _store(out, y, _tile(WIDTH, ROWS, HEAD), tl.arange(0, ROWS)[:, None] < N)
 
 
 @triton.jit(do_not_specialize=["numel", "windows", "key0", "key1"])
@@ -148,7 +146,6 @@ def window_attention_forward_kernel(
     HAS_MASK: tl.constexpr,
     GROUP: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Pack qkv and attend; one window and the heads of one group per program, the last ones first."""
     WIDTH: tl.constexpr = HEADS * HEAD
@@ -163,9 +160,7 @@ def window_attention_forward_kernel(
         values = load_float(qkv + begin, offsets, present)
         # Indices are below 2**32: their high halves are zero, with the keyed hash key1.
         index = begin.to(tl.uint32) + offsets.to(tl.uint32)
-        codes, parameters = encode_tile(
-            values, index, key1.to(tl.uint32), key0.to(tl.uint32), 8, STOCHASTIC, False, COMPILED
-        )
+        codes, parameters = encode_tile(values, index, key1.to(tl.uint32), key0.to(tl.uint32), 8, STOCHASTIC, False)
         tl.store(packed + begin + offsets, codes, mask=present)
         row_start = begin + tl.arange(0, ROWS)[:, None] * (3 * WIDTH)
         tl.store(_parameter_pointer(packed, row_start, numel, 8, GROUP), parameters, mask=present)
@@ -179,7 +174,7 @@ def window_attention_forward_kernel(
         head = first // HEAD + i
         target = out + window.to(tl.int64) * (N * WIDTH) + first + i * HEAD
         head_bias, window_mask = bias + head * (N * N), mask + window % windows * (N * N)
-        _attend(q, k, v, head_bias, window_mask, target, scale, N, WIDTH, ROWS, HEAD, HAS_MASK, COMPILED)
+        _attend(q, k, v, head_bias, window_mask, target, scale, N, WIDTH, ROWS, HEAD, HAS_MASK)
 
 
 @triton.jit(do_not_specialize=["numel", "windows"])
@@ -197,7 +192,6 @@ def window_attention_again_kernel(
     HEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
     GROUP: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Attend from the saved qkv, in the dtype of ``out``; one window and head per program, the last ones first."""
     WIDTH: tl.constexpr = HEADS * HEAD
@@ -206,12 +200,12 @@ def window_attention_again_kernel(
     window = program // HEADS
     head = program % HEADS
     start = window.to(tl.int64) * (3 * N * WIDTH) + head * HEAD
-    q = _load(kept, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-    k = _load(kept, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-    v = _load(kept, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+    q = _load(kept, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE)
+    k = _load(kept, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE)
+    v = _load(kept, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE)
     target = out + window.to(tl.int64) * (N * WIDTH) + head * HEAD
     head_bias, window_mask = bias + head * (N * N), mask + window % windows * (N * N)
-    _attend(q, k, v, head_bias, window_mask, target, scale, N, WIDTH, ROWS, HEAD, HAS_MASK, COMPILED)
+    _attend(q, k, v, head_bias, window_mask, target, scale, N, WIDTH, ROWS, HEAD, HAS_MASK)
 
 
 @triton.jit(do_not_specialize=["numel", "windows"])
@@ -231,7 +225,6 @@ def window_attention_backward_kernel(
     HEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
     GROUP: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute the gradients of window attention from the saved qkv.
 
@@ -248,21 +241,21 @@ def window_attention_backward_kernel(
     window = tl.program_id(0) // HEADS
     while window < count:
         start = window.to(tl.int64) * (3 * N * WIDTH) + head * HEAD
-        q = _load(kept, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-        k = _load(kept, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
-        v = _load(kept, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE, COMPILED)
+        q = _load(kept, start, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE)
+        k = _load(kept, start + WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE)
+        v = _load(kept, start + 2 * WIDTH, numel, N, 3 * WIDTH, ROWS, HEAD, GROUP, DTYPE)
         g_start = window.to(tl.int64) * (N * WIDTH) + head * HEAD
         g = tl.load(grad + g_start + _tile(WIDTH, ROWS, HEAD), mask=present, other=0)
         head_bias, window_mask = bias + head * (N * N), mask + window % windows * (N * N)
-        p = _probabilities(q, k, head_bias, window_mask, scale, N, ROWS, HAS_MASK, COMPILED)
-        grad_v = _dot(tl.trans(_narrow(p, DTYPE, COMPILED)), g, COMPILED)
-        _store(grad_qkv + start + 2 * WIDTH, grad_v, tile, present, COMPILED)
-        dp = _dot(g, tl.trans(v), COMPILED)
+        p = _probabilities(q, k, head_bias, window_mask, scale, N, ROWS, HAS_MASK)
+        grad_v = _dot(tl.trans(_narrow(p, DTYPE)), g)
+        _store(grad_qkv + start + 2 * WIDTH, grad_v, tile, present)
+        dp = _dot(g, tl.trans(v))
         ds = p * (dp - tl.sum(p * dp, 1, keep_dims=True))
         sum_bias += ds
-        ds = _narrow(ds, DTYPE, COMPILED)
-        _store(grad_qkv + start, _dot(ds, k, COMPILED) * scale, tile, present, COMPILED)
-        _store(grad_qkv + start + WIDTH, _dot(tl.trans(ds), q, COMPILED) * scale, tile, present, COMPILED)
+        ds = _narrow(ds, DTYPE)
+        _store(grad_qkv + start, _dot(ds, k) * scale, tile, present)
+        _store(grad_qkv + start + WIDTH, _dot(tl.trans(ds), q) * scale, tile, present)
         window += tl.num_programs(0) // HEADS
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, ROWS)[None, :]
@@ -305,15 +298,14 @@ def residual_add_forward_kernel(
     SEGMENTS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute out[rows[i]] = x[rows[i]] + scale[rows[i] // sample] * branch[i], rounding the product as the branch."""
     DTYPE: tl.constexpr = branch.dtype.element_ty
     offsets, place, target, present = _segments(rows, numel, WIDTH, COLUMNS, SEGMENTS, HAS_ROWS)
     y = load_float(branch, offsets, present)
     if HAS_SCALE:
-        y = _narrow(y * load_float(scale, target // sample, present), DTYPE, COMPILED).to(tl.float32)
-    _store(out, load_float(x, place, present) + y, place, present, COMPILED)
+        y = _narrow(y * load_float(scale, target // sample, present), DTYPE).to(tl.float32)
+    _store(out, load_float(x, place, present) + y, place, present)
 
 
 @triton.jit(do_not_specialize=["numel", "sample"])
@@ -329,12 +321,11 @@ def residual_add_backward_kernel(
     SEGMENTS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Compute grad_branch[i] = scale[rows[i] // sample] * grad[rows[i]], rounding before and after the product."""
     DTYPE: tl.constexpr = grad_branch.dtype.element_ty
     offsets, place, target, present = _segments(rows, numel, WIDTH, COLUMNS, SEGMENTS, HAS_ROWS)
     g = load_float(grad, place, present)
     if HAS_SCALE:
-        g = _narrow(g, DTYPE, COMPILED).to(tl.float32) * load_float(scale, target // sample, present)
-    _store(grad_branch, g, offsets, present, COMPILED)
+        g = _narrow(g, DTYPE).to(tl.float32) * load_float(scale, target // sample, present)
+    _store(grad_branch, g, offsets, present)
