@@ -56,8 +56,8 @@ _PROJECTS = (Kind.PRODUCT, Kind.BIASED_PRODUCT)
 _CONDITIONED = (Kind.SCALES, Kind.ACTIVATES, Kind.RECTIFIES)
 
 
-class End(NamedTuple):
-    """A reader of a value, at the end of nodes that only arrange it or belong to the reader.
+class Reader(NamedTuple):
+    """An operator that reads a value, maybe through nodes that only arrange the value or belong to the operator.
 
     Attributes
     ----------
@@ -118,16 +118,16 @@ class Uses:
             Readers to count; None for all.
         """
         found: dict[str, Reading] = {}
-        ends: dict[str, set[End]] = {}
-        others: dict[str, list[Reading]] = {}
+        readers: dict[str, set[Reader]] = {}
+        readings: dict[str, list[Reading]] = {}
         for node in reversed(graph.nodes):
             if node.name in tangent or node.op == "output":
                 continue
-            ends[node.name], others[node.name] = set(), []
+            readers[node.name], readings[node.name] = set(), []
             for user in node.users:
                 if within is None or user.name in within or user.op == "output":
-                    self._add(node, user, tangent, ends, others)
-            found[node.name] = self._strictest(node, ends[node.name], others[node.name], found)
+                    self._add(node, user, tangent, readers, readings)
+            found[node.name] = self._strictest(node, readers[node.name], readings[node.name], found)
         # No one recomputes what is saved.
         return {name: replace(each, form=BFLOAT16) if each.form is GAINED else each for name, each in found.items()}
 
@@ -136,52 +136,55 @@ class Uses:
         node: fx.Node,
         user: fx.Node,
         tangent: Collection[str],
-        ends: dict[str, set[End]],
-        others: dict[str, list[Reading]],
+        readers: dict[str, set[Reader]],
+        readings: dict[str, list[Reading]],
     ) -> None:
         """Add what a user makes of a value to the value's readers."""
-        own, tensor = ends[node.name], value(node)
+        tensor = value(node)
         order = None if tensor is None else tuple(range(tensor.dim()))
         block = self.blocks.get(user.name)
         operator = self.operators.of(user)
         if user.op == "output":
-            others[node.name].append(_exact(user, "an output of backward"))
+            readings[node.name].append(_exact(user, "an output of backward"))
         elif name_of(user) in COMPARISONS:
-            others[node.name].append(_COMPARED)
+            readings[node.name].append(_COMPARED)
         elif user.name in tangent:
             if operator is None:
-                others[node.name].append(self._by_name(node, user))
+                readings[node.name].append(self._by_name(node, user))
             else:
-                own.add(End(operator, None, False, order))
+                readers[node.name].add(Reader(operator, None, False, order))
         elif block is not None and block != self.blocks.get(node.name):
-            others[node.name].append(self._form(block.reading, node, Partner.NOTHING))
+            readings[node.name].append(self._form(block.reading, node, Partner.NOTHING))
         elif is_arrangement(user):
             moved = _is_moved(node, user)
-            own.update(
-                end._replace(moved=end.moved or moved, order=_order_before(user, end.order)) for end in ends[user.name]
+            readers[node.name].update(
+                reader._replace(moved=reader.moved or moved, order=_order_before(user, reader.order))
+                for reader in readers[user.name]
             )
-            others[node.name] += others[user.name]
+            readings[node.name] += readings[user.name]
         elif operator is None:
-            others[node.name].append(Reading(name_of(user), "operand", ITSELF, "", known=False))
+            readings[node.name].append(Reading(name_of(user), "operand", ITSELF, "", known=False))
         elif user.name in operator.results:
-            own.add(End(operator, user, False, order))
+            readers[node.name].add(Reader(operator, user, False, order))
         else:
             made = value(user)
             same = tensor is not None and made is not None and tensor.shape == made.shape
-            own.update(end if same else end._replace(order=None) for end in ends[user.name])
-            others[node.name] += others[user.name]
+            readers[node.name].update(reader if same else reader._replace(order=None) for reader in readers[user.name])
+            readings[node.name] += readings[user.name]
 
-    def _strictest(self, node: fx.Node, ends: set[End], others: list[Reading], found: Mapping[str, Reading]) -> Reading:
-        readings = list(others)
-        for end in ends:
-            if end.result is None:
-                reading = self._derived(node, end.operator)
+    def _strictest(
+        self, node: fx.Node, readers: set[Reader], readings: list[Reading], found: Mapping[str, Reading]
+    ) -> Reading:
+        readings = list(readings)
+        for reader in readers:
+            if reader.result is None:
+                reading = self._derived(node, reader.operator)
             else:
-                reading = self._again(node, end, found[end.result.name])
+                reading = self._read_by_rerun(node, reader, found[reader.result.name])
             if reading.use in _NORMS and reading.need == CODES:
-                if end.order is not None:
-                    reading = self._form(reading, node, Partner.NOTHING, end.order)
-                elif end.moved:
+                if reader.order is not None:
+                    reading = self._form(reading, node, Partner.NOTHING, reader.order)
+                elif reader.moved:
                     reading = replace(reading, form=BFLOAT16)
             readings.append(reading)
         if not readings:
@@ -229,10 +232,10 @@ class Uses:
             return self._form(reading, node, Partner.OTHER)
         return Reading(name, "operand", ITSELF, "", known=False)
 
-    def _again(self, node: fx.Node, end: End, result: Reading) -> Reading:
+    def _read_by_rerun(self, node: fx.Node, reader: Reader, result: Reading) -> Reading:
         """Return how an operator that backward runs again reads a value, whose result is read as ``result``."""
-        operator = end.operator
-        assert end.result is not None
+        operator = reader.operator
+        assert reader.result is not None
         if result.form is GAINED and not self.operators.is_gained(node):
             result = replace(result, form=AS_CODES)
         if result.need < CODES or result.need == EXACT:
@@ -246,7 +249,7 @@ class Uses:
         if result.form is SCALED and self._is_linear(operator, node):
             return result
         # As where a checkpointed block reruns: the sums of a layer average the errors of codes.
-        if result.form is SCALED and operator.kind in _PROJECTS and self.operators.maker(end.result) in LAYERS:
+        if result.form is SCALED and operator.kind in _PROJECTS and self.operators.maker(reader.result) in LAYERS:
             return self._derived(node, operator)
         if result.need == CODES:
             own = self._derived(node, operator)
@@ -266,13 +269,13 @@ class Uses:
 
     def _is_linear(self, operator: Operator, node: fx.Node) -> bool:
         """Return whether an operand's error is the result's error, times a constant of moderate size."""
-        own = self.operators.operands(operator, node)
-        others = [each for each in operator.read() if each not in own]
-        fixed = [each for each in others if each.name not in self.known.data or each.name not in self.known.learns]
+        erring = self.operators.operands(operator, node)
+        exact = [each for each in operator.read() if each not in erring]
+        fixed = [each for each in exact if each.name not in self.known.data or each.name not in self.known.learns]
         if operator.kind is Kind.SCALES:
-            return fixed == others and (operator.base == "mul" or self._is_first(operator, node))
+            return fixed == exact and (operator.base == "mul" or self._is_first(operator, node))
         if operator.kind is Kind.DIFFERENCE:
-            return all(each in fixed or is_fewer(each, operator.node) for each in others)
+            return all(each in fixed or is_fewer(each, operator.node) for each in exact)
         return operator.kind is Kind.SUM or operator.kind is Kind.RECTIFIES
 
 

@@ -20,7 +20,16 @@ from ..torch_private import hooks_on_top, saved_tensor_hooks_enabled, top_saved_
 from .frame import Frame, frame_of
 from .packing import Packing
 from .record import Recorder, name_of_hooks
-from .silence import DISABLED, NO_GRAD_MODE, NOT_YET, NOTHING_SAVED, TRANSFORMED, Watch, silence_of, stepped_aside
+from .silence import (
+    DISABLED,
+    NO_GRAD_MODE,
+    NOT_YET,
+    NOTHING_SAVED,
+    TRANSFORMED,
+    GradientWithoutForward,
+    silence_of,
+    stepped_aside,
+)
 
 
 def close_abandoned() -> None:
@@ -76,7 +85,7 @@ class Session(Packing):
         self.offloads_blocks = offloads_blocks
         self.recorder: Recorder | None = None
         self.silence = NOT_YET
-        self._watch: Watch | None = None
+        self._watch: GradientWithoutForward | None = None
         self.paused = False
         self._frames = threading.local()
 
@@ -160,7 +169,7 @@ class Session(Packing):
 
     def watch_gradients(self, module: Module) -> None:
         """Tell if a gradient reaches a parameter of ``module`` before a call of :meth:`stop_watching`."""
-        self._watch = Watch(module, self.fall_silent)
+        self._watch = GradientWithoutForward(module, self.fall_silent)
 
     def stop_watching(self) -> None:
         """Stop what :meth:`watch_gradients` began."""

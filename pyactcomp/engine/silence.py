@@ -42,7 +42,7 @@ _ADVICE = {
 }
 _MIB = 2**20
 
-_watching: WeakSet[Watch] = WeakSet()
+_watching: WeakSet[GradientWithoutForward] = WeakSet()
 
 
 def stepped_aside(hooks: str) -> str:
@@ -75,7 +75,7 @@ def silence_of(recorder: Recorder, lossless: bool) -> str | None:
     )
 
 
-class Watch:
+class GradientWithoutForward:
     """Waits for a gradient of a compressed model whose forward has not run, and tells of it, once.
 
     Parameters
