@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import LayerNorm, Module, RMSNorm
 from torch.utils.hooks import RemovableHandle
 
 from .compiled import marks
+from .engine.frame import Frame
 from .engine.recompute import offer_exact_layer_norm, offer_norm
 from .engine.session import Session
 from .errors import PyactcompError
@@ -63,40 +64,17 @@ class _CloseHooks(_Hook):
             self.session.close(completed=not failed)
 
 
-class _EnterExact(_Hook):
-    """Forward pre-hook of a skipped module."""
+class _OnFrame(_Hook):
+    """Hook before or after a skipped or offloaded module: calls a method of the open frame."""
 
-    def __call__(self, module: Module, args: Any) -> None:
+    def __init__(self, session: Session, method: Callable[[Frame], None]) -> None:
+        super().__init__(session)
+        self.method = method
+
+    def __call__(self, module: Module, args: Any, output: Any = None) -> None:
         frame = None if torch.compiler.is_compiling() else self.session.frame()
         if frame is not None:
-            frame.enter_exact()
-
-
-class _LeaveExact(_Hook):
-    """Forward hook of a skipped module."""
-
-    def __call__(self, module: Module, args: Any, output: Any) -> None:
-        frame = None if torch.compiler.is_compiling() else self.session.frame()
-        if frame is not None:
-            frame.leave_exact()
-
-
-class _EnterOffloaded(_Hook):
-    """Forward pre-hook of a module whose stored bytes leave the device, where those of others stay."""
-
-    def __call__(self, module: Module, args: Any) -> None:
-        frame = None if torch.compiler.is_compiling() else self.session.frame()
-        if frame is not None:
-            frame.enter_offloaded()
-
-
-class _LeaveOffloaded(_Hook):
-    """Forward hook of such a module."""
-
-    def __call__(self, module: Module, args: Any, output: Any) -> None:
-        frame = None if torch.compiler.is_compiling() else self.session.frame()
-        if frame is not None:
-            frame.leave_offloaded()
+            self.method(frame)
 
 
 class _OfferNorm(_Hook):
@@ -154,21 +132,22 @@ def offer_norms(session: Session, model: Module) -> list[RemovableHandle]:
 
 def keep_exact(session: Session, modules: list[Module]) -> list[RemovableHandle]:
     """Register the hooks on skipped modules."""
-    return _around(modules, _EnterExact(session), _LeaveExact(session))
+    return _around(session, modules, Frame.enter_exact, Frame.leave_exact)
 
 
 def offload_alone(session: Session, modules: list[Module]) -> list[RemovableHandle]:
-    """Register the hooks on the modules whose stored bytes leave."""
-    return _around(modules, _EnterOffloaded(session), _LeaveOffloaded(session))
+    """Register the hooks on the modules whose stored bytes leave the device, where those of others stay."""
+    return _around(session, modules, Frame.enter_offloaded, Frame.leave_offloaded)
 
 
 def _around(
-    modules: list[Module], enter: _EnterExact | _EnterOffloaded, leave: _LeaveExact | _LeaveOffloaded
+    session: Session, modules: list[Module], enter: Callable[[Frame], None], leave: Callable[[Frame], None]
 ) -> list[RemovableHandle]:
+    before, after = _OnFrame(session, enter), _OnFrame(session, leave)
     handles: list[RemovableHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(_with_common_key(module, module.register_forward_hook(leave, always_call=True)))
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(_with_common_key(module, module.register_forward_hook(after, always_call=True)))
     return handles
 
 
