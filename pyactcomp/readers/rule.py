@@ -5,8 +5,8 @@ the input of a layer, whose gradient sums over many elements; it does where a sm
 losses and in algebra between activations. So an operand takes codes only if it is a layer's by construction, and 16
 bits or more everywhere else.
 
-The hooks of an eager forward ask for the maker and the partner in C++ (``csrc/observer/nodes.hpp``); graphs read them
-from the graph. Both use the tables below.
+The hooks of an eager forward find the maker and the partner in C++ (``csrc/observer/nodes.hpp``), at most 16 nodes
+back; graphs read them from the graph. Both use the tables below.
 """
 
 from __future__ import annotations
