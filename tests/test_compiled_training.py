@@ -431,8 +431,8 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.usefixtures("accelerate")
 def test_trainer_compiles_a_compressed_model(tmp_path: Path) -> None:
-    trainers = importlib.import_module("test_integrations")  # needs transformers and accelerate
-    callback = trainers.CompressionCallback(**INT8)
+    trainers = importlib.import_module("trainers")  # needs transformers and accelerate
+    callback = importlib.import_module("pyactcomp.integrations.transformers").CompressionCallback(**INT8)
     got = trainers.trained(tmp_path / "ours", callback, bf16=True, torch_compile=True)
     torch.compiler.reset()
     assert_losses_agree(got, trainers.trained(tmp_path / "exact", None, bf16=True, torch_compile=True))

@@ -11,59 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from works_with import GRADIENT_BOUND, MIN_BYTES, Transformer, assert_compressed, assert_losses_agree, regression
-from works_with_text import BATCH, built, llama, text, transformers
+from trainers import OPTIONS, STEPS, arguments, losses, rows, trained
+from works_with import GRADIENT_BOUND, Transformer, assert_compressed, assert_losses_agree, regression
+from works_with_text import built, llama, text, transformers
 
 import pyactcomp
-
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 from pyactcomp.integrations import accelerate as ours
 from pyactcomp.integrations.transformers import CompressionCallback
-
-STEPS = 3
-OPTIONS: dict[str, Any] = {"min_bytes": MIN_BYTES}
-
-
-def rows() -> list[dict[str, Tensor]]:
-    return [{name: values[i] for name, values in text("cpu").items()} for i in range(BATCH)]
-
-
-def arguments(kind: Any, directory: Path, **more: Any) -> Any:
-    return kind(
-        output_dir=str(directory),
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        optim="sgd",
-        learning_rate=0.5,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **{"bf16": False, **more},
-    )
-
-
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def trained(directory: Path, callback: CompressionCallback | None, *, cover: bool = False, **more: Any) -> list[float]:
-    loss_func = more.pop("compute_loss_func", None)
-    trainer = transformers.Trainer(
-        model=built(llama),
-        args=arguments(transformers.TrainingArguments, directory, **more),
-        train_dataset=rows(),
-        callbacks=[callback] if callback else [],
-        compute_loss_func=loss_func,
-    )
-    if cover:
-        assert callback is not None
-        callback.cover_loss(trainer)
-    trainer.train()
-    return losses(trainer)
 
 
 @pytest.mark.parametrize("fuse_head", [False, True])

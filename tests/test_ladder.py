@@ -338,7 +338,7 @@ def test_gradients_of_earlier_micro_batches_stay(check: int, tmp_path: Path) -> 
 def trained(directory: Path, memory: Memory, rungs: Any, **more: Any) -> tuple[Any, list[pyactcomp.Climb]]:
     """Return the weights after two steps of a trainer, and what its ladder climbed."""
     text = pytest.importorskip("works_with_text", reason="Hugging Face transformers is not installed")
-    trainers = pytest.importorskip("test_integrations", reason="the Trainer needs accelerate")
+    trainers = pytest.importorskip("trainers", reason="the Trainer needs accelerate")
     climb = pytest.importorskip("pyactcomp.integrations.transformers").climb
     net = text.built(text.llama)
     for layer in net.model.layers:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_integrations import OPTIONS, STEPS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from trainers import LR, RATIO_BAR, assert_follows, assert_ratio, plain_loop, ratio
+from trainers import LR, OPTIONS, RATIO_BAR, STEPS, assert_follows, assert_ratio, plain_loop, ratio
 from works_with import Transformer, regression
 
 import pyactcomp
@@ -359,7 +358,7 @@ def test_ray_train(regressed: Any, tmp_path: Path) -> None:
 
     # The modules of the tests are not importable in the cluster's processes.
     cloudpickle = importlib.import_module("ray.cloudpickle")
-    for name in (__name__, "works_with", "test_integrations", "trainers"):
+    for name in (__name__, "works_with", "works_with_text", "trainers"):
         cloudpickle.register_pickle_by_value(importlib.import_module(name))
     ray.init(num_cpus=4)
     results = []

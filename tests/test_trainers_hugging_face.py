@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations import OPTIONS, STEPS, arguments, losses, rows
 from torch import Tensor, nn
-from trainers import assert_follows, assert_ratio, plain_loop
+from trainers import OPTIONS, STEPS, arguments, assert_follows, assert_ratio, losses, plain_loop, rows
 from works_with import GRADIENT_BOUND
 from works_with_text import BATCH, built, llama, text, transformers
 

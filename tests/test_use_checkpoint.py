@@ -16,11 +16,11 @@ import distributed_worker as worker
 import pytest
 import torch
 from exactness_checks import BAR, distance
-from test_integrations import arguments
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from trainers import arguments
 from works_with import Block, regression
 
 import pyactcomp
