@@ -22,7 +22,7 @@ from typing import Any
 from pyactcomp.errors import PyactcompError
 
 from .rows import GIB, ROOT, Options, Row, failure, read
-from .tables import section, table
+from .tables import folded, section, table
 from .workloads import WORKLOADS
 
 MODES = {
@@ -297,4 +297,5 @@ def estimate_table(rows: Iterable[Row]) -> str:
         )
     sentences = [summary_of(everything), summary_of(everything, "reserved_error")]
     note = f"Reserved: the errors under {', '.join(ALLOCATORS)}, where they were measured."
-    return section(" ".join(filter(None, sentences)).capitalize(), table(header, lines), note)
+    rows_of_all = folded(f"All {len(lines)} estimates, the closest first", section(table(header, lines), note))
+    return section(" ".join(each.capitalize() for each in sentences if each), rows_of_all)

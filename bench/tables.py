@@ -45,6 +45,11 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
+def folded(summary: str, content: str) -> str:
+    """Return long content behind its summary, on GitHub and on the site."""
+    return f'<details markdown="1"><summary>{summary}</summary>\n\n{content}\n\n</details>'
+
+
 def _values(rows: Iterable[Row], name: str) -> str:
     return ", ".join(sorted({str(row["origin"].get(name)) for row in rows if row["origin"].get(name)}))
 
