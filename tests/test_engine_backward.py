@@ -335,10 +335,13 @@ def test_a_dual_level_inside_a_context_is_stepped_aside_for() -> None:
     with pyactcomp.compressed(min_bytes=0), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         out, along = forward_ad.unpack_dual((dual @ weight).tanh())
-    expected = 1 - (x @ weight).tanh().square()
-    assert torch.allclose(along, expected * weight.sum(0), rtol=1e-4, atol=1e-4)
+    slope = 1 - (x @ weight).tanh().square().detach()
+    # The same operators; the slope, at most 1, and its product are rounded four times.
+    eps = 4 * torch.finfo(torch.float32).eps
+    product = torch.ones_like(x) @ weight
+    assert bool(((along - product * slope).abs() <= eps * product.abs()).all())
     gradient = torch.autograd.grad(out.sum(), weight)[0]
-    assert torch.allclose(gradient, x.t() @ expected.detach(), rtol=1e-4, atol=1e-4)
+    assert bool(((gradient - x.t() @ slope).abs() <= eps * x.abs().sum(0)[:, None]).all())
 
 
 def test_disabled_hooks_are_respected() -> None:

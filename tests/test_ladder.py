@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import pyactcomp
 
+EPS = torch.finfo(torch.float32).eps
 WIDTH, TOKENS, ROWS = 64, 128, 16
 # Of one activation of a whole batch.
 ACTIVATION = 4 * WIDTH * TOKENS * ROWS
@@ -152,7 +154,9 @@ def test_weights_of_parts_are_the_callers() -> None:
         each = ladder(Failing(), rung, weight=lambda part: float(part["mask"].sum()))
         each.model.eval()
         values.append(each.step(data, over_tokens))
-    assert torch.allclose(*values, rtol=1e-6)
+    # A sum of positive squares by halves, in two orders: a rounding for each halving.
+    count = int(mask.sum()) * WIDTH
+    assert torch.allclose(*values, rtol=math.log2(count) * EPS, atol=0)
 
 
 def test_ladder_climbs_rung_by_rung_under_a_cap(peaks: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +306,10 @@ def test_two_processes_climb_together(tmp_path: Path) -> None:
         net(torch.cat(data)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert torch.allclose(one["weight"], net.weight, rtol=1e-4)
+    # In each of three steps a gradient sums 8 rows in another order, of outputs that sum 8 inputs. A step moves a
+    # weight by less than its size, and shrinks what earlier steps were off.
+    bound = 3 * (8 + 8) * EPS * float(net.weight.abs().max())
+    assert float((one["weight"] - net.weight).abs().max()) <= bound
     assert not dist.is_initialized()
 
 

@@ -89,7 +89,8 @@ def test_pages_of_the_small_pool_are_told_by_their_size(config: str, tmp_path: P
 def test_a_file_that_claims_endless_small_pages_takes_no_memory(tmp_path: Path) -> None:
     parts = [block(BASE, 512), block(BASE + 512, 256 * GIB - 512, "inactive")]
     snapshot = read(tmp_path, content([], [expanding(*parts, segment_type="small")]))
-    assert replay(snapshot, "pyactcomp").peak_reserved <= 5 * GIB
+    # No more pages are filled than kMostSmall of csrc/snapshots/replay.cpp; the live block takes one of 2 MiB.
+    assert replay(snapshot, "pyactcomp").peak_reserved == 4 * GIB + 2 * MIB
 
 
 def test_more_pools_than_there_are_addresses_for_are_named(tmp_path: Path) -> None:
