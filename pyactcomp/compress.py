@@ -221,9 +221,9 @@ def compress(
         training step: everything in its forward in training mode is covered, but not a loss computed outside (see
         :func:`compressed`).
     mode : {"int8", "lossless"}
-        How to store a floating-point tensor: as codes of the bits in the mode's name, or unchanged. In every mode
-        duplicates are stored once, outputs of cheap operators are recomputed in backward from stored operands, and
-        booleans take one bit.
+        ``"int8"`` stores operands of layers in 8-bit codes, and other tensors in 16 bits or as they are.
+        ``"lossless"`` stores every floating-point tensor as it is: gradients are the same to the bit.
+        Both store duplicates once, recompute outputs of cheap operators in backward, and pack booleans to bits.
     fuse : bool
         Run modules with a fused function through the function; in lossless mode only if the results are bitwise equal.
     fuse_head : bool
