@@ -387,14 +387,6 @@ PyObject* facts(PyObject*, PyObject* object) {
   });
 }
 
-/// contradiction(need): return the name of the running node if the table gives it a need above `need`, else None.
-PyObject* contradiction(PyObject*, PyObject* need) {
-  return engine::guarded([need] {
-    engine::Ref name = contradiction_of(static_cast<long>(engine::integer(need)));
-    return name ? name.release() : Py_NewRef(Py_None);
-  });
-}
-
 /// counts(): return the stored forms and recipes that are alive, the regions decoded and the recipes run so far.
 PyObject* counts_of(PyObject*, PyObject*) {
   const engine::Counts& now = engine::counts();
@@ -436,7 +428,6 @@ PyMethodDef methods[] = {
     {"facts", facts, METH_O,
      "Return how the running operator reads a tensor it saves, None outside operators; the tensor's maker, partner and "
      "origin."},
-    {"contradiction", contradiction, METH_O, "Return the name of the running node if the node needs more than `need`."},
     {"configure_engine", configure_engine, METH_O, "Set the functions for what is rare and the constants, by name."},
     {"counts", counts_of, METH_NOARGS,
      "Return the stored forms and recipes alive, the regions decoded and the recipes run so far in this process."},

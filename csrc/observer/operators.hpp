@@ -27,7 +27,6 @@ class Object {
     return held;
   }
   PyObject* get() const { return object_; }
-  PyObject* new_reference() const { return Py_NewRef(object_); }
   explicit operator bool() const { return object_ != nullptr; }
 
  private:

@@ -61,9 +61,6 @@ class Observer(Protocol):
     def take_divisor(self) -> int:
         """Return the elements of the largest divisor in this thread since the last call of this method."""
 
-    def contradiction(self, need: int) -> str | None:
-        """Return the name of the node running in backward if the table says that the node needs more than ``need``."""
-
     def asked(self) -> tuple[bool, ...] | None:
         """Return of each input of the running node whether this backward computes its gradient; None if of all."""
 
