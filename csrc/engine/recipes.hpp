@@ -252,7 +252,7 @@ inline Offering& offering() {
 /// Return whether a recipe may recompute a node's result.
 inline bool offers(const observer::Node& node) {
   if (observer::is_leaf(node)) return false;
-  if (observer::kind_of(node).name) return offering().nodes.count(typeid(node)) != 0;
+  if (observer::known(node).name) return offering().nodes.count(typeid(node)) != 0;
   return offering().functions.count(observer::class_of_function(node)) != 0;
 }
 
@@ -275,7 +275,7 @@ inline Ref recipe_on(const observer::Node& node) {
 
 /// Let operators that save a node's result, a view or autocast's cast of it store a recipe; the node holds the recipe.
 inline void offer(observer::Node& node, const Ref& recipe) {
-  if (observer::kind_of(node).name) {
+  if (observer::known(node).name) {
     offering().nodes.insert(typeid(node));
   } else if (PyTypeObject* const type = observer::class_of_function(node); offering().functions.insert(type).second) {
     Py_INCREF(type);

@@ -35,7 +35,7 @@ engine::Ref contradiction_of(long need);
 /// Return the first node, from `node` on, that is no view, or null.
 inline const Node* producer(const Node* node) {
   for (int step = 0; node && step < kLongest; ++step) {
-    if (kind_of(*node).does != Does::kView) return node;
+    if (known(*node).kind != Kind::kView) return node;
     node = input_of(*node, 0);
   }
   return nullptr;

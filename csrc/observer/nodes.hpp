@@ -25,7 +25,7 @@ using torch::autograd::Node;
 // The enumerations of readers/rule.py.
 enum class Maker { kOther, kLayer, kResidual, kGate, kRectified, kLogarithm, kExponential, kMasked, kGained };
 enum class Partner { kNothing, kItself, kGain, kParameter, kStatistic, kGate, kLayer, kLogarithm, kOther };
-enum class Does {
+enum class Kind {
   kOther,
   kView,
   kMoves,
@@ -46,17 +46,17 @@ enum class Does {
 };
 
 /// What is known of a class of nodes.
-struct NodeKind {
+struct KnownNode {
   PyObject* name = nullptr;  ///< null for functions written in Python, whose names differ
-  Does does = Does::kOther;
+  Kind kind = Kind::kOther;
 };
 
 /// The look-ups that `configure` sets, and what they found. Guarded by the GIL.
 struct Nodes {
   Object kind_of;  ///< maps a node's name, or its class if written in Python, to what it does
   std::vector<PyObject*> makers, partners;
-  std::unordered_map<std::type_index, NodeKind> kinds;
-  std::unordered_map<PyTypeObject*, Does> functions;  ///< holds a reference to each class
+  std::unordered_map<std::type_index, KnownNode> kinds;
+  std::unordered_map<PyTypeObject*, Kind> functions;  ///< holds a reference to each class
 };
 
 inline Nodes& nodes() {
@@ -65,12 +65,12 @@ inline Nodes& nodes() {
 }
 
 /// Ask Python what a node does; an error there counts as unknown.
-inline Does ask(PyObject* node) {
+inline Kind ask(PyObject* node) {
   PyObject* found = node ? PyObject_CallOneArg(nodes().kind_of.get(), node) : nullptr;
   const long value = found ? PyLong_AsLong(found) : -1;
   Py_XDECREF(found);
   if (PyErr_Occurred()) PyErr_Clear();
-  return value < 0 ? Does::kOther : static_cast<Does>(value);
+  return value < 0 ? Kind::kOther : static_cast<Kind>(value);
 }
 
 /// Return the object of a function written in Python: a member until torch 2.12, then a method.
@@ -88,22 +88,22 @@ inline PyTypeObject* class_of_function(const Node& node) {
   return Py_TYPE(function_object(static_cast<const torch::autograd::PyNode&>(node), 0));
 }
 
-/// Return what a node does. By name, since torch does not export the class of functions written in Python.
-inline NodeKind kind_of(const Node& node) {
+/// Return a node's name and kind. By name, since torch does not export the class of functions written in Python.
+inline KnownNode known(const Node& node) {
   Nodes& all = nodes();
-  const auto known = all.kinds.find(std::type_index(typeid(node)));
-  if (known != all.kinds.end() && known->second.name) return known->second;
-  if (known == all.kinds.end()) {
-    NodeKind kind;
+  const auto found = all.kinds.find(std::type_index(typeid(node)));
+  if (found != all.kinds.end() && found->second.name) return found->second;
+  if (found == all.kinds.end()) {
+    KnownNode made;
     if (c10::demangle(typeid(node).name()) != "torch::autograd::PyNode") {
-      kind.name = PyUnicode_InternFromString(node.name().c_str());
-      kind.does = ask(kind.name);
+      made.name = PyUnicode_InternFromString(node.name().c_str());
+      made.kind = ask(made.name);
     }
-    all.kinds.emplace(std::type_index(typeid(node)), kind);
-    if (kind.name) return kind;
+    all.kinds.emplace(std::type_index(typeid(node)), made);
+    if (made.name) return made;
   }
   PyTypeObject* const type = class_of_function(node);
-  const auto [function, added] = all.functions.try_emplace(type, Does::kOther);
+  const auto [function, added] = all.functions.try_emplace(type, Kind::kOther);
   if (added) {
     Py_INCREF(reinterpret_cast<PyObject*>(type));
     function->second = ask(reinterpret_cast<PyObject*>(type));
@@ -180,8 +180,8 @@ inline bool has_number(const Node& node) {
 /// Return the first node, from `node` on, that does not merely arrange elements, or multiply by a number if `scaled`.
 inline const Node* unmoved(const Node* node, bool scaled = false) {
   for (int step = 0; node && step < kLongest && !is_leaf(*node); ++step) {
-    const Does does = kind_of(*node).does;
-    if (does != Does::kView && does != Does::kMoves && !(scaled && does == Does::kScales && has_number(*node))) break;
+    const Kind kind = known(*node).kind;
+    if (kind != Kind::kView && kind != Kind::kMoves && !(scaled && kind == Kind::kScales && has_number(*node))) break;
     node = input_of(*node, 0);
   }
   return node;
@@ -190,7 +190,7 @@ inline const Node* unmoved(const Node* node, bool scaled = false) {
 /// Return the leaf of which a node's result is a view, a cast, or one more than one; null if it is of none.
 inline const Node* parameter_of(const Node* node) {
   node = unmoved(node);
-  if (node && !is_leaf(*node) && kind_of(*node).does == Does::kSum) {
+  if (node && !is_leaf(*node) && known(*node).kind == Kind::kSum) {
     const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
     node = first && second ? nullptr : unmoved(first ? first : second);
   }
@@ -204,7 +204,7 @@ inline bool is_of_layer(Maker maker) { return Maker::kLayer <= maker && maker <=
 /// Return whether a node's result is an inverse root: a factor of a norm composed of operators.
 inline bool inverts_root(const Node* node) {
   node = unmoved(node);
-  return node && !is_leaf(*node) && kind_of(*node).does == Does::kInvertsRoot;
+  return node && !is_leaf(*node) && known(*node).kind == Kind::kInvertsRoot;
 }
 
 inline bool is_gate(Maker maker) { return maker == Maker::kGate || maker == Maker::kRectified; }
@@ -218,21 +218,21 @@ inline Maker maker_of(const Node* node, int depth = 0) {
   for (int step = 0; step < kLongest; ++step) {
     node = unmoved(node, true);
     if (!node || is_leaf(*node)) return Maker::kOther;
-    const Does does = kind_of(*node).does;
-    switch (does) {
-      case Does::kLayer:
+    const Kind kind = known(*node).kind;
+    switch (kind) {
+      case Kind::kLayer:
         return made;
-      case Does::kBounds:
-      case Does::kSoftmax:
+      case Kind::kBounds:
+      case Kind::kSoftmax:
         return activated ? made : Maker::kGate;
-      case Does::kProduct:
-      case Does::kBiasedProduct:
-        for (size_t input = does == Does::kBiasedProduct ? 1 : 0; input < node->num_outputs(); ++input) {
+      case Kind::kProduct:
+      case Kind::kBiasedProduct:
+        for (size_t input = kind == Kind::kBiasedProduct ? 1 : 0; input < node->num_outputs(); ++input) {
           const Node* const factor = unmoved(input_of(*node, input));
-          if (factor && (is_leaf(*factor) || kind_of(*factor).does == Does::kSoftmax)) return made;
+          if (factor && (is_leaf(*factor) || known(*factor).kind == Kind::kSoftmax)) return made;
         }
         return Maker::kOther;
-      case Does::kScales: {
+      case Kind::kScales: {
         const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
         if (!first || !second || depth >= kDeepest || typeid(*node) != typeid(MulBackward0)) return Maker::kOther;
         if (is_parameter(first) || is_parameter(second)) {
@@ -244,14 +244,14 @@ inline Maker maker_of(const Node* node, int depth = 0) {
         if (!is_of_layer(one) || !is_of_layer(other) || !(is_gate(one) || is_gate(other))) return Maker::kOther;
         return one == Maker::kRectified || other == Maker::kRectified ? Maker::kRectified : made;
       }
-      case Does::kActivates:
-      case Does::kRectifies:
-        if (!activated) made = does == Does::kRectifies ? Maker::kRectified : Maker::kGate;
+      case Kind::kActivates:
+      case Kind::kRectifies:
+        if (!activated) made = kind == Kind::kRectifies ? Maker::kRectified : Maker::kGate;
         activated = true;
         node = input_of(*node, 0);
         continue;
-      case Does::kSum:
-      case Does::kDifference: {
+      case Kind::kSum:
+      case Kind::kDifference: {
         const Node *const first = input_of(*node, 0), *const second = input_of(*node, 1);
         const auto made_by = [depth](const Node* each) {
           return !each ? Maker::kOther : depth < kDeepest ? maker_of(each, depth + 1) : Maker::kLayer;
@@ -259,18 +259,18 @@ inline Maker maker_of(const Node* node, int depth = 0) {
         const Maker one = made_by(second), other = made_by(first);
         if (!activated && (one == Maker::kLogarithm || other == Maker::kLogarithm)) return Maker::kLogarithm;
         if (!first || !second) return activated || has_number(*node) ? Maker::kOther : Maker::kMasked;
-        if (does == Does::kDifference) return Maker::kOther;
+        if (kind == Kind::kDifference) return Maker::kOther;
         // A bias, as Linear adds to rows that lie apart in memory.
         const bool biased = is_parameter(first) || is_parameter(second);
         const int layers = int{is_of_layer(one)} + int{is_of_layer(other)};
         if (layers < (biased ? 1 : 2)) return Maker::kOther;
         return activated ? made : biased ? Maker::kLayer : Maker::kResidual;
       }
-      case Does::kLogarithm:
+      case Kind::kLogarithm:
         return activated ? Maker::kOther : Maker::kLogarithm;
-      case Does::kExponential:
+      case Kind::kExponential:
         return activated ? Maker::kOther : Maker::kExponential;
-      case Does::kMasks:
+      case Kind::kMasks:
         return activated ? Maker::kOther : Maker::kMasked;
       default:
         return Maker::kOther;
@@ -325,9 +325,9 @@ inline bool same_source(const Node* one, const Node* other, const at::TensorBase
 /// Return the name of the operator behind a tensor, views aside, or an empty one.
 inline PyObject* name_of(const Node* node) {
   for (int step = 0; node && step < kLongest; ++step) {
-    const NodeKind kind = kind_of(*node);
-    if (!kind.name) return PyUnicode_FromString(node->name().c_str());
-    if (kind.does != Does::kView) return Py_NewRef(kind.name);
+    const KnownNode made = known(*node);
+    if (!made.name) return PyUnicode_FromString(node->name().c_str());
+    if (made.kind != Kind::kView) return Py_NewRef(made.name);
     node = input_of(*node, 0);
   }
   return PyUnicode_FromString("");
