@@ -265,13 +265,13 @@ class Operators:
         made = next((name for name in self._views(node) if name in operator.results), None)
         if made is not None and operator.results[made] == 0:
             # Without a gain, a norm's result is what its derivative reads of the normalized values.
-            normalized = self._inner(operator, node) if operator.decomposed.use in _NORMS else None
+            normalized = self._read_between(operator, node) if operator.decomposed.use in _NORMS else None
             return normalized or operator.row[1]
         if made is not None:
             return exact
         operands = self.operands(operator, node)
         if not operands:
-            return self._inner(operator, node) or exact
+            return self._read_between(operator, node) or exact
         if operator.is_whole:
             return strictest(reading for reading, operand in operator.arguments() if operand in operands)
         tensors = [argument for argument in operator.schema.arguments if "Tensor" in str(argument.type)]
@@ -282,7 +282,7 @@ class Operators:
         largest = [each for each in data if _elements(each) == most]
         return operator.decomposed if len(named) == len(tensors) or set(largest) <= set(operands) else exact
 
-    def _inner(self, operator: Operator, node: fx.Node) -> Reading | None:
+    def _read_between(self, operator: Operator, node: fx.Node) -> Reading | None:
         """Return how the derivative reads a value between the operands and the results, or None if exactly."""
         reading = operator.decomposed
         if reading.use in _NORMS:

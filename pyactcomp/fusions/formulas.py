@@ -107,13 +107,13 @@ def calls_in_turn(method: ast.FunctionDef | None) -> Mapping[str, str]:
     for node in ast.walk(method) if method is not None else ():
         body = getattr(node, "body", None)
         for statement, following in itertools.pairwise(body if isinstance(body, list) else ()):
-            first, second = _step(statement), _step(following)
+            first, second = _variable_and_child(statement), _variable_and_child(following)
             if first and second and first[0] == second[0] and read.count(first[1]) == read.count(second[1]) == 1:
                 found[first[1]] = second[1]
     return found
 
 
-def _step(statement: ast.stmt) -> tuple[str, str] | None:
+def _variable_and_child(statement: ast.stmt) -> tuple[str, str] | None:
     """Return the variable and the child of a statement ``x = self.child(x)``."""
     match statement:
         case ast.Assign(
@@ -135,7 +135,7 @@ def children_after(method: ast.FunctionDef | None, first: ast.FunctionDef | None
     *expected, last = _statements(first)
     body = _statements(method)
     own, rest, returned = body[: len(expected) + 1], body[len(expected) + 1 : -1], body[-1:]
-    steps = [step[1] for step in map(_step, rest) if step is not None]
+    steps = [step[1] for step in map(_variable_and_child, rest) if step is not None]
     match last, own[-1:], returned:
         case ast.Return(ast.expr() as value), [ast.Assign([ast.Name("input")], result)], [
             ast.Return(ast.Name("input"))

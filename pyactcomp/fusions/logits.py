@@ -209,7 +209,7 @@ def _wide(logits: Logits, memory_format: Any = None) -> Any:
     return Logits.of(logits.projection, logits.rows, wide=True)
 
 
-def _same(logits: Logits, memory_format: Any = torch.contiguous_format) -> Any:
+def _contiguous(logits: Logits, memory_format: Any = torch.contiguous_format) -> Any:
     return logits if memory_format is torch.contiguous_format else NotImplemented
 
 
@@ -275,7 +275,7 @@ def _cross_entropy(
 
 _UNCOMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.float: _wide,
-    Tensor.contiguous: _same,
+    Tensor.contiguous: _contiguous,
     Tensor.view: _view,
     Tensor.reshape: _view,
     Tensor.flatten: _flatten,

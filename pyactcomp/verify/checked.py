@@ -67,7 +67,7 @@ class CheckedFrame(Frame):
         # Remove the entry, so that backward frees memory as without the check.
         _, expected = self._expected.pop(id(saved), (saved, ()))
         for tensor, record in expected:
-            if not _same(restored, tensor):
+            if not _same_elements(restored, tensor):
                 raise _edited(record)
         return restored
 
@@ -111,7 +111,7 @@ def _values_are_not_read(saved: Saved) -> bool:
     )
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same_elements(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same elements; NaN equals NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
