@@ -13,7 +13,7 @@ import pyactcomp
 PACKAGE = Path(pyactcomp.__file__).parent
 
 # Whose functions call those of another.
-CALLS = {"norms": {"masks"}, "windows": {"attention"}}
+CALLS = {"norms": {"masks"}}
 
 STEP = """
 import torch, pyactcomp
