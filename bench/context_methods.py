@@ -201,6 +201,4 @@ def apply(method: Method, model: Any) -> Context:
 
 def host_peak_bytes() -> int:
     """Return the most bytes of host memory that were pinned: by torch's cache, or by an arena of ours."""
-    arena = getattr(pyactcomp, "offload", None)
-    ours = sum(counts.get("pinned_bytes", 0) for counts in arena.statistics().values()) if arena is not None else 0
-    return max(int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)), ours)
+    return max(int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)), pyactcomp.offload.pinned_bytes())

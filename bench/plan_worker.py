@@ -53,7 +53,7 @@ def measure(workload: Workload, wanted: Row, device: str, tiny: bool) -> Row:
     row = summary(step_times(trainer.step, TINY_STEPS if tiny else STEPS, device), "ms")
     if cuda:
         row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-    pinned = sum(int(each["pinned_bytes"]) for each in pyactcomp.offload.statistics().values())
+    pinned = pyactcomp.offload.pinned_bytes()
     row |= {"pinned_bytes": pinned} if pinned else {}
     return {"batch": workload.batch_size(tiny), "blocks": len(layout.blocks), **row}
 

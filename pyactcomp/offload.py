@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from .engine.offloading import Rates, all_alive, link_of, rates_of, reason_without_link
+from .engine.offloading import Rates, all_alive, link_of, pinned_bytes, rates_of, reason_without_link
 from .engine.offloading import is_remote as _is_remote
 from .errors import ImplementationUnavailableError
 
-__all__ = ["Rates", "is_remote", "link", "statistics", "trim"]
+__all__ = ["Rates", "is_remote", "link", "pinned_bytes", "statistics", "trim"]
 
 
 def statistics() -> dict[str, dict[str, float]]:
@@ -20,14 +20,37 @@ def statistics() -> dict[str, dict[str, float]]:
     Returns
     -------
     dict of str to dict of str to float
-        By device. Of tensors, and with ``_bytes`` of bytes: ``packed`` are those stored, ``sent`` those copied to the
-        host, ``left`` those whose memory on the device was freed, ``held`` those that were sent while somebody else
-        held the memory, ``stayed`` those of the share that stays and those for which the host had no room, ``brought``
-        those copied back, ``prefetched`` those of them that were sent for before backward asked, and ``late`` those
-        that backward had to ask for. Now: ``alive`` tensors, ``device_bytes`` on the device, ``window_bytes`` that may
-        be there, ``host_bytes`` on the host, the most so far ``host_peak_bytes``, and ``pinned_bytes``, which were
-        pinned in ``pins`` calls. The forwards that are over took ``forward_seconds`` on the device, and waited for
-        copies for ``forward_waited_seconds`` of them; so with ``backward_seconds`` and ``backward_waited_seconds``.
+        The counts below, by the name of the device.
+
+    Notes
+    -----
+    Tensors so far; the same names with ``_bytes``, except ``prefetched`` and ``late``, count their bytes:
+
+    - ``packed``: stored.
+    - ``sent``: copied to the host.
+    - ``left``: freed on the device.
+    - ``held``: sent, and not freed in time, because the program held the memory.
+    - ``stayed``: of the share that stays, or without room on the host.
+    - ``brought``: copied back.
+    - ``prefetched``: copied back before backward asked.
+    - ``late``: copied back because backward asked.
+
+    Now:
+
+    - ``alive``: tensors on the tape, wherever their bytes are.
+    - ``device_bytes``: bytes on the device.
+    - ``window_bytes``: most bytes that a forward leaves on the device.
+    - ``host_bytes``: bytes on the host.
+    - ``host_peak_bytes``: most bytes on the host so far.
+    - ``pinned_bytes``: host memory that is pinned, see :func:`pinned_bytes`.
+    - ``pins``: calls that pinned memory so far.
+
+    Seconds on the device, of the passes that are over:
+
+    - ``forward_seconds``: forwards.
+    - ``forward_waited_seconds``: waits of forwards for copies.
+    - ``backward_seconds``: backwards.
+    - ``backward_waited_seconds``: waits of backwards for copies.
 
     Examples
     --------

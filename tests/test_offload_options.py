@@ -135,7 +135,7 @@ FREE = (1.0, 0.0)
 def test_the_share_follows_from_what_was_waited(timings: list[tuple[float, float]], share: float) -> None:
     tape = Timed(*timings)
     waits = offloading.Waits(tape, adapts=True)
-    waits.look()
+    waits.read_timings()
     assert tape.share == pytest.approx(share)
     for sums, parts in ((waits.forward, timings[::2]), (waits.backward, timings[1::2])):
         assert (sums.seconds, sums.waited) == pytest.approx(tuple(map(sum, zip(*parts, strict=True))))
@@ -148,7 +148,7 @@ def test_the_host_waits_once_for_the_second_step() -> None:
         waited = []
         for _ in range(5):
             tape.finished.clear()
-            waits.look()
+            waits.read_timings()
             waited.append(any(tape.finished))
             tape._timings += [(False, *FREE), (True, *FREE)]
         assert waited == [False, False, adapts, False, False]

@@ -37,7 +37,7 @@ _library.define("take(Tensor(a) handle) -> Tensor(a)", tags=(torch.Tag.flexible_
 def _send(tensors: list[Tensor], tape: int) -> list[Tensor]:
     offloading = serving(tape)
     if offloading is not None:
-        offloading.look()
+        offloading.read_timings()
     return saved.library().send(tensors, None if offloading is None else offloading.tape(tensors[0].device))
 
 

@@ -63,7 +63,7 @@ class Frame:
             casts,
         )
         if packing.offloading is not None:
-            packing.offloading.look()
+            packing.offloading.read_timings()
             self.hooks.offloads = not packing.offloads_blocks
         self._context: Any = torch.autograd.graph.saved_tensors_hooks(*self.pair())
 

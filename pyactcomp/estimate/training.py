@@ -90,8 +90,7 @@ def record(
     parts["weights"] = _bytes([*model.parameters(), *model.buffers()])
     parts["inputs"] = _bytes(program.inputs)
     parts["optimizer"] = _bytes(state)
-    counts = (each for configured in offloading.all_alive() for each in configured.statistics().values())
-    parts["pinned"] = sum(int(each["pinned_bytes"]) for each in counts)
+    parts["pinned"] = offloading.pinned_bytes()
     convolves = operators is not None and operators.convolves
     return Recorded(
         batch=question.batch,
