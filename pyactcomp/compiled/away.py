@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from ..engine import saved
 from ..engine.offloading import serving
+from ..functional.head.operator import linear_cross_entropy
 from .joint import first_operator, nbytes, new_input, outputs_of, storage_order, value
 from .sharing import first_use
 
@@ -60,7 +61,13 @@ torch.library.register_fake("pyactcomp::take", _take_fake, lib=_library)
 
 
 def may_leave(parts: list[fx.Node], min_bytes: int) -> bool:
-    """Return whether the stored tensors of one saved value are plain ones that together have so many bytes."""
+    """Return whether the stored tensors of one saved value are plain ones that together have so many bytes.
+
+    Gradients that the head computed in the forward stay: backward begins with them.
+    """
+    makers = (part.args[0] for part in parts if part.target is operator.getitem)
+    if any(isinstance(maker, fx.Node) and maker.target is linear_cross_entropy for maker in makers):
+        return False
     tensors = [value(part) for part in parts]
     plain = all(type(each) is torch._subclasses.FakeTensor and storage_order(each) is not None for each in tensors)
     return plain and sum(nbytes(each) for each in tensors if each is not None) >= min_bytes

@@ -5,6 +5,8 @@ The library packs and restores, ``csrc/engine/hooks.hpp``, and calls the methods
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn import Module
 from ..readers.forms import AS_CODES, BFLOAT16, ITSELF, Form, Reading, Use
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED
 from ..readers.observer import observer, transformed
-from ..torch_private import never_traced, profiled_range, profiler_enabled
+from ..torch_private import never_traced, profiled_range, profiler_enabled, top_saved_tensor_hooks
 from ..torch_private.distributed import local_tensor, waited
 from . import saved
 from .gathered import gathering, store_shard
@@ -120,6 +122,16 @@ class Frame:
         """Leave the module."""
         self._decide_pending()
         self.hooks.offloads = False
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Let nothing that is saved inside leave the device."""
+        self._decide_pending()  # an input of the block before
+        before, self.hooks.offloads = self.hooks.offloads, False
+        try:
+            yield
+        finally:
+            self.hooks.offloads = before
 
     @never_traced
     def pack_profiled(self, tensor: Tensor) -> Saved:
@@ -227,3 +239,15 @@ def frame_of(hook: object) -> Frame | None:
     owner = getattr(hook, "__self__", None)
     frame = owner if isinstance(owner, Frame) else getattr(owner, "frame", None)
     return frame if isinstance(frame, Frame) else None
+
+
+@contextmanager
+def staying() -> Iterator[None]:
+    """Let nothing that the active frame saves inside leave the device: backward reads it first."""
+    top = top_saved_tensor_hooks()
+    frame = None if top is None else frame_of(top[0])
+    if frame is None:
+        yield
+        return
+    with frame.staying():
+        yield

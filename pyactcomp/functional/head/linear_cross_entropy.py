@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import codec
 from ...codec import Impl
 from ...codec.layouts import layout_of
+from ...engine.frame import staying
 from ...errors import check_choice
 from ...torch_private import graph_is_retained
 from ..codes import one_option
@@ -346,7 +347,9 @@ def linear_cross_entropy(
     with torch.autocast(x.device.type, enabled=False):
         if recorded(x, weight, bias):
             arguments = rows, weight, bias, labels, by, scale, dtype, loss_of
-            return cast(Tensor, _LinearCrossEntropy.apply(*arguments))  # type: ignore[no-untyped-call]
+            # It saves gradients: of no use on the host, as backward begins with them.
+            with staying():
+                return cast(Tensor, _LinearCrossEntropy.apply(*arguments))  # type: ignore[no-untyped-call]
         with torch.no_grad():
             losses, *_ = _walk(rows, weight, bias, labels, None, dtype, loss_of, (False, False, False))
             return losses.sum() / by
