@@ -65,6 +65,7 @@ def test_core_is_right_under_the_address_and_undefined_sanitizers(tmp_path: Path
     run(folder / "segment_source_test")
     run(folder / "segment_order_test")
     run(folder / "resume_test")
+    run(folder / "host_arena_test")
     for seed in SEEDS:
         run(folder / "allocator_stress", seed=seed, operations=100_000 // len(SEEDS) + 1, every=1)
     for seed in SEEDS:

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import config
+from pyactcomp.checkpoint import checkpoint_blocks
 from pyactcomp.engine import offloading
 
 __all__ = ["delayed_fixture"]
@@ -111,6 +112,8 @@ LAYER = [KEYS, RESIDUAL, NORM // 4, STATISTICS, NORM, RESIDUAL, STATISTICS, GATE
             88 * 1024 * KIB,
             id="irregular",
         ),
+        # Each layer packs one: room for two, so that one comes while the other is read.
+        pytest.param([33 * 1024 * KIB] * 12, 66 * 1024 * KIB, id="checkpointed"),
     ],
 )
 def test_the_window_holds_a_layer_and_hardly_anything_comes_late(
@@ -178,6 +181,87 @@ def test_later_steps_pin_nothing_and_hold_the_same(delayed: Delayed) -> None:
     # Past the window lies at most what is being packed: the last tensor, and those whose copies go in one batch.
     assert after_forward[-1][0] <= 32 * KIB + 2 * 48 * 128 * 4
     assert after_forward[-1][1] > after_forward[-1][0]
+
+
+def test_the_last_window_is_not_sent(delayed: Delayed) -> None:
+    """Backward begins with it, so it needs no room on the host. In a pipeline the next forward sends it."""
+    sizes = [40 * KIB] * 12
+    delayed.use("late", window=100 * KIB)
+    model = compressed(Keeps(sizes), offload=1.0)
+    sent = []
+    for _ in range(3):
+        loss = model(torch.ones(1)).sum()
+        sent.append(only()["sent"])
+        loss.backward()
+    assert [sent[1] - sent[0], sent[2] - sent[1]] == [10, 10]
+    losses = [model(torch.ones(1)).sum() for _ in range(2)]
+    assert only()["sent"] - sent[-1] == 24
+    sum(losses).backward()
+    check_clean()
+
+
+class Holds(torch.autograd.Function):
+    """Save bytes drawn from a seed, and check them in backward."""
+
+    @staticmethod
+    def drawn(nbytes: int) -> Tensor:
+        return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nbytes: int) -> Tensor:
+        ctx.nbytes = nbytes
+        ctx.save_for_backward(Holds.drawn(nbytes))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        assert torch.equal(kept, Holds.drawn(ctx.nbytes))
+        return gradient + 1, None
+
+
+class HoldsAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for each in self.sizes:
+            x = Holds.apply(x, each)
+        return x
+
+
+@pytest.mark.parametrize("when", ["late", "random"])
+def test_host_memory_is_what_is_taken_and_a_slab(delayed: Delayed, when: str) -> None:
+    """Slabs are of 32 MiB: nothing is pinned for what free ranges have room for together, however long the tensors."""
+    link = delayed.use(when, window=1)
+    model = compressed(HoldsAll(), mode="lossless", offload=1.0)
+    for sizes in ([20] * 5, [20] * 5, [23, 1, 23, 1, 23], [45, 45], [9] * 11):
+        model.sizes = [each * 1024 * KIB - 77 for each in sizes]
+        model(torch.ones(1)).sum().backward()
+        found = check_clean()
+        assert link.pinned == found["pinned_bytes"] <= found["host_peak_bytes"] + 34 * 1024 * KIB, sizes
+    assert found["pins"] <= 5
+    assert pyactcomp.offload.pinned_bytes() == link.pinned
+
+
+def test_gradients_of_the_head_stay(delayed: Delayed) -> None:
+    """Backward begins with them, and that of the weight is larger than a layer's bytes."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=4096, num_hidden_layers=2, **shape)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(4096, (1, 256))
+    delayed.use("late", window=1)
+    checkpoint_blocks(model.model.layers)
+    compressed(model, fuse_head=True, min_bytes=KIB, offload=1.0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    codes = 256 * 64 * 17 // 16
+    # Both blocks' inputs, the last norm's, and statistics; a gradient of the head has 64 KiB or 1 MiB.
+    assert 3 * codes <= check_clean()["packed_bytes"] <= 3 * codes + 16 * KIB
 
 
 def test_most_is_sent_for_before_backward_asks(delayed: Delayed) -> None:

@@ -1,8 +1,6 @@
 // Pinned host memory for stored bytes that have left the device: slabs, pinned once, and blocks in them.
 #pragma once
 
-#include <Python.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +10,7 @@
 #include <optional>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "device/link.hpp"
 
@@ -45,13 +44,19 @@ using When = std::shared_ptr<const Moment>;
 ///
 /// Pinning waits for the device, so slabs stay pinned until `trim`. The first slabs take all that a step needs, and
 /// later steps pin nothing.
+///
+/// A block that fits no free range takes several, the largest first, and only then memory is pinned: the bytes that are
+/// missing, or a 32nd of what is pinned. So, whatever sizes are taken and given in whatever order, at most
+/// taken * 33 / 32 + kSmallest + kPage bytes are pinned, of `taken` at its peak. A step gives its blocks back in about
+/// the reverse order of taking them, which joins the free ranges again: nearly all blocks are in one part.
 class HostArena {
  public:
-  struct Block {
-    char* address = nullptr;
-    std::size_t size = 0;
-    When after;  ///< the last copy that reads the block: it is written behind that copy
+  struct Part {
+    char* address;
+    std::size_t size;
+    When after;  ///< the last copy that reads the part: it is written behind that copy
   };
+  using Block = std::vector<Part>;
 
   HostArena(Link& link, std::size_t limit) : link_(link), limit_(limit) {}
   HostArena(const HostArena&) = delete;
@@ -61,38 +66,22 @@ class HostArena {
   /// Return a block of at least so many bytes; nothing if the limit or the host's memory does not allow it.
   std::optional<Block> take(std::size_t nbytes) {
     const std::size_t size = round_up(nbytes, kGrain);
-    auto found = by_size_.lower_bound({size, nullptr});
-    if (found == by_size_.end()) {
-      if (!grow(size)) return std::nullopt;
-      found = by_size_.lower_bound({size, nullptr});
+    const std::size_t free = pinned_ - taken_;
+    if (free < size && !grow(size - free)) return std::nullopt;
+    Block block;
+    for (std::size_t left = size; left > 0; left -= block.back().size) {
+      auto found = by_size_.lower_bound({left, nullptr});
+      if (found == by_size_.end()) --found;
+      block.push_back(cut(found->second, left));
     }
-    char* const address = found->second;
-    Free whole = remove(address);
-    if (whole.size > size) insert(address + size, {whole.size - size, whole.after, whole.slab});
     taken_ += size;
     peak_ = std::max(peak_, taken_);
-    slabs_[whole.slab].taken += size;
-    return Block{address, size, whole.after};
+    return block;
   }
 
   /// Take a block back. `after` is the last copy that reads it, or none.
   void give(const Block& block, const When& after) {
-    const auto slab = std::prev(slabs_.upper_bound(block.address));
-    slab->second.taken -= block.size;
-    taken_ -= block.size;
-    char* address = block.address;
-    Free whole{block.size, later(block.after, after), slab->first};
-    const auto next = free_.find(address + block.size);
-    if (next != free_.end() && next->second.slab == slab->first) join(whole, remove(next->first));
-    const auto above = free_.lower_bound(address);
-    if (above != free_.begin()) {
-      const auto below = std::prev(above);
-      if (below->second.slab == slab->first && below->first + below->second.size == address) {
-        address = below->first;
-        join(whole, remove(address));
-      }
-    }
-    insert(address, whole);
+    for (const Part& part : block) give(part, after);
   }
 
   /// Give slabs without a block in use back to the host; return how many bytes.
@@ -136,6 +125,8 @@ class HostArena {
   static constexpr std::size_t kPage = std::size_t{2} << 20;
   static constexpr std::size_t kSmallest = std::size_t{32} << 20;
   static constexpr std::size_t kLargest = std::size_t{1} << 30;
+  // Blocks of a deep model's layers are a 32nd of all: then each is pinned as it is, and nothing beside it.
+  static constexpr std::size_t kSlabs = 32;
 
   static std::size_t round_up(std::size_t size, std::size_t to) { return (size + to - 1) / to * to; }
 
@@ -162,15 +153,43 @@ class HostArena {
     return block;
   }
 
-  /// Pin a slab for a block. A slab is a sixteenth of what is pinned so far, within bounds: it is soon full.
-  bool grow(std::size_t size) {
+  /// Take at most so many bytes of a free range.
+  Part cut(char* address, std::size_t most) {
+    const Free whole = remove(address);
+    const std::size_t size = std::min(whole.size, most);
+    if (whole.size > size) insert(address + size, {whole.size - size, whole.after, whole.slab});
+    slabs_[whole.slab].taken += size;
+    return Part{address, size, whole.after};
+  }
+
+  void give(const Part& part, const When& after) {
+    const auto slab = std::prev(slabs_.upper_bound(part.address));
+    slab->second.taken -= part.size;
+    taken_ -= part.size;
+    char* address = part.address;
+    Free whole{part.size, later(part.after, after), slab->first};
+    const auto next = free_.find(address + part.size);
+    if (next != free_.end() && next->second.slab == slab->first) join(whole, remove(next->first));
+    const auto above = free_.lower_bound(address);
+    if (above != free_.begin()) {
+      const auto below = std::prev(above);
+      if (below->second.slab == slab->first && below->first + below->second.size == address) {
+        address = below->first;
+        join(whole, remove(address));
+      }
+    }
+    insert(address, whole);
+  }
+
+  /// Pin a slab of at least so many bytes.
+  bool grow(std::size_t missing) {
     // Past this share of the available memory the program around may run out of it.
     const std::size_t most = (link_.available() + pinned_) / 10 * 6;
     const std::size_t available = most - std::min(most, pinned_);
     const std::size_t allowed = limit_ - std::min(limit_, pinned_);
     const std::size_t room = std::min(allowed, available);
-    const std::size_t wanted = std::clamp(round_up(pinned_ / 16, kPage), kSmallest, kLargest);
-    for (const std::size_t each : {std::max(wanted, round_up(size, kPage)), round_up(size, kPage), size}) {
+    const std::size_t wanted = std::clamp(round_up(pinned_ / kSlabs, kPage), kSmallest, kLargest);
+    for (const std::size_t each : {std::max(wanted, round_up(missing, kPage)), round_up(missing, kPage), missing}) {
       if (each > room) continue;
       char* const memory = static_cast<char*>(link_.pin(each));
       if (!memory) continue;
@@ -180,7 +199,7 @@ class HostArena {
       ++pins_;
       return true;
     }
-    is_short_ = is_short_ || size <= allowed;
+    is_short_ = is_short_ || missing <= allowed;
     return false;
   }
 

@@ -143,8 +143,8 @@ class Passes {
 /// Return the bytes of one layer, as the sizes that a forward packed tell.
 ///
 /// Layers repeat: the bytes are those of the shortest period of the sizes, in the middle of the forward, since
-/// embeddings, tables of positions and heads stand at its ends. Without a period they are an eighth of all bytes, but
-/// room for the two largest tensors, so that one comes while the other is read.
+/// embeddings, tables of positions and heads stand at its ends. Without a period they are an eighth of all bytes. There
+/// is room for two tensors in any case, so that one comes while the other is read: checkpointed layers pack one each.
 inline std::size_t bytes_of_layer(const std::vector<std::size_t>& sizes) {
   constexpr std::size_t kLongestLayer = 512;
   for (std::size_t period = 1; period <= std::min(sizes.size() / 2, kLongestLayer); ++period) {
@@ -155,7 +155,8 @@ inline std::size_t bytes_of_layer(const std::vector<std::size_t>& sizes) {
     }
     if (different > allowed) continue;
     const auto begin = sizes.begin() + static_cast<std::ptrdiff_t>((sizes.size() - period) / 2);
-    return std::accumulate(begin, begin + static_cast<std::ptrdiff_t>(period), std::size_t{0});
+    const std::size_t bytes = std::accumulate(begin, begin + static_cast<std::ptrdiff_t>(period), std::size_t{0});
+    return period == 1 ? 2 * bytes : bytes;
   }
   std::size_t largest = 0, second = 0;
   for (const std::size_t each : sizes) {

@@ -2,7 +2,8 @@
 //
 // The tape has the memory of the stored tensors of one device, piece by piece, in the order of packing:
 //
-//   HERE -> LEAVING   once an eighth of a window was packed since: copied to the host, behind the work queued so far
+//   HERE -> LEAVING   once an eighth of a window was packed since: copied to the host, behind the work queued so far,
+//                     unless it was of the last window that the forward before packed, with which backward begins
 //   LEAVING -> AWAY   once a window was packed since: the packing stream waits for the copy, and the memory is freed
 //   AWAY -> COMING    while less than a window is on the device: copied back, the last packed first
 //   COMING -> BACK    when backward asks: the stream that reads waits for the copy
@@ -103,8 +104,9 @@ class Tape {
     known_[piece->memory.unsafeGetStorageImpl()] = piece.get();
     on_device_ += nbytes;
     unsent_ += nbytes;
-    const std::size_t hold = limit() / 8;
-    if (unsent_ >= hold + std::min(kBatch, hold)) send(hold);
+    // Of the first forward nobody knows the last window: most of what is packed waits until it has to leave.
+    const std::size_t hold = first_ ? limit() / 4 * 3 : limit() / 8;
+    if (unsent_ >= hold + std::min(kBatch, hold)) send(hold, false);
     release();
     release_held(kTries);
     sample(piece->device);
@@ -221,11 +223,12 @@ class Tape {
     piece.state = State::kStays;
   }
 
-  /// Send the oldest pieces, until at most `left` bytes are unsent.
-  void send(std::size_t left) {
+  /// Send the oldest pieces, until at most `left` bytes are unsent; of the last window only if asked to.
+  void send(std::size_t left, bool last_window) {
     std::vector<Piece*> leaving;
     for (auto next = pieces_.lower_bound(unsent_from_); next != pieces_.end() && unsent_ > left; ++next) {
       Piece& piece = *next->second;
+      if (!last_window && is_in_last_window(piece)) break;
       unsent_from_ = next->first + 1;
       unsent_ -= piece.nbytes;
       // Who resized the memory, as FSDP does with its own, will use it again.
@@ -248,11 +251,24 @@ class Tape {
     }
   }
 
+  /// Add a copy for each part of a piece's block, to or from the piece's memory on the device.
+  template <class After>
+  static void add_copies(std::vector<Link::Copy>& copies, const Piece& piece, char* memory, const After& after) {
+    std::size_t left = piece.nbytes;  // a block is rounded up
+    for (const HostArena::Part& part : piece.block) {
+      const std::size_t size = std::min(part.size, left);
+      copies.push_back({memory, part.address, size, after(part)});
+      memory += size;
+      left -= size;
+    }
+  }
+
   void copy_out(const std::vector<Piece*>& pieces, std::int64_t stream, const std::vector<Piece*>& rest) {
     std::vector<Link::Copy> copies;
     for (const Piece* each : pieces) {
-      const Link::Event after = each->block.after ? each->block.after->event() : 0;
-      copies.push_back({const_cast<void*>(each->memory.data()), each->block.address, each->nbytes, after});
+      char* const memory = static_cast<char*>(const_cast<void*>(each->memory.data()));
+      add_copies(copies, *each, memory,
+                 [](const HostArena::Part& part) { return part.after ? part.after->event() : Link::Event{0}; });
     }
     Link::Event done = 0;
     try {
@@ -282,7 +298,7 @@ class Tape {
       // The last one is still in the hands of who packs it.
       if (next == pieces_.end() || next->first == last_) return;
       Piece& piece = *next->second;
-      if (piece.state == State::kHere) send(0);
+      if (piece.state == State::kHere) send(0, true);
       kept_from_ = piece.index + 1;
       if (piece.state != State::kLeaving) continue;
       if (piece.sent.get() != waited) {
@@ -339,13 +355,17 @@ class Tape {
       memories.push_back(fresh.storage());
       // The stream that packed has waited for the copy to the host; another one may not have.
       const Link::Event after = each->packed_on == current ? 0 : each->sent->event();
-      copies.push_back({memories.back().mutable_data(), each->block.address, each->nbytes, after});
+      char* const memory = static_cast<char*>(memories.back().mutable_data());
+      add_copies(copies, *each, memory, [after](const HostArena::Part&) { return after; });
     }
-    std::vector<Link::Event> done(pieces.size(), 0);
+    std::vector<Link::Event> done(copies.size(), 0);
     check_copy(link(), link().bring(current, copies.data(), copies.size(), done.data()));
+    auto event = done.begin();
     for (std::size_t i = 0; i < pieces.size(); ++i) {
       Piece& piece = *pieces[i];
-      piece.brought = std::make_shared<const Moment>(link(), done[i]);
+      // Copies run in order: the last part's is the piece's.
+      for (std::size_t part = 1; part < piece.block.size(); ++part) link().recycle(*event++);
+      piece.brought = std::make_shared<const Moment>(link(), *event++);
       piece.memory = std::move(memories[i]);
       piece.stream = current;
       piece.state = State::kComing;
@@ -425,10 +445,30 @@ class Tape {
     while (!read_.empty() && pieces_.count(read_.front().first) == 0) read_.pop_front();
   }
 
+  /// Note what the forward that is over packed in its last window: there the next one packs what it need not send.
+  void note_last_window() {
+    if (sizes_.empty()) return;
+    first_ = false;
+    std::size_t bytes = 0;
+    last_from_ = sizes_.size();
+    while (last_from_ > 0 && bytes + sizes_[last_from_ - 1] <= limit()) bytes += sizes_[--last_from_];
+    last_sizes_.assign(sizes_.begin() + static_cast<std::ptrdiff_t>(last_from_), sizes_.end());
+  }
+
+  /// Return whether the last forward packed as many bytes at the piece's position, in its last window. What is packed
+  /// past its end is of another graph.
+  bool is_in_last_window(const Piece& piece) const {
+    const std::size_t end = last_from_ + last_sizes_.size();
+    return piece.position >= last_from_ && piece.position < end && sizes_.size() <= end &&
+           last_sizes_[piece.position - last_from_] == piece.nbytes;
+  }
+
   void begin_forward() {
     backward_ = false;
     read_.clear();
+    send(limit() / 8, true);  // the last windows of graphs that wait for their backward, as in a pipeline
     if (sizes_.size() > 1) planned_ = std::max(bytes_of_layer(sizes_), kSmallestWindow);
+    note_last_window();
     sizes_.clear();
     samples_.clear();
     passes_.finish_step(link());
@@ -451,7 +491,7 @@ class Tape {
         link().wait(piece.stream, moved->event());
       }
     }
-    if (piece.block.address) arena->give(piece.block, piece.brought);
+    if (!piece.block.empty()) arena->give(piece.block, piece.brought);
   }
 
   std::map<std::uint64_t, Piece*> pieces_;
@@ -461,6 +501,8 @@ class Tape {
   std::vector<Dead> dead_;
   Passes passes_;
   std::vector<std::size_t> sizes_;                     ///< of all that this forward packed
+  std::vector<std::size_t> last_sizes_;                ///< of what the last forward packed in its last window
+  std::size_t last_from_ = 0;                          ///< the position of the first of them
   std::unordered_map<std::size_t, std::size_t> late_;  ///< sizes of what stays since it came late, by position
   std::vector<Sample> samples_;
   std::uint64_t last_ = 0, unsent_from_ = 1, kept_from_ = 1, asked_ = 0;
@@ -468,7 +510,7 @@ class Tape {
   double seen_ = 0, taken_ = 0;
   std::uint64_t next_ = 0;  ///< where the next look for what to bring begins
   int strayed_ = 0;         ///< pieces in a row that were late and below that
-  bool backward_ = false, warned_ = false, has_counters_ = true;
+  bool backward_ = false, first_ = true, warned_ = false, has_counters_ = true;
 };
 
 inline Piece::~Piece() { tape.forget(*this); }
