@@ -1,4 +1,4 @@
-"""Public names that moved: each is found at its old place for one release, with a warning that says where it is now."""
+"""Public names that moved, found at the old place for one release with a warning, and those that were removed."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ _MOVED: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Functions as slow as torch's own under compress, by package.
+_REMOVED = {"pyactcomp.functional": ("linear", "relu", "softmax")}
+
 
 def moved(package: str, name: str) -> Any:
     """Return what ``package.name`` was, with a DeprecationWarning; the ``__getattr__`` of a package calls this.
@@ -42,7 +45,7 @@ def moved(package: str, name: str) -> Any:
     Raises
     ------
     AttributeError
-        If the package never had the name.
+        If the package never had the name, or has it no more: then the error says what to write.
     """
     for module, names in _MOVED.get(package, {}).items():
         if name in names:
@@ -53,4 +56,7 @@ def moved(package: str, name: str) -> Any:
                 stacklevel=3,
             )
             return getattr(importlib.import_module(f"pyactcomp.{module}"), name)
+    if name in _REMOVED.get(package, ()):
+        instead = f"write torch.nn.functional.{name}, and pyactcomp.compress packs what it saves"
+        raise AttributeError(f"{package}.{name} was removed: {instead}")
     raise AttributeError(f"module {package!r} has no attribute {name!r}")

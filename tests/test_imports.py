@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pyactcomp.moved import _MOVED
+from pyactcomp.moved import _MOVED, _REMOVED
 
 PACKAGE = Path(__file__).parents[1] / "pyactcomp"
 
@@ -180,3 +180,9 @@ def test_import_of_the_package_has_no_side_effects() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(ran.stdout) == [[], False]
     assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("name", _REMOVED["pyactcomp.functional"])
+def test_removed_function_says_what_to_write(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"write torch.nn.functional.{name}, and pyactcomp.compress"):
+        getattr(importlib.import_module("pyactcomp.functional"), name)
