@@ -17,7 +17,7 @@ from . import none
 
 if TYPE_CHECKING:
     from . import Kernel
-    from .triton_direct import Launch
+    from .triton_direct import Direct
 
 # Elements and warps of a program, and registers of a thread. Each thread has 16 elements: for bfloat16, two independent
 # 16-byte loads. The ordinary path needs 64 registers to avoid spills, and 64 let 32 warps run on a multiprocessor; only
@@ -89,7 +89,7 @@ class Launcher:
             return
         from . import triton_direct
 
-        self._direct, self._is_watched = triton_direct.direct, triton_direct.launches_are_watched
+        self._direct, self._hooks = triton_direct.direct, triton_direct.hooks
         self._kernel = kernel
         self._constants = constants
         # No contraction: the arithmetic is part of the format.
@@ -97,7 +97,7 @@ class Launcher:
         self._index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
         self._indices = {self._index}
         self._interpreted = interpreted()
-        self._compiled: dict[tuple[object, ...], tuple[Any, Launch | None]] = {}
+        self._compiled: dict[tuple[object, ...], tuple[Any, Direct | None]] = {}
 
     def __call__(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         """Launch ``programs`` programs; nothing if 0, or in an estimate."""
@@ -105,13 +105,11 @@ class Launcher:
             return
         if self._interpreted:
             self._interpret(programs, tensors, scalars)
-        elif current_cuda_device() == self._index:
-            self._launch(programs, tensors, scalars)
-        else:
+            return
+        if current_cuda_device() != self._index:
             with torch.cuda.device(self._index):
-                self._launch(programs, tensors, scalars)
-
-    def _launch(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
+                self(programs, tensors, scalars)
+            return
         # Functions in C without a frame of Python for each tensor: a launch must cost less than the kernel takes.
         if {*map(Tensor.get_device, tensors)} != self._indices:
             devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
@@ -135,10 +133,15 @@ class Launcher:
         # Integers save Triton a driver call for each pointer; a given stream saves the query of the current one.
         stream = current_raw_stream(self._index)
         arguments = (*pointers, *scalars, *self._constants)
-        if start is None or self._is_watched():
+        enter, leave = self._hooks()
+        # A chain of hooks in Triton 3.5 and later, a function or None before.
+        watched = (enter is not None and getattr(enter, "calls", True)) or (
+            leave is not None and getattr(leave, "calls", True)
+        )
+        if start is None or watched:
             compiled[programs, 1, 1](*arguments, stream=stream)
         else:
-            start(programs, stream, arguments)
+            start.function(programs, 1, 1, stream, *start.fixed, *((arguments,) if start.packs else arguments))
 
     def _interpret(self, programs: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]) -> None:
         import numpy

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 
-Launch = Callable[[int, int, tuple[object, ...]], object]
-
-_hooks = attrgetter("launch_enter_hook", "launch_exit_hook")
-
-
-def launches_are_watched() -> bool:
-    """Return whether a profiler of Triton's wants to see launches. Then :func:`direct` would leave out its hooks."""
-    for hook in _hooks(triton.knobs.runtime):
-        # A chain of hooks in Triton 3.5 and later, a function or None before.
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+hooks: Callable[[], tuple[Any, Any]] = functools.partial(
+    attrgetter("knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook"), triton
+)
+"""Return Triton's hooks of a launch, by which a profiler sees launches; :func:`direct` would leave them out."""
 
 
-def direct(compiled: Any) -> Launch | None:
-    """Return a function (programs, stream, arguments) that launches a compiled kernel; None in an unknown Triton.
+class Direct(NamedTuple):
+    """How to launch a compiled kernel: ``function(programs, 1, 1, stream, *fixed, *arguments)``.
+
+    If ``packs``, the kernel's arguments are one tuple. Called by :class:`.triton.Launcher` without a function around
+    it: a launch must cost less than the kernel takes.
+    """
+
+    function: Callable[..., object]
+    fixed: tuple[object, ...]
+    packs: bool
+
+
+def direct(compiled: Any) -> Direct | None:
+    """Return the function that launches a compiled kernel, with what it is given; None in an unknown Triton.
 
     The public ``compiled[grid](*arguments)`` makes a closure, a dictionary for hooks and a second closure, calls the
     two chains of hooks, and then a function in C. Which arguments that function takes besides the kernel's, and in
@@ -42,8 +47,8 @@ def direct(compiled: Any) -> Launch | None:
         return None
 
 
-def _bound(compiled: Any) -> Launch | None:
-    launches_are_watched()  # raises in a release where hooks are elsewhere
+def _bound(compiled: Any) -> Direct | None:
+    hooks()  # raises in a release where hooks are elsewhere
     launcher = copy.copy(compiled.run)
     launch = launcher.launch
     found: list[object] = []
@@ -55,9 +60,5 @@ def _bound(compiled: Any) -> Launch | None:
     if found[:4] != [grid, 1, 1, stream]:
         return None
     if found[-2:] == [first, second]:
-        fixed = tuple(found[4:-2])
-        return lambda programs, stream, arguments: launch(programs, 1, 1, stream, *fixed, *arguments)
-    if found[-1] == (first, second):
-        fixed = tuple(found[4:-1])
-        return lambda programs, stream, arguments: launch(programs, 1, 1, stream, *fixed, arguments)
-    return None
+        return Direct(launch, tuple(found[4:-2]), False)
+    return Direct(launch, tuple(found[4:-1]), True) if found[-1] == (first, second) else None
