@@ -28,7 +28,9 @@ from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, silu_mul
 from pyactcomp.functional import launch as shared_launch
+from pyactcomp.functional.activations import gelu_launch
 from pyactcomp.functional.activations import launch as activation_launch
+from pyactcomp.functional.activations.gelu_launch import gelu_of
 from pyactcomp.functional.activations.new_gelu import new_gelu
 from pyactcomp.functional.norms import launch as norm_launch
 from pyactcomp.functional.saving import Saving, saving
@@ -96,7 +98,7 @@ def test_the_derivative_and_gelu_are_computed_in_one_pass(
     x, grad = on_device(3 * normal(numel), dtype), on_device(normal(numel), dtype)
     x[5], x[6] = float("inf"), float("nan")
     how = saving(Codes(group_size=group_size, impl="triton"))
-    fused = activation_launch.gelu(x, tanh, how)
+    fused = gelu_of(tanh, how)
     _, packed = fused.forward(x)
     derivative, again = fused.backward_and_recompute(packed, grad)
     assert derivative.dtype == again.dtype == dtype
@@ -321,18 +323,10 @@ def test_a_report_counts_the_same_in_place() -> None:
     assert sum(unique for shape, unique, _ in counted[0] if shape == (64, 64)) >= 3 * x.nbytes
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: functional.gelu(x, codes=Codes(impl="triton")),
-        lambda x: functional.gelu(x, "tanh", codes=Codes(bits=4, seed=SEED, impl="triton")),
-        lambda x: silu_mul(x, x.flip(0), codes=Codes(impl="triton")),
-    ],
-    ids=["gelu", "gelu_tanh", "silu_mul"],
-)
-def test_codes_that_are_thrown_away_are_not_written(
-    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_that_are_thrown_away_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor) -> Tensor:
+        return silu_mul(x, x.flip(0), codes=Codes(impl="triton"))
+
     x = on_device(2 * normal(20, 128), torch.bfloat16).requires_grad_()
     grad = on_device(normal(20, 128, seed=1), torch.bfloat16)
     expected = function(x)
@@ -355,26 +349,39 @@ def test_codes_that_are_thrown_away_are_not_written(
     assert [bool((b == poison).all()) for b in buffers] == [True] * unwritten + [False] * unwritten
 
 
-@pytest.mark.parametrize("centred", [True, False])
-def test_norms_whose_codes_are_thrown_away_take_the_kernel_that_writes_none(
-    centred: bool, monkeypatch: pytest.MonkeyPatch
+# With an eps, or a seed, of which no kernels are known yet.
+UNKNOWN_EPS, UNKNOWN_SEED = 2e-5, 0x5EED
+
+
+@pytest.mark.parametrize(
+    ("launches", "kernel", "function"),
+    [
+        (
+            norm_launch,
+            "norm_forward_kernel",
+            lambda x, w, c: functional.layer_norm(x, (128,), eps=UNKNOWN_EPS, codes=c),
+        ),
+        (norm_launch, "norm_forward_kernel", lambda x, w, c: functional.rms_norm(x, w, UNKNOWN_EPS, codes=c)),
+        (gelu_launch, "gelu_forward_kernel", lambda x, w, c: functional.gelu(x, codes=c)),
+        (gelu_launch, "gelu_forward_kernel", lambda x, w, c: functional.gelu(x, "tanh", codes=c)),
+    ],
+    ids=["layer_norm", "rms_norm", "gelu", "gelu_tanh"],
+)
+def test_a_function_whose_codes_are_thrown_away_takes_the_kernel_that_writes_none(
+    launches: Any, kernel: str, function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eps, codes = 2e-5, Codes(impl="triton")  # an eps of which no kernels are known yet
-
-    def function(x: Tensor) -> Tensor:
-        weight = torch.ones(128, dtype=x.dtype, device=DEVICE)
-        return functional.layer_norm(x, (128,), eps=eps, codes=codes) if centred else rms_norm(x, weight, eps)
-
-    rms_norm = functools.partial(functional.rms_norm, codes=codes)
+    weight = torch.ones(128, dtype=torch.bfloat16, device=DEVICE)
+    codes = Codes(seed=UNKNOWN_SEED, impl="triton")
+    function = functools.partial(function, w=weight, c=codes)
     x = on_device(2 * normal(20, 128), torch.bfloat16).requires_grad_()
     grad = on_device(normal(20, 128, seed=1), torch.bfloat16)
-    plan, drops = norm_launch._plan, []
+    plan, drops = launches._plan, []
 
-    def seen(form: Any, kernel: str, numel: int, flags: Any, dropped: bool, device: torch.device) -> Any:
-        drops.extend([dropped] if kernel == "norm_forward_kernel" else [])
-        return plan(form, kernel, numel, flags, dropped, device)
+    def seen(form: Any, name: str, numel: int, flags: Any, dropped: bool, device: torch.device) -> Any:
+        drops.extend([dropped] if name == kernel else [])
+        return plan(form, name, numel, flags, dropped, device)
 
-    monkeypatch.setattr(norm_launch, "_plan", seen)
+    monkeypatch.setattr(launches, "_plan", seen)
     out = checkpointed(function, x)
     (found,) = torch.autograd.grad(out, x, grad)
     assert drops == [True, False]

@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[Callable[[], Tensor], int, int, int]] = {
     "add_layer_norm": (lambda: add_layer_norm(X, Y, WIDTH, WEIGHT, BIAS, codes=CODES), 32, 0, 0),
     "rms_norm": (lambda: rms_norm(X, WEIGHT, 1e-6, codes=CODES), 18, 0, 0),
     "add_rms_norm": (lambda: add_rms_norm(X, Y, WEIGHT, 1e-6, codes=CODES)[0], 48, 6, 2),
-    "gelu": (lambda: gelu(X, codes=CODES), 42, 12, 7),
+    "gelu": (lambda: gelu(X, codes=CODES), 12, 0, 0),
     "silu_mul": (lambda: silu_mul(X, Y, codes=CODES), 48, 13, 8),
     "rope": (lambda: rope(HEADS, HEADS, ANGLES, ANGLES, impl="triton")[0], 42, 10, 0),
 }

@@ -3,69 +3,44 @@
 // A function of Python takes 100 us of the host for a norm, which is what a step waits for where kernels are short.
 #pragma once
 
-#include <ATen/core/custom_class.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "functions/norm_kernels.hpp"
 
 namespace pac::functions {
 
-using MaybeTensor = std::optional<at::Tensor>;
-
-/// One call of a norm, and what its backward needs besides what is saved.
-struct NormCall : torch::CustomClassHolder {
+/// One call of a norm.
+struct NormCall : FusedCall {
   std::shared_ptr<NormKernels> kernels;
   at::Tensor rows, total, result, weight, bias;  ///< the parameters as they stay valid until backward ends
   at::ScalarType dtype = at::kFloat, of_x = at::kFloat, of_residual = at::kFloat;
   bool summed = false;  ///< whether there is a residual
   Noise noise;
-  Circumstances now;
-  Ref recipe;
-  std::vector<std::pair<engine::Version, c10::SmallVector<std::int64_t, 5>>> read;
 };
-
-/// Release what a recipe reads, as backward releases what is saved; stored forms of the recipe hold it themselves.
-inline void withdraw() {
-  const auto node = torch::autograd::get_current_node();
-  if (!node || torch::autograd::get_current_graph_task_keep_graph() || !engine::recipe_on(*node)) return;
-  if (PyDict_DelItem(engine::metadata_of(*node), engine::recipe_name()) != 0) throw engine::PythonError();
-}
-
-/// Return a gradient with memory: of one that a collective still computes, the result.
-inline at::Tensor waited(const at::Tensor& grad) {
-  const Ref object(THPVariable_Wrap(grad));
-  if (THPVariable_CheckExact(object.get())) return grad;
-  return engine::tensor_in(engine::rare("waited", {object.get()}).get());
-}
 
 /// The autograd function. Its backward has no derivative.
 struct Norm : torch::autograd::Function<Norm> {
   // Autograd takes the parameters from the arguments; the kernels read the call's, which last until backward ends.
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const MaybeTensor& residual,
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const MaybeTensor& residual,
                             const MaybeTensor&, const MaybeTensor&, const c10::intrusive_ptr<NormCall>& call) {
     context->set_materialize_grads(false);
     NormKernels& kernels = *call->kernels;
     auto [out, packed, rstd] = kernels.forward(x, residual.value_or(at::Tensor()), call->weight, call->bias, call->rows,
                                                call->dtype, call->total, call->noise, call->now);
     if (call->result.defined()) out = call->result;
-    engine::Recipe& recipe = *engine::made<engine::Recipe>(engine::types().recipe);
-    call->recipe = Ref(recipe.self);
-    if (!call->now.dropped) {
-      // Before they are saved: what is saved may leave the device, and what reads it then lets go.
-      recipe.read_stored(packed);
-      recipe.read_stored(rstd);
+    if (engine::Recipe* const recipe = call->begin_recipe()) {
+      recipe->read_stored(packed);
+      recipe->read_stored(rstd);
       for (const at::Tensor& each : {call->weight, call->bias}) {
-        if (each.defined()) recipe.read_unpacked(each);
+        if (each.defined()) recipe->read_unpacked(each);
       }
-      recipe.native = [kernels = call->kernels, weight = call->weight, bias = call->bias, sizes = out.sizes().vec()](
-                          at::ScalarType wanted, engine::Tensors given) {
+      recipe->native = [kernels = call->kernels, weight = call->weight, bias = call->bias, sizes = out.sizes().vec()](
+                           at::ScalarType wanted, engine::Tensors given) {
         const engine::WithGil held;
         return kernels->recompute(given[0], given[1], weight, bias, sizes, wanted);
       };
@@ -76,74 +51,83 @@ struct Norm : torch::autograd::Function<Norm> {
     return out;
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 const torch::autograd::variable_list& grads) {
-    const engine::WithGil held;
-    try {
-      const auto capsule = context->saved_data["call"].toCapsule();
-      const auto& call = static_cast<const NormCall&>(*capsule);
-      withdraw();
-      torch::autograd::variable_list found(5);
-      if (!grads[0].defined()) return found;
-      for (const auto& [seen, sizes] : call.read) seen.check(sizes);
-      if (at::GradMode::is_enabled()) engine::rare("refuse_second_derivative", {});
-      const auto saved = context->get_saved_variables();
-      NormKernels::Wanted wanted;
-      size_t edge = 0;
-      const auto asked = [&](bool present) { return present && context->needs_input_grad(edge++); };
-      if (asked(true)) wanted.x = call.of_x;
-      if (asked(call.summed)) wanted.residual = call.of_residual;
-      wanted.weight = asked(call.weight.defined());
-      wanted.bias = asked(call.bias.defined());
-      auto all =
-          call.kernels->backward(saved[0], saved[1], call.weight, saved[2], waited(grads[0]), wanted, {}, call.noise);
-      std::move(all.begin(), all.end(), found.begin());
-      return found;
-    } catch (const engine::PythonError&) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    return once_differentiable<NormCall>(
+        context, grads, 5, [&](const NormCall& call, const at::Tensor& grad, variable_list& found) {
+          const auto saved = context->get_saved_variables();
+          NormKernels::Wanted wanted;
+          size_t edge = 0;
+          const auto asked = [&](bool present) { return present && context->needs_input_grad(edge++); };
+          if (asked(true)) wanted.x = call.of_x;
+          if (asked(call.summed)) wanted.residual = call.of_residual;
+          wanted.weight = asked(call.weight.defined());
+          wanted.bias = asked(call.bias.defined());
+          auto all = call.kernels->backward(saved[0], saved[1], call.weight, saved[2], grad, wanted, {}, call.noise);
+          std::move(all.begin(), all.end(), found.begin());
+        });
   }
 };
 
-inline at::Tensor given_tensor(PyObject* object) {
-  return object == Py_None ? at::Tensor() : engine::tensor_in(object);
-}
-inline std::optional<at::ScalarType> given_dtype(PyObject* object) {
-  return object == Py_None ? std::nullopt : std::make_optional(engine::dtype_in(object));
-}
-inline MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
+using NormBody = KernelsBody<NormKernels>;
 
-/// The Python object of the kernels.
-struct NormBody {
-  PyObject* self = nullptr;
-  std::shared_ptr<NormKernels> kernels;
-};
-
-/// Norm(plan, shape, eps, keys, copied): see `NormKernels`.
+/// Norm(planner, runs_on, shape, centred, eps, keys, copied, fits): see `NormKernels`.
 inline int norm_init(PyObject* self, PyObject* arguments, PyObject*) {
   return engine::guarded_status([&] {
-    PyObject *plan = nullptr, *shape = nullptr, *copied = nullptr;
+    PyObject *planner = nullptr, *runs_on = nullptr, *shape = nullptr, *copied = nullptr;
+    int centred = 0, fits = 0;
     auto kernels = std::make_shared<NormKernels>();
-    if (!PyArg_ParseTuple(arguments, "OO!d(LL)O", &plan, &PyTuple_Type, &shape, &kernels->eps, &kernels->keys[0],
-                          &kernels->keys[1], &copied)) {
+    if (!PyArg_ParseTuple(arguments, "OOO!pd(LL)Op", &planner, &runs_on, &PyTuple_Type, &shape, &centred, &kernels->eps,
+                          &kernels->keys[0], &kernels->keys[1], &copied, &fits)) {
       throw engine::PythonError();
     }
-    kernels->plan = Ref::borrowed(plan);
+    kernels->planner = Ref::borrowed(planner);
+    kernels->runs_on = Ref::borrowed(runs_on);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); ++i) {
       kernels->shape.push_back(engine::integer(PyTuple_GET_ITEM(shape, i)));
       kernels->length *= kernels->shape.back();
     }
+    kernels->centred = centred != 0;
     kernels->copied = given_dtype(copied);
+    kernels->fits = fits != 0;
     engine::body<NormBody>(self).kernels = std::move(kernels);
   });
 }
 
+/// What a norm is of, besides the call's own.
+struct NormOperands {
+  at::Tensor x, residual, weight, bias;
+};
+
+/// Return the norm, in the graph. A write to x or the bias, if watched, raises autograd's error in backward, as torch's
+/// own norm saves them; so does a write to the weight, which is read.
+inline PyObject* applied(const c10::intrusive_ptr<NormCall>& call, const NormOperands& of, bool watches_x,
+                         bool watches_bias) {
+  call->of_x = of.x.scalar_type();
+  call->summed = of.residual.defined();
+  if (call->summed) call->of_residual = of.residual.scalar_type();
+  const bool copies = of.weight.defined() && is_distributed();
+  const auto lasting = [&](const at::Tensor& parameter) {
+    const at::Tensor bare = parameter.defined() ? observer::bare_tensor(parameter) : parameter;
+    return bare.defined() && copies ? bare.clone() : bare;
+  };
+  call->weight = lasting(of.weight);
+  call->bias = lasting(of.bias);
+  call->watch(of.weight);
+  if (watches_x) call->watch(of.x);
+  if (watches_bias) call->watch(of.bias);
+  at::Tensor out;
+  {
+    // So that what is saved has a reader, in the table's namespace for operators of this package.
+    RECORD_FUNCTION("pyactcomp::norm", c10::ArrayRef<const c10::IValue>());
+    out = Norm::apply(of.x, maybe(of.residual), maybe(of.weight), maybe(of.bias), call);
+  }
+  call->offer_recipe(out);
+  return THPVariable_Wrap(out);
+}
+
 /// apply(x, residual, weight, bias, rows, dtype, total, noise, result, watches_x, watches_bias): return the norm.
 ///
-/// `result` is what another function has computed in place of the kernels. A write to a tensor that is watched raises
-/// autograd's error in backward, as torch's own norm saves it; so does a write to the weight, which is read.
+/// `result` is what another function has computed in place of the kernels.
 inline PyObject* norm_apply(PyObject* self, PyObject* arguments) {
   return engine::guarded([&] {
     PyObject *x = nullptr, *residual = nullptr, *weight = nullptr, *bias = nullptr, *rows = nullptr, *dtype = nullptr;
@@ -153,46 +137,46 @@ inline PyObject* norm_apply(PyObject* self, PyObject* arguments) {
                           &result, &watches_x, &watches_bias)) {
       throw engine::PythonError();
     }
-    const at::Tensor& given = engine::tensor_in(x);
-    const at::Tensor added = given_tensor(residual), gain = given_tensor(weight), offset = given_tensor(bias);
-    auto call = c10::make_intrusive<NormCall>();
+    const auto call = c10::make_intrusive<NormCall>();
     call->kernels = engine::body<NormBody>(self).kernels;
-    call->now = Circumstances::now();
     call->noise = Noise::of(noise);
     call->rows = given_tensor(rows);
     call->total = given_tensor(total);
     call->result = given_tensor(result);
     call->dtype = engine::dtype_in(dtype);
-    call->of_x = given.scalar_type();
-    call->summed = added.defined();
-    if (call->summed) call->of_residual = added.scalar_type();
-    const bool copies = PyObject_IsTrue(engine::rare("may_be_freed", {}).get()) != 0;
-    const auto lasting = [&](const at::Tensor& parameter) {
-      const at::Tensor bare = parameter.defined() ? observer::bare_tensor(parameter) : parameter;
-      return bare.defined() && copies ? bare.clone() : bare;
-    };
-    call->weight = lasting(gain);
-    call->bias = lasting(offset);
-    const auto watch = [&](PyObject* object, bool wanted) {
-      if (!wanted || !call->now.checks || !THPVariable_CheckExact(object)) return;
-      const at::Tensor& tensor = engine::tensor_in(object);
-      call->read.emplace_back(engine::Version(tensor), tensor.sizes());
-    };
-    watch(weight, weight != Py_None);
-    watch(x, watches_x != 0);
-    watch(bias, watches_bias != 0 && bias != Py_None);
-    at::Tensor out;
-    {
-      // So that what is saved has a reader, in the table's namespace for operators of this package.
-      RECORD_FUNCTION("pyactcomp::norm", c10::ArrayRef<const c10::IValue>());
-      out = Norm::apply(given, maybe(added), maybe(gain), maybe(offset), call);
+    const NormOperands of{engine::tensor_in(x), given_tensor(residual), given_tensor(weight), given_tensor(bias)};
+    return applied(call, of, watches_x != 0, watches_bias != 0);
+  });
+}
+
+/// apply_where_served(x, weight, bias, dtype): as `apply`, of a tensor that `ordinary_codes` let through; None where
+/// the kernels serve it not, or more is to be asked. `dtype` is the result's, or None for that of torch's function.
+inline PyObject* norm_apply_where_served(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  return engine::guarded([&] {
+    if (count != 4) {
+      PyErr_Format(PyExc_TypeError, "apply_where_served expects 4 arguments, got %zd", count);
+      throw engine::PythonError();
     }
-    const Ref recipe = std::exchange(call->recipe, Ref());
-    if (const auto node = out.grad_fn()) {
-      engine::body<engine::Recipe>(recipe.get()).describe(out);
-      engine::offer(*node, recipe);
+    const auto plain = [](PyObject* object) { return object == Py_None || THPVariable_CheckExact(object); };
+    if (!plain(arguments[1]) || !plain(arguments[2])) return Py_NewRef(Py_None);
+    const NormOperands of{engine::tensor_in(arguments[0]), {}, given_tensor(arguments[1]), given_tensor(arguments[2])};
+    NormKernels& kernels = *engine::body<NormBody>(self).kernels;
+    if (!kernels.serves_rows(of.x) || !kernels.fit(of.x, of.weight) || !kernels.fit(of.x, of.bias)) {
+      return Py_NewRef(Py_None);
     }
-    return THPVariable_Wrap(out);
+    const auto call = c10::make_intrusive<NormCall>();
+    call->kernels = engine::body<NormBody>(self).kernels;
+    const bool autocast = at::autocast::is_autocast_enabled(of.x.device().type());
+    if (autocast && !kernels.centred) return Py_NewRef(Py_None);
+    const bool casts = autocast && of.x.is_cuda();
+    const auto given = given_dtype(arguments[3]);
+    call->dtype = given ? *given : casts ? at::kFloat : of.x.scalar_type();
+    if (call->dtype == at::kDouble) return Py_NewRef(Py_None);
+    // Nobody writes to what autocast makes, and torch's chain of operators for an RMS norm saves a float32 cast of x.
+    const auto reads = [&](const at::Tensor& each) {
+      return each.defined() && (each.scalar_type() == at::kFloat || (kernels.centred && !casts));
+    };
+    return applied(call, of, reads(of.x), reads(of.bias));
   });
 }
 
@@ -252,6 +236,8 @@ inline PyObject* norm_backward(PyObject* self, PyObject* arguments) {
 
 inline PyMethodDef norm_methods[] = {
     {"apply", norm_apply, METH_VARARGS, "Return the norm, in the graph."},
+    {"apply_where_served", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(norm_apply_where_served)),
+     METH_FASTCALL, "Return the norm, or None where the kernels do not serve it."},
     {"forward", norm_forward, METH_VARARGS, "Return the norm, codes and reciprocal deviations."},
     {"recompute", norm_recompute, METH_VARARGS, "Return the norm from codes and reciprocal deviations."},
     {"backward", norm_backward, METH_VARARGS, "Return the gradients of x, residual, weight and bias."},

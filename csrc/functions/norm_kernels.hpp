@@ -1,40 +1,18 @@
 // The launches of the Triton kernels of layer norm and RMS norm.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstdint>
-#include <initializer_list>
-#include <map>
 #include <optional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "engine/hooks.hpp"
-#include "functions/calls.hpp"
+#include "functions/fused.hpp"
 
 namespace pac::functions {
-
-using engine::checked, engine::Ref;
-
-/// What surrounds a call: whether writes to what it reads are checked, whether what it saves is dropped unread, as in
-/// the first run of a checkpointed function, and whether a report records it.
-struct Circumstances {
-  bool checks = true, dropped = false, recorded = false;
-
-  static Circumstances now() {
-    const HooksOnTop top = hooks_on_top();
-    if ((top.own || !top.any) && !observer::special()) {
-      return {true, false, top.own && static_cast<bool>(engine::body<engine::Hooks>(top.own).recorder)};
-    }
-    const Ref found = engine::rare("circumstances", {});
-    int checks = 0, dropped = 0, recorded = 0;
-    if (!PyArg_ParseTuple(found.get(), "ppp", &checks, &dropped, &recorded)) throw engine::PythonError();
-    return {checks != 0, dropped != 0, recorded != 0};
-  }
-};
 
 /// A dropout drawn by the kernels, as functional/masks/noise.py describes it; no quads mean none.
 struct Noise {
@@ -53,42 +31,36 @@ struct Noise {
   }
 };
 
-/// A tuple of what a kernel is given.
-class Arguments {
- public:
-  explicit Arguments(Py_ssize_t size) : tuple_(checked(PyTuple_New(size))) {}
-  Arguments& add(const at::Tensor& tensor) { return add_object(THPVariable_Wrap(tensor)); }
-  Arguments& add(long long number) { return add_object(PyLong_FromLongLong(number)); }
-  Arguments& add(double number) { return add_object(PyFloat_FromDouble(number)); }
-  PyObject* get() const { return tuple_.get(); }
-
- private:
-  Ref tuple_;
-  Py_ssize_t next_ = 0;
-  Arguments& add_object(PyObject* object) {
-    if (!object) throw engine::PythonError();
-    PyTuple_SET_ITEM(tuple_.get(), next_++, object);
-    return *this;
-  }
-};
-
 /// The kernels of a norm of rows of one length. With the GIL.
-class NormKernels {
+class NormKernels : public Kernels {
  public:
-  Ref plan;  ///< maps a kernel, elements, flags, whether codes are dropped and a device to (launch, programs, ...)
   std::vector<std::int64_t> shape;
   std::int64_t length = 1;
   double eps = 0;
   std::array<long long, 2> keys{};       ///< of stochastic rounding
   std::optional<at::ScalarType> copied;  ///< of rows that are saved as they are, in place of codes
+  bool centred = false;                  ///< a layer norm; else rows are divided by their root mean square
+  bool fits = false;                     ///< whether the kernels serve rows of this length
 
-  NormKernels() = default;
-  NormKernels(const NormKernels&) = delete;
-  NormKernels& operator=(const NormKernels&) = delete;
-  ~NormKernels() {
-    const engine::WithGil held;  // the last may be a node that is freed by a thread of autograd's
-    plans_.clear();
-    plan = Ref();
+  /// Return whether the kernels serve rows that need a gradient, of a tensor of torch's own class.
+  bool serves_rows(const at::Tensor& x) {
+    // A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
+    constexpr std::int64_t kMost = std::int64_t{1} << 32;
+    if (!fits || !x.requires_grad() || x.numel() > kMost || !(centred || x.is_contiguous())) return false;
+    const auto dims = static_cast<std::int64_t>(shape.size());
+    return x.dim() >= dims && x.sizes().slice(static_cast<size_t>(x.dim() - dims)) == at::IntArrayRef(shape) &&
+           serves(x);
+  }
+
+  /// Return whether torch's norm of x takes a parameter as it is.
+  bool fit(const at::Tensor& x, const at::Tensor& parameter) const {
+    if (!parameter.defined()) return true;
+    const at::ScalarType dtype = x.scalar_type();
+    // Outside autocast, CUDA's layer norm refuses mixed dtypes.
+    const bool mixed =
+        centred && x.element_size() == 2 && (!x.is_cuda() || at::autocast::is_autocast_enabled(at::kCUDA));
+    return parameter.sizes() == at::IntArrayRef(shape) && parameter.device() == x.device() &&
+           (parameter.scalar_type() == dtype || (mixed && parameter.scalar_type() == at::kFloat));
   }
 
   struct Saved {
@@ -111,10 +83,7 @@ class NormKernels {
     saved.packed =
         total.defined() ? observer::bare_tensor(total).view(-1).view(at::kByte) : empty({how.nbytes}, at::kByte, x);
     saved.rstd = empty({x.numel() / length}, at::kFloat, x);
-    if (now.recorded) {
-      const Ref codes(THPVariable_Wrap(saved.packed)), source(THPVariable_Wrap(total.defined() ? total : given));
-      engine::rare("mark_as_packed", {codes.get(), source.get()});
-    }
+    if (now.recorded) mark_as_packed(saved.packed, total.defined() ? total : given);
     Arguments tensors(8), scalars(9);
     tensors.add(x).add(or_else(residual, x)).add(or_else(weight, x)).add(or_else(bias, x)).add(or_else(rows, x));
     tensors.add(saved.out).add(elements(saved.packed)).add(saved.rstd);
@@ -160,7 +129,7 @@ class NormKernels {
                               false);
     // Sums of the weight are first, sums of the bias last; rstd stands in if neither is wanted.
     const std::int64_t count = int{wanted.weight} + int{wanted.bias};
-    if (count != 0) sums = empty({count, how.programs, length}, at::kFloat, grad);
+    if (count != 0) sums = empty({count, how.programs(), length}, at::kFloat, grad);
     const auto part = [&](std::int64_t index) { return count != 0 ? sums.select(0, index) : rstd; };
     const at::Tensor to = or_else(first, grad);
     Arguments tensors(10), scalars(6);
@@ -179,56 +148,6 @@ class NormKernels {
   }
 
  private:
-  struct Plan {
-    Ref launch;
-    long long programs = 0, stored = 0, nbytes = 0;  ///< elements and bytes of codes, rows padded
-  };
-  struct Key {
-    const char* kernel;
-    std::int64_t numel;
-    unsigned flags;
-    bool drops;
-    int device;
-    bool operator<(const Key& other) const {
-      return std::tie(kernel, numel, flags, drops, device) <
-             std::tie(other.kernel, other.numel, other.flags, other.drops, other.device);
-    }
-  };
-  std::map<Key, Plan> plans_;
-
-  const Plan& plan_of(const char* kernel, const at::Tensor& of, std::initializer_list<int> flags, bool drops) {
-    constexpr size_t kMost = 256;  // sizes may differ from step to step
-    unsigned all = 0;
-    for (const int flag : flags) all = all * 4 + static_cast<unsigned>(flag);
-    const Key key{kernel, of.numel(), all, drops, of.is_cuda() ? of.get_device() : -1};
-    const auto known = plans_.find(key);
-    if (known != plans_.end()) return known->second;
-    if (plans_.size() >= kMost) plans_.clear();
-    Arguments given(static_cast<Py_ssize_t>(flags.size()));
-    for (const int flag : flags) given.add(static_cast<long long>(flag));
-    const Ref device = checked(THPDevice_New(of.device()));
-    const Ref made = checked(PyObject_CallFunction(plan.get(), "sLOOO", kernel, static_cast<long long>(of.numel()),
-                                                   given.get(), drops ? Py_True : Py_False, device.get()));
-    PyObject* start = nullptr;
-    Plan found;
-    if (!PyArg_ParseTuple(made.get(), "OLLL", &start, &found.programs, &found.stored, &found.nbytes)) {
-      throw engine::PythonError();
-    }
-    found.launch = Ref::borrowed(start);
-    return plans_.emplace(key, std::move(found)).first->second;
-  }
-
-  static void launch(const Plan& how, const Arguments& tensors, const Arguments& scalars) {
-    const Ref programs = checked(PyLong_FromLongLong(how.programs));
-    PyObject* const all[] = {programs.get(), tensors.get(), scalars.get()};
-    checked(PyObject_Vectorcall(how.launch.get(), all, 3, nullptr));
-  }
-
-  static at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& beside) {
-    const engine::Layout layout = engine::Layout::contiguous(sizes);
-    return observer::empty(layout.sizes, layout.strides, dtype, beside);
-  }
-
   /// Return a contiguous tensor for a kernel, or what stands in for none and is not read.
   static at::Tensor or_else(const at::Tensor& tensor, const at::Tensor& stand_in) {
     return tensor.defined() ? tensor.contiguous() : stand_in;

@@ -31,6 +31,7 @@
 #include "engine/module.hpp"
 #include "functions/calls.hpp"
 #include "functions/dropout.hpp"
+#include "functions/gelu.hpp"
 #include "functions/norm.hpp"
 #include "observer/calls.hpp"
 #include "observer/facts.hpp"
@@ -498,6 +499,7 @@ PyMODINIT_FUNC PyInit__observer() {
   if (!module) return nullptr;
   const int status = engine::guarded_status([module] {
     engine::add_classes(module);
+    functions::add_gelu(module);
     functions::add_norm(module);
   });
   if (status != 0 || PyModule_AddStringConstant(module, "BUILT_FOR", PAC_BUILT_FOR) != 0) Py_CLEAR(module);

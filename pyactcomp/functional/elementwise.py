@@ -71,13 +71,12 @@ class Elementwise:
         alone: of 25,177,597 elements with such masks in every tile, a step of LayerNorm, GELU and ReLU took 2.8 %
         longer on an H200.
         """
-        starts = _starts(kernels, name, constants, self.numel, tile, warps, registers, self.device)
-        for start, programs in starts:
+        for start, programs in starts(kernels, name, constants, self.numel, tile, warps, registers, self.device):
             start(programs, tensors, (self.numel, *scalars))
 
 
 @functools.lru_cache(maxsize=1024)
-def _starts(
+def starts(
     kernels: ModuleType,
     name: str,
     constants: tuple[object, ...],
@@ -86,7 +85,7 @@ def _starts(
     warps: int,
     registers: int | None,
     device: torch.device,
-) -> list[tuple[Launcher, int]]:
+) -> tuple[tuple[Launcher, int], ...]:
     """Return the launchers for all elements, each with the number of programs."""
     full = numel // tile
     if numel % tile == 0:
@@ -95,9 +94,9 @@ def _starts(
         units = [(full + 1, 16)]
     else:
         units = [(1, 1)] if full == 0 else [(1, 1), (full, tile)]
-    return [
-        (launcher(kernels, name, (*constants, unit), warps, device, registers), programs) for programs, unit in units
-    ]
+    return tuple(
+        [(launcher(kernels, name, (*constants, unit), warps, device, registers), programs) for programs, unit in units]
+    )
 
 
 _of = functools.lru_cache(maxsize=1024)(Elementwise)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,21 @@ def launcher(
 ) -> codec_kernels.Launcher:
     """Return the launcher of the kernel ``name`` in ``kernels``; ``constants`` are its constexpr arguments."""
     return codec_kernels.Launcher(getattr(kernels, name), constants, warps, device, registers)
+
+
+class Plan(NamedTuple):
+    """How the library launches a kernel over some elements: launchers, each with the number of its programs.
+
+    Attributes
+    ----------
+    launches : tuple
+    stored, nbytes : int
+        Elements that are packed, with those that rows are padded with, and bytes.
+    """
+
+    launches: tuple[tuple[codec_kernels.Launcher, int], ...]
+    stored: int
+    nbytes: int
 
 
 @functools.lru_cache(maxsize=64)

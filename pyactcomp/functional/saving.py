@@ -16,7 +16,7 @@ from .. import codec
 from ..codec import Impl, Packed
 from ..codec import format as fmt
 from ..codec.kernels import plain as plain_forms
-from ..codec.layouts import arranged, contiguous_layout, layout_of
+from ..codec.layouts import arranged, contiguous_layout, elementwise_layout, layout_of
 from ..codec.seeds import calls, second_of
 from ..engine import saved
 from ..engine.policy import PLAIN
@@ -35,7 +35,7 @@ from ..torch_private import (
     saves_are_dropped,
     under_checkpoint,
 )
-from ..torch_private.distributed import waited
+from ..torch_private.distributed import default_group, waited
 from .codes import Codes
 
 Restore = Callable[[Tensor], Tensor]
@@ -183,6 +183,12 @@ class Saving(Codes):
         layout = contiguous_layout(torch.Size(shape))
         return _restorer(layout.shape, layout.stride, dtype, self.bits, self.group_size, self.impl)
 
+    def runs_on(self, device: torch.device) -> bool:
+        """Return whether Triton kernels run on a device; raise if ``impl="triton"`` cannot serve it."""
+        return (self.impl == "triton" or (device.type == "cuda" and self.impl == "auto")) and _triton_serves(
+            self.impl, device
+        )
+
     def fuses(self, x: Tensor) -> bool:
         """Return whether a fused Triton kernel can pack ``x``."""
         return self.bits is not None and self.runs_kernels(x)
@@ -303,7 +309,14 @@ def refuse_second_derivative() -> None:
     )
 
 
+@saved.for_library
+def arranged_as_torch(grad_x: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient in the layout of torch's elementwise operator; it has the layout of the operand."""
+    return arranged(grad_x, elementwise_layout(layout_of(grad), layout_of(grad_x)))
+
+
 saved.for_library(waited)
+saved.NAMES["DEFAULT_GROUP"] = default_group
 
 
 def differentiable_once(backward: Backward) -> Backward:

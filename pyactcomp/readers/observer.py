@@ -79,19 +79,30 @@ class Observer(Protocol):
     def dropout(self, x: Tensor, p: float, /) -> Tensor | None:
         """Return the dropout of a tensor of the CPU, None where 1 / (1 - p) is infinite; saves a mask of booleans."""
 
+    def Gelu(
+        self, planner: Callable[..., object], runs_on: Callable[[torch.device], bool], keys: tuple[int, int], /
+    ) -> object:
+        """Return the kernels of GELU: a :class:`~pyactcomp.functional.activations.gelu_launch.GeluKernels`.
+
+        ``planner`` maps a kernel's name, the number of elements, the kernel's flags, whether it writes no codes and a
+        device to a :class:`~pyactcomp.functional.launch.Plan`; ``runs_on`` tells whether the kernels serve a device.
+        """
+
     def Norm(
         self,
-        plan: Callable[..., object],
+        planner: Callable[..., object],
+        runs_on: Callable[[torch.device], bool],
         shape: tuple[int, ...],
+        centred: bool,
         eps: float,
         keys: tuple[int, int],
         copied: torch.dtype | None,
+        serves: bool,
         /,
     ) -> object:
         """Return the kernels of a norm: a :class:`~pyactcomp.functional.norms.launch.NormKernels`.
 
-        ``plan`` maps a kernel's name, the number of elements, the kernel's flags, whether it writes no codes and a
-        device to a launcher, the number of programs, and the number of elements and bytes to pack.
+        ``planner`` and ``runs_on`` are as in :meth:`Gelu`; ``serves`` tells whether the kernels serve such rows.
         """
 
     def counts(self) -> tuple[int, int, int]:

@@ -106,7 +106,7 @@ FUNCTION_KINDS = {
         "norms.layer_norm._LayerNorm convolutional.batch_norm._BatchNorm "
         "windows.window_attention._WindowAttention activations.silu_mul._SiluMul activations.gated_mlp._GatedMLP",
         Kind.MOVES: "attention.rope._Rope windows.take_rows._TakeRows convolutional.max_pool._MaxPool",
-        Kind.ACTIVATES: "activations.gelu._Gelu activations.gelu._FusedGelu activations.new_gelu._NewGelu",
+        Kind.ACTIVATES: "activations.gelu._Gelu activations.new_gelu._NewGelu",
         Kind.SUM: "windows.residual_add._ResidualAdd",
     }.items()
     for name in names.split()
@@ -121,7 +121,7 @@ _NODE = re.compile(r"(\w+?)Backward\d*")
 _BY_NODE = {name.replace("_", ""): kind for name, kind in KINDS.items()}
 _OWN_NODES = {
     f"torch::autograd::CppNode<pac::functions::{name}>": kind
-    for name, kind in (("Dropout", Kind.ACTIVATES), ("Norm", Kind.LAYER))
+    for name, kind in (("Dropout", Kind.ACTIVATES), ("Gelu", Kind.ACTIVATES), ("Norm", Kind.LAYER))
 }
 """What this package's autograd functions in C++ do (csrc/functions)."""
 

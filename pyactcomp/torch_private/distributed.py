@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +15,21 @@ REDISTRIBUTED, TO_LOCAL, FROM_LOCAL = (
     f"{name}Backward" for name in ("Redistribute", "_ToTorchTensor", "_FromTorchTensor")
 )
 """Names of the nodes of ``DTensor.redistribute``, ``to_local`` and ``from_local``."""
+
+
+def _default_group() -> Callable[[], object] | None:
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed import distributed_c10d
+
+    return functools.partial(attrgetter("_world.default_pg"), distributed_c10d)
+
+
+default_group = _default_group()
+"""Return the default process group, or None where torch.distributed is not initialized, at one call; None without it.
+
+``torch.distributed.is_initialized`` asks the same by three functions of Python.
+"""
 
 
 def all_gather(gathered: Tensor, tensor: Tensor, group: Any) -> None:

@@ -14,6 +14,7 @@ from .distributed import (
     TO_LOCAL,
     Gather,
     all_gather,
+    default_group,
     gather_of,
     local_tensor,
     placements_before,
@@ -29,12 +30,16 @@ def test_dtensors() -> None:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    assert default_group is not None
+    assert default_group() is None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
+        assert default_group() is dist.group.WORLD
         _test_nodes()
         _test_waiting()
     finally:
         dist.destroy_process_group()
+    assert default_group() is None
 
 
 def _test_nodes() -> None:

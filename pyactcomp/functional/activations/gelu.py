@@ -8,31 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of_torch
 
-from ...codec.layouts import dense
 from ...engine import recompute
 from ..codes import INT8, Codes, one_option
 from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from .gelu_launch import gelu_of
 
 Approximate = Literal["none", "tanh"]
-
-
-class _FusedGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tanh: bool, how: Saving) -> Tensor:
-        from . import launch
-
-        begin(ctx, x)
-        x = dense(x)
-        ctx.kernels = kernels = launch.gelu(x, tanh, how)
-        out, packed = kernels.forward(x)
-        ctx.save_for_backward(packed)
-        recompute.offer(ctx, out, kernels.recompute, stored=(packed,))
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.kernels.backward(*ctx.saved_tensors, grad), None, None
 
 
 class _Gelu(torch.autograd.Function):
@@ -109,5 +90,5 @@ def applied(x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
     if not recorded(x):
         return gelu_of_torch(x, approximate=approximate)
     if how.fuses(x):
-        return cast(Tensor, _FusedGelu.apply(x, approximate == "tanh", how))  # type: ignore[no-untyped-call]
+        return gelu_of(approximate == "tanh", how).apply(x)
     return cast(Tensor, _Gelu.apply(x, approximate, how))  # type: ignore[no-untyped-call]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,85 +27,6 @@ _EXACT_REGISTERS = 80
 
 def _owns_memory(x: Tensor) -> bool:
     return x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
-
-
-@dataclass(frozen=True, eq=False)
-class Gelu:
-    """GELU of dense operands of one layout. Per bfloat16 element: 5.06 bytes each way, 3.06 to recompute.
-
-    Get one from :func:`gelu`, which caches.
-    """
-
-    on: Elementwise
-    tanh: bool
-    how: Saving
-
-    def _form(self, tile: int, bits: int | None) -> tuple[object, ...]:
-        group_size = self.how.group_size
-        return self.tanh, bits, group_size, tile // group_size
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result for a dense x, and the packed x."""
-        how = self.how
-        out, packed = observer().empty_like(x), buffer(x, how)
-        self.on.launch(
-            gelu_kernels,
-            "gelu_forward_kernel",
-            (*self._form(codec_kernels.TILE, written_bits(how.bits)), how.stochastic),
-            (x, out, packed),
-            how.keys,
-            tile=codec_kernels.TILE,
-            warps=codec_kernels.WARPS,
-            registers=codec_kernels.REGISTERS,
-        )
-        return out, packed
-
-    def backward(self, packed: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient."""
-        grad_x = self.on.empty(grad.dtype)
-        self.on.launch(
-            gelu_kernels,
-            "gelu_backward_kernel",
-            self._form(codec_kernels.TILE, self.how.bits),
-            (packed, self.on.arrange(grad), grad_x),
-            tile=codec_kernels.TILE,
-            warps=codec_kernels.WARPS,
-        )
-        return self.on.as_torch(grad_x, grad)
-
-    def recompute(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the result again, in a dtype."""
-        out = self.on.empty(dtype)
-        self.on.launch(
-            gelu_kernels,
-            "gelu_recompute_kernel",
-            self._form(codec_kernels.DECODE_TILE, self.how.bits),
-            (packed, out),
-            tile=codec_kernels.DECODE_TILE,
-            warps=codec_kernels.DECODE_WARPS,
-        )
-        return out
-
-    def backward_and_recompute(self, packed: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient and the output, for a contiguous gradient."""
-        grad_x, out = self.on.empty(grad.dtype), self.on.empty(grad.dtype)
-        self.on.launch(
-            gelu_kernels,
-            "gelu_backward_recompute_kernel",
-            self._form(codec_kernels.TILE, self.how.bits),
-            (packed, grad, grad_x, out),
-            tile=codec_kernels.TILE,
-            warps=codec_kernels.WARPS,
-        )
-        return grad_x, out
-
-
-_gelu_of = functools.lru_cache(maxsize=256)(Gelu)
-
-
-def gelu(x: Tensor, tanh: bool, how: Saving) -> Gelu:
-    """Return the kernels of GELU for tensors of the layout of a dense x."""
-    return _gelu_of(elementwise(x), tanh, how)
 
 
 def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:

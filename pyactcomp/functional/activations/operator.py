@@ -17,6 +17,7 @@ from ...codec import format as fmt
 from ...codec.ops import joined, quantize, restore
 from ..codes import Codes
 from ..saving import saving
+from .gelu_launch import gelu_of
 
 _library: Any = torch.library.Library("pyactcomp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -33,9 +34,7 @@ def _compute(x: Tensor, tanh: bool, group_size: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"the operator takes contiguous tensors, got shape {tuple(x.shape)}, strides {x.stride()}")
     how = saving(Codes(group_size=group_size))
     if how.fuses(x):
-        from . import launch
-
-        return launch.gelu(x, tanh, how).forward(x)
+        return gelu_of(tanh, how).forward(x)
     packed = quantize(x, 8, group_size, False, 0, "auto")
     return gelu_of_torch(x, approximate="tanh" if tanh else "none"), packed
 
@@ -48,9 +47,7 @@ def _restore(codes: Tensor, groups: Tensor, grad: Tensor, tanh: bool, group_size
         )
     how = saving(Codes(group_size=group_size))
     if how.fuses(grad):
-        from . import launch
-
-        return launch.gelu(grad, tanh, how).backward_and_recompute(joined(codes, groups, group_size), grad)
+        return gelu_of(tanh, how).backward_and_recompute(joined(codes, groups, group_size), grad)
     x = restore(codes, groups, grad.dtype, group_size).view(grad.shape)
     approximate = "tanh" if tanh else "none"
     return torch.ops.aten.gelu_backward(grad, x, approximate=approximate), gelu_of_torch(x, approximate=approximate)

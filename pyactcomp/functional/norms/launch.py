@@ -12,7 +12,7 @@ from torch import Tensor
 from ...codec import format as fmt
 from ...codec.kernels import triton as codec_kernels
 from ...engine import saved
-from ..launch import launcher, processors
+from ..launch import Plan, launcher, processors
 from ..masks.noise import Noise
 from ..saving import Saving
 
@@ -39,12 +39,17 @@ def serves(x: Tensor, residual: Tensor | None, shape: tuple[int, ...], dtype: to
         how.fuses(x)
         and (residual is None or how.fuses(residual))
         and dtype is not torch.float64
-        # A row that ends inside a group is padded in the codes, a shorter one is not; threads read and write 64 bytes.
-        and (length % how.group_size == 0 or (length > how.group_size and length % _ALIGNED == 0))
-        and length <= LONGEST_ROW
+        and _serves_rows_of(length, how.group_size)
         # A row may not straddle a multiple of 2**32, where the high half of an element's index changes.
         and (not how.stochastic or x.numel() <= 2**32)
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _serves_rows_of(length: int, group_size: int) -> bool:
+    # A row that ends inside a group is padded in the codes, a shorter one is not; threads read and write 64 bytes.
+    whole = length % group_size == 0 or (length > group_size and length % _ALIGNED == 0)
+    return whole and length <= LONGEST_ROW
 
 
 def are_contiguous(*tensors: Tensor | None) -> bool:
@@ -82,6 +87,14 @@ class NormKernels(Protocol):
         """Return normalised rows in the graph: ``result``, if given, of which the kernels give codes and gradients.
 
         A write to what is watched raises autograd's error in backward, as does a write to the weight.
+        """
+
+    def apply_where_served(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None, /
+    ) -> Tensor | None:
+        """Return normalised rows of a tensor that ``ordinary_codes`` let through, as the module's function does.
+
+        In ``dtype``, or in that of torch's function; None where the kernels do not serve it or more is to be asked.
         """
 
     def forward(
@@ -143,7 +156,10 @@ def norm_of(
     bits = int(COPY.value) if copied is not None else how.bits
     assert bits is not None
     form = _Form(math.prod(shape), centred, bits, how.group_size, copied, how.stochastic)
-    return cast(NormKernels, saved.library().Norm(functools.partial(_plan, form), tuple(shape), eps, how.keys, copied))
+    serves = _serves_rows_of(form.length, how.group_size)
+    planner = functools.partial(_plan, form)
+    made = saved.library().Norm(planner, how.runs_on, tuple(shape), centred, eps, how.keys, copied, serves)
+    return cast(NormKernels, made)
 
 
 class _Form(NamedTuple):
@@ -157,17 +173,8 @@ class _Form(NamedTuple):
     stochastic: bool
 
 
-class _Plan(NamedTuple):
-    """How to launch one kernel: its launcher, the number of programs, and the elements and bytes that are packed."""
-
-    launch: codec_kernels.Launcher
-    programs: int
-    stored: int
-    nbytes: int
-
-
 @functools.lru_cache(maxsize=1024)
-def _plan(form: _Form, kernel: str, numel: int, flags: tuple[int, ...], drops: bool, device: torch.device) -> _Plan:
+def _plan(form: _Form, kernel: str, numel: int, flags: tuple[int, ...], drops: bool, device: torch.device) -> Plan:
     """Return how to launch a kernel over ``numel`` elements; ``drops`` tells that it writes no codes.
 
     ``flags`` are the kernel's own, of which the last is a dropout's quads.
@@ -194,6 +201,6 @@ def _plan(form: _Form, kernel: str, numel: int, flags: tuple[int, ...], drops: b
     if kernel == "norm_backward_kernel":
         tiles = min(tiles, processors(device) * max(_RESIDENT_WARPS // warps, 1))
     if form.copied is not None:
-        return _Plan(launch, tiles, numel, numel * form.copied.itemsize)
+        return Plan(((launch, tiles),), numel, numel * form.copied.itemsize)
     stored = numel // form.length * -(-form.length // form.group_size) * form.group_size
-    return _Plan(launch, tiles, stored, fmt.packed_nbytes(stored, form.bits, form.group_size))
+    return Plan(((launch, tiles),), stored, fmt.packed_nbytes(stored, form.bits, form.group_size))
