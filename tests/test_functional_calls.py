@@ -9,15 +9,17 @@ from types import FrameType
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.codec.kernels import triton as kernels
+from pyactcomp.config import Config
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, gelu, layer_norm, rms_norm, rope, saving, silu_mul
 from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
 from pyactcomp.functional.norms.layer_norm import add_layer_norm
+from pyactcomp.fusions import fuse
 
 pytest.importorskip("triton")
 
@@ -81,3 +83,27 @@ def test_a_fused_call_runs_few_functions_of_python(name: str) -> None:
         again = 0 if recipe is None else calls(lambda: recipe.compute(torch.float32))  # noqa: B023
         found.append((in_forward, calls(lambda: result.backward(grad)), again))  # noqa: B023
     assert all(count <= most for count, most in zip(found[1], (forward, backward, recompute), strict=True)), found[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "most"),
+    [
+        (nn.LayerNorm(WIDTH), 2),
+        (nn.LayerNorm(WIDTH, elementwise_affine=False), 2),
+        (nn.RMSNorm(WIDTH, eps=1e-6), 1),
+        (nn.GELU(), 1),
+        (nn.GELU(approximate="tanh"), 1),
+    ],
+    ids=str,
+)
+def test_a_fused_module_goes_from_forward_to_its_function_in_the_library(module: nn.Module, most: int) -> None:
+    model = nn.Sequential(module)
+    fuse(model, Config(min_bytes=0, impl="triton"))
+    found = []
+    for _ in range(2):  # the first call fills the caches
+        out: list[Tensor] = []
+        in_forward = calls(lambda: out.append(model(X)))  # noqa: B023
+        assert "pac::functions::" in out[0].grad_fn.name()  # type: ignore[union-attr]
+        grad = torch.ones_like(out[0])
+        found.append((in_forward, calls(lambda: out[0].backward(grad))))  # noqa: B023
+    assert found[1] <= (most, 0)

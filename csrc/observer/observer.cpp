@@ -438,6 +438,8 @@ PyMethodDef methods[] = {
      "checkpointed."},
     {"takes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions::takes)), METH_FASTCALL,
      "Return whether a fused call may take a tensor: plain, floating, of so many bytes, with a gradient or constant."},
+    {"ordinary_codes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions::ordinary_codes)),
+     METH_FASTCALL, "Return the codes of a fused module's call with nothing unusual around it, or None: ask Python."},
     {"dropout", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(functions::dropout)), METH_FASTCALL,
      "Drop elements of a tensor on the CPU, by a function of autograd that saves a mask."},
     {nullptr, nullptr, 0, nullptr},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 from torch.nn import Module
 from torch.nn import functional as F
 
 from ..engine.marks import FORM
+from ..engine.saved import NAMES, for_library
 from ..torch_private import function_mode_active, function_modes
 
 _NAMES = (
@@ -52,9 +54,22 @@ def _function_is_replaced(module: Module) -> bool:
     now = _functions(F)
     if now == _OF_IMPORT:
         return False
-    stands_for = getattr(type(module), "stands_for", None) or _NAMES
     return any(
         of_import is not other
         for name, of_import, other in zip(_NAMES, _OF_IMPORT, now, strict=True)
-        if name in stands_for
+        if name in _named_by(type(module))
     )
+
+
+def _named_by(cls: type) -> tuple[str, ...]:
+    return getattr(cls, "stands_for", None) or _NAMES
+
+
+@for_library
+def stood_for(cls: type) -> tuple[dict[str, Any], type, Any]:
+    """Return what a fused class stands for: functions by name, and the module's own class with its forward."""
+    named, (own, forward) = _named_by(cls), getattr(cls, FORM.name)
+    return {name: each for name, each in zip(_NAMES, _OF_IMPORT, strict=True) if name in named}, own, forward
+
+
+NAMES["FUNCTIONAL"] = vars(F)

@@ -64,6 +64,11 @@ class FusionState:
         )
         return saving(codes)
 
+    @functools.cached_property
+    def fixed_codes(self) -> Saving | None:
+        """The codes of every call, if all calls have the same; None in lossless mode and with stochastic rounding."""
+        return None if self._codes.bits is None or self._codes.stochastic else self._codes
+
     def codes(self) -> Saving:
         """Return the codes of one call, with a new seed; in lossless mode tensors are kept exact."""
         return replace(self._codes, seed=self.seeds.next()) if self._codes.stochastic else self._codes

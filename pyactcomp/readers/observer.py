@@ -79,6 +79,13 @@ class Observer(Protocol):
     def dropout(self, x: Tensor, p: float, /) -> Tensor | None:
         """Return the dropout of a tensor of the CPU, None where 1 / (1 - p) is infinite; saves a mask of booleans."""
 
+    def ordinary_codes(self, module: object, x: object, constant: bool, /) -> Any:
+        """Return the codes of a fused module's call on ``x``, or None where something unusual may surround the call.
+
+        Of a call that :func:`~pyactcomp.fusions.fusion.codes_for` would let through, at no call of Python. If None,
+        Python asks more closely.
+        """
+
     def Gelu(
         self, planner: Callable[..., object], runs_on: Callable[[torch.device], bool], keys: tuple[int, int], /
     ) -> object:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ...engine.saved import library
 from ...functional.activations.gelu import applied as gelu
+from ...functional.activations.gelu_launch import gelu_of
 from ...functional.masks.dropout import applied as dropout
+from ...functional.norms.launch import norm_of
 from ...functional.norms.layer_norm import normalised as layer_norm
 from ...functional.norms.rms_norm import normalised as rms_norm
 from ..formulas import children_fed, forward_of
@@ -40,6 +43,12 @@ class LayerNorm(Fused, nn.LayerNorm):
     def normalise(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Normalise ``x`` and, where codes serve, cast to ``dtype``."""
         shape = self.normalized_shape
+        if not torch.compiler.is_compiling() and (codes := library().ordinary_codes(self, x, True)) is not None:
+            if not self.__dict__.get("_fast_norm", False):
+                norm = norm_of(shape, True, self.eps, codes)
+                made = norm.apply_where_served(x, self.weight, self.bias, dtype)
+                if made is not None:
+                    return made
         own, weight, bias = local_rows(x, len(shape), self.weight, self.bias)
         codes = codes_for(self, own, constant=True)
         # timm's layer norm may run apex's kernel, with another rounding.
@@ -61,6 +70,12 @@ class RMSNorm(Fused, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
+        if not torch.compiler.is_compiling() and (codes := library().ordinary_codes(self, x, True)) is not None:
+            if self.weight is not None and self.eps is not None and len(self.normalized_shape) == 1:
+                norm = norm_of(self.normalized_shape, False, self.eps, codes)
+                made = norm.apply_where_served(x, self.weight, None, None)
+                if made is not None:
+                    return made
         own, weight = local_rows(x, 1, self.weight)
         codes = codes_for(self, own, constant=True)
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -93,6 +108,10 @@ class GELU(Fused, nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
+        if not torch.compiler.is_compiling() and (codes := library().ordinary_codes(self, input, False)) is not None:
+            made = gelu_of(self.approximate == "tanh", codes).apply_where_served(input)
+            if made is not None:
+                return made
         codes = codes_for(self, input, kernels=True)
         return super().forward(input) if codes is None else gelu(input, cast(Any, self.approximate), codes)
 

@@ -22,9 +22,12 @@ from torch.nn.functional import linear as linear_of_torch
 from ....engine import recompute
 from ....engine.rare import check_version
 from ....engine.reruns import trains
+from ....engine.saved import library
 from ....functional import gelu, silu_mul
+from ....functional.activations.gelu_launch import gelu_of
 from ....functional.activations.new_gelu import new_gelu
 from ....functional.norms.add_rms_norm import add_rms_norm
+from ....functional.norms.launch import norm_of
 from ....functional.norms.layer_norm import add_layer_norm
 from ....functional.norms.rms_norm import normalised as rms_norm
 from ....torch_private import under_checkpoint
@@ -55,6 +58,14 @@ class RMSNorm(Fused):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``hidden_states``."""
+        if not torch.compiler.is_compiling():
+            codes = library().ordinary_codes(self, hidden_states, True)
+            if codes is not None:
+                copied = hidden_states.dtype if self._copy else None
+                norm = norm_of(hidden_states.shape[-1:], False, self.variance_epsilon, codes, copied)
+                made = norm.apply_where_served(hidden_states, self.weight, None, None)
+                if made is not None:
+                    return made
         own, weight = local_rows(hidden_states, 1, self.weight)
         codes = codes_for(self, own, constant=True)
         if codes is None or own.shape[-1:] != weight.shape:
@@ -94,6 +105,11 @@ class GELU(Fused):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU."""
+        if self.act is nn.functional.gelu and not torch.compiler.is_compiling():
+            codes = library().ordinary_codes(self, input, False)
+            made = None if codes is None else gelu_of(False, codes).apply_where_served(input)
+            if made is not None:
+                return made
         codes = codes_for(self, input, kernels=True)
         if codes is not None and self.act is nn.functional.gelu:
             return gelu(input, codes=codes)
