@@ -132,15 +132,17 @@ def test_hooks_of_an_activation_see_it_and_its_result() -> None:
     assert seen == [(act, True)]
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(("device", "fuse"), [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.bfloat16, 2 * NUMEL), (torch.float32, 2 * NUMEL + CODES)])
-def test_channels_that_no_kernel_serves_keep_16_bits_of_the_input(dtype: torch.dtype, nbytes: int) -> None:
+def test_channels_that_no_kernel_serves_keep_16_bits_of_the_input(
+    device: str, fuse: bool, dtype: torch.dtype, nbytes: int
+) -> None:
     """They are the whole input in 16 bits, and its result is computed again; of a float32 one the result's codes."""
-    plain = network(ACTIVATIONS["SiLU in place"][0]).to("cuda", dtype)
-    model = pyactcomp.compress(copy.deepcopy(plain), min_bytes=1)
+    plain = network(ACTIVATIONS["SiLU in place"][0]).to(device, dtype)
+    model = pyactcomp.compress(copy.deepcopy(plain), min_bytes=1, fuse=fuse)
     exact, got = [], []
     for each, into in ((plain, exact), (model, got)):
-        each(images().to("cuda", dtype)).float().square().sum().backward()
+        each(images().to(device, dtype)).float().square().sum().backward()
         into.extend(p.grad.float().flatten() for p in each.parameters())
     error = torch.cat(got) - torch.cat(exact)
     # A result that is computed again and the gradients computed from it are rounded anew.

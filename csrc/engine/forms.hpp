@@ -172,6 +172,7 @@ inline Counts& counts() {
 /// The body of every stored form.
 struct Stored {
   PyObject* self = nullptr;
+  bool written_over = false;  ///< whether it is autograd's copy of what an operator in place has written over since
   Stored() { ++counts().alive; }
   Stored(const Stored&) = delete;
   Stored& operator=(const Stored&) = delete;

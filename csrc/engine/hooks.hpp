@@ -81,6 +81,15 @@ class Hooks {
     }
     const auto held = observer::node_of(saved.tensor);
     const auto* const maker = observer::producer(held.get());
+    Ref stored = pack_made(given, saved, reading, form, maker);
+    Stored* const own = maker && copies_for_write(*maker) ? stored_in(stored.get()) : nullptr;
+    if (own) own->written_over = true;
+    return stored;
+  }
+
+  /// Pack a tensor by what made it.
+  Ref pack_made(const Given& given, const Given& saved, PyObject* reading, const Form& form,
+                const observer::Node* maker) {
     const bool is_whole = saved.object == given.object;
     const auto* const cast = maker && observer::is_cast(*maker) ? maker : nullptr;
     if (cast) {

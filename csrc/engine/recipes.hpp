@@ -62,11 +62,10 @@ struct Recipe {
 
   PyObject* self = nullptr;
   Compute native;
-  Ref python;                 ///< maps a dtype to a tensor with the output's values and shape
-  int depth = 1;              ///< length of the longest chain of recipes, this one included
-  bool casts = true;          ///< whether casts of the output are recomputed too
-  bool exact = false;         ///< whether the recomputed output is the output to the bit
-  bool written_over = false;  ///< whether the output is a copy of what an operator in place has written over since
+  Ref python;          ///< maps a dtype to a tensor with the output's values and shape
+  int depth = 1;       ///< length of the longest chain of recipes, this one included
+  bool casts = true;   ///< whether casts of the output are recomputed too
+  bool exact = false;  ///< whether the recomputed output is the output to the bit
   at::ScalarType dtype = at::kFloat;
   Layout layout;
   FromRecipe* latest = nullptr;  ///< takes itself out when freed

@@ -485,26 +485,31 @@ inline Ref recipe_of_leaky_relu_of_view(const Result<torch::autograd::CopySlices
   return leaky(of, edge.function.get(), edge.input_nr, node->negative_slope);
 }
 
-/// Recompute what an activation in place writes over: autograd saves a copy of it.
-inline Ref recipe_of_copy(const Result<generated::CloneBackward0>& of) {
-  const auto [behind, number] = observer::source_of(of.node);
+/// Return whether a node is autograd's copy of what the running operator is about to write over, as the first to write.
+///
+/// The graph tells of no write without autograd; the version of what is about to be written does.
+inline bool copies_for_write(const observer::Node& node) {
+  if (!node_as<generated::CloneBackward0>(node)) return false;
+  const auto [behind, number] = observer::source_of(node);
   const at::Tensor written = observer::written();
-  // The graph tells of no write without autograd; the version of what is about to be written does.
   const bool fresh = written.defined() && !written.is_view() && version_of(written) == 0;
-  if (!behind || !fresh || number != 0 || written.grad_fn().get() != behind) return {};
-  const auto known = builders().find(typeid(*behind));
+  return fresh && behind && number == 0 && written.grad_fn().get() == behind;
+}
+
+/// Recompute what an activation in place writes over.
+inline Ref recipe_of_copy(const Result<generated::CloneBackward0>& of) {
+  if (!copies_for_write(of.node)) return {};
+  const observer::Node& behind = *observer::source_of(of.node).first;
+  const auto known = builders().find(typeid(behind));
   if (known == builders().end() || known->second.writes != 0) return {};
-  Ref recipe = known->second.build(of.out, *behind, of.may_be_freed);
-  if (recipe) body<Recipe>(recipe.get()).written_over = true;
-  return recipe;
+  return known->second.build(of.out, behind, of.may_be_freed);
 }
 
 /// Return whether a node has written its result over its operand, once and as nobody else.
 inline bool wrote_over(const observer::Node& node, std::uint32_t writes) {
   const auto* const silu = node_as<generated::SiluBackward0>(node);
-  const Ref operand = silu && writes == 1 ? form_behind(form_of(silu->self_)) : Ref();
-  const Recipe* const recipe = operand ? recipe_in(operand.get()) : nullptr;
-  return recipe && recipe->written_over;
+  const Ref operand = silu && writes == 1 ? form_of(silu->self_) : Ref();
+  return operand && stored_in(operand.get())->written_over;
 }
 
 inline const std::unordered_map<std::type_index, Builder>& builders() {
