@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,25 +74,13 @@ def test_hugging_face_gradient_checkpointing_holds_less_than_compression_alone()
 
 
 def trainer_losses(model: nn.Module, directory: Path) -> list[float]:
-    batch = text("cpu")
-    rows: list[dict[str, Any]] = [{name: values[i] for name, values in batch.items()} for i in range(BATCH)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(directory),
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=BATCH,
-        optim="sgd",
-        learning_rate=0.5,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
+    from trainers import arguments, losses, rows  # skips where accelerate is missing
+
+    trainer = transformers.Trainer(
+        model=model, args=arguments(transformers.TrainingArguments, directory), train_dataset=rows()
     )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses(trainer)
 
 
 def test_trainer_follows_the_exact_loss_curve(tmp_path: Path) -> None:
