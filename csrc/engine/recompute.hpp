@@ -447,13 +447,20 @@ std::pair<const std::type_index, Builder> builder(bool bitwise, std::uint32_t wr
 
 inline const std::unordered_map<std::type_index, Builder>& builders();
 
+/// Return a recipe for an operator's result as if a node behind the operator had made it; none if nothing recomputes
+/// that node's result.
+template <class Kind>
+Ref recipe_of_source_for(const Result<Kind>& of, const observer::Node* behind, std::uint32_t number) {
+  const auto known = behind && number == 0 ? builders().find(typeid(*behind)) : builders().end();
+  if (known == builders().end() || known->second.writes != 0) return {};
+  return known->second.build(of.out, *behind, of.may_be_freed);
+}
+
 /// Recompute the leaky ReLU of a result that has a recipe, such as a norm's: the operator itself keeps one bit for each
 /// element.
 template <class Kind>
 Ref leaky(const Result<Kind>& of, const observer::Node* behind, std::uint32_t number, const at::Scalar& slope) {
-  const auto known = behind && number == 0 ? builders().find(typeid(*behind)) : builders().end();
-  if (known == builders().end() || known->second.writes != 0) return {};
-  Ref recipe = known->second.build(of.out, *behind, of.may_be_freed);
+  Ref recipe = recipe_of_source_for(of, behind, number);
   if (!recipe) return {};
   Recipe& how = body<Recipe>(recipe.get());
   how.native = [before = std::move(how.native), slope, shape = of.out.sizes().vec()](at::ScalarType dtype,
@@ -499,17 +506,16 @@ inline bool copies_for_write(const observer::Node& node) {
 /// Recompute what an activation in place writes over.
 inline Ref recipe_of_copy(const Result<generated::CloneBackward0>& of) {
   if (!copies_for_write(of.node)) return {};
-  const observer::Node& behind = *observer::source_of(of.node).first;
-  const auto known = builders().find(typeid(behind));
-  if (known == builders().end() || known->second.writes != 0) return {};
-  return known->second.build(of.out, behind, of.may_be_freed);
+  const auto [behind, number] = observer::source_of(of.node);
+  return recipe_of_source_for(of, behind, number);
 }
 
 /// Return whether a node has written its result over its operand, once and as nobody else.
 inline bool wrote_over(const observer::Node& node, std::uint32_t writes) {
   const auto* const silu = node_as<generated::SiluBackward0>(node);
   const Ref operand = silu && writes == 1 ? form_of(silu->self_) : Ref();
-  return operand && stored_in(operand.get())->written_over;
+  const Stored* const own = operand ? stored_in(operand.get()) : nullptr;  // null for a form of a class in Python
+  return own && own->written_over;
 }
 
 inline const std::unordered_map<std::type_index, Builder>& builders() {
