@@ -59,7 +59,7 @@ def test_offload_without_stored_bytes_is_refused() -> None:
             pyactcomp.estimate(f"{MODELS}:deep", modes=[mode])
 
 
-def test_the_table_tells_the_pinned_memory_of_the_host() -> None:
+def test_the_table_tells_the_pinned_memory_of_the_host(deep: Estimate) -> None:
     for name in ("typer", "rich"):
         pytest.importorskip(name)
     from typer.testing import CliRunner
@@ -68,10 +68,9 @@ def test_the_table_tells_the_pinned_memory_of_the_host() -> None:
     from pyactcomp.sizes import size_text
 
     for mode, told in (("int8+offload", True), ("int8", False)):
-        command = ["estimate", f"{MODELS}:perceptron", "--batch", "4096", "--mode", mode, "--no-largest"]
-        ran = CliRunner().invoke(app, command)
+        command = ["estimate", f"{MODELS}:deep", "--batch", str(BATCH), "--mode", mode, "--no-largest"]
+        ran = CliRunner().invoke(app, [*command, "--gpu", "4090"])
         assert ran.exit_code == 0, ran.stderr
         rows = [line for line in ran.stdout.splitlines() if "pinned on the host" in line]
-        pinned = pyactcomp.estimate(f"{MODELS}:perceptron", batch=4096, modes=[mode])[mode].pinned
-        assert (pinned > 0) == told
-        assert [size_text(pinned) in row for row in rows] == [True] * told
+        assert (deep[mode].pinned > 0) == told
+        assert [size_text(deep[mode].pinned) in row for row in rows] == [True] * told
