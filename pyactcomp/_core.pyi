@@ -17,7 +17,6 @@ class Comparison:
 class DelayedLink:
     link: object
     capturing: bool
-    available: int
     pinned: int
     pins: int
     queued: int
@@ -32,7 +31,6 @@ class CudaLink:
     streams: tuple[int, int]
     repeat: int
     is_integrated: bool
-    available: int
     pci_address: str
     def __init__(self, device: int) -> None: ...
     def measure(self, size: int, rounds: int) -> tuple[float, float]: ...

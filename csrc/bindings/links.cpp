@@ -42,7 +42,6 @@ void bind_links(py::module_& module) {
       .def_readwrite("clock", &DelayedLink::clock)
       .def_readwrite("rate", &DelayedLink::rate)
       .def("measure", [](const DelayedLink& self, std::size_t, int) { return std::pair(self.rate, self.rate); })
-      .def_property_readonly("available", [](DelayedLink& self) { return self.available(); })
       .def_property_readonly("pinned", &DelayedLink::pinned)
       .def_property_readonly("pins", &DelayedLink::pins)
       .def_property_readonly("queued", &DelayedLink::queued)
@@ -54,7 +53,6 @@ void bind_links(py::module_& module) {
       .def_property_readonly("streams", &CudaLink::streams)
       .def_readwrite("repeat", &CudaLink::repeat)
       .def_property_readonly("is_integrated", &CudaLink::is_integrated)
-      .def_property_readonly("available", [](CudaLink& self) { return self.available(); })
       .def_property_readonly("pci_address",
                              [](const CudaLink& self) {
                                std::array<char, 32> text{};

@@ -54,7 +54,7 @@ class HostArena {
   struct Part {
     char* address;
     std::size_t size;
-    When after;  ///< the last copy that reads the part: it is written behind that copy
+    When after;  ///< the last copy that reads the part, which is written after that copy
   };
   using Block = std::vector<Part>;
 
@@ -107,6 +107,9 @@ class HostArena {
   std::size_t peak() const { return peak_; }
   std::size_t pins() const { return pins_; }
   std::size_t limit() const { return limit_; }
+  /// Return how many bytes may be pinned now, in all. Past this share of the available memory the program around may
+  /// run out of it.
+  std::size_t most() const { return std::min(limit_, (link_.available() + pinned_) / 10 * 6); }
   /// Whether the host, and not the limit, had too little memory.
   bool is_short() const { return is_short_; }
   void set_limit(std::size_t limit) { limit_ = limit; }
@@ -183,11 +186,7 @@ class HostArena {
 
   /// Pin a slab of at least so many bytes.
   bool grow(std::size_t missing) {
-    // Past this share of the available memory the program around may run out of it.
-    const std::size_t most = (link_.available() + pinned_) / 10 * 6;
-    const std::size_t available = most - std::min(most, pinned_);
-    const std::size_t allowed = limit_ - std::min(limit_, pinned_);
-    const std::size_t room = std::min(allowed, available);
+    const std::size_t allowed = most(), room = allowed - std::min(allowed, pinned_);
     const std::size_t wanted = std::clamp(round_up(pinned_ / kSlabs, kPage), kSmallest, kLargest);
     for (const std::size_t each : {std::max(wanted, round_up(missing, kPage)), round_up(missing, kPage), missing}) {
       if (each > room) continue;
@@ -199,7 +198,7 @@ class HostArena {
       ++pins_;
       return true;
     }
-    is_short_ = is_short_ || missing <= allowed;
+    is_short_ = is_short_ || pinned_ + missing <= limit_;
     return false;
   }
 

@@ -42,6 +42,7 @@ inline PyObject* arena_limit(ArenaBody& form) { return PyLong_FromSize_t(form.ar
 inline int arena_set_limit(PyObject* self, PyObject* value, void*) {
   return guarded_status([&] { body<ArenaBody>(self).arena->set_limit(static_cast<std::size_t>(integer(value))); });
 }
+inline PyObject* arena_most(ArenaBody& form) { return PyLong_FromSize_t(form.arena->most()); }
 inline PyObject* arena_pinned(ArenaBody& form) { return PyLong_FromSize_t(form.arena->pinned()); }
 inline PyObject* arena_taken(ArenaBody& form) { return PyLong_FromSize_t(form.arena->taken()); }
 inline PyObject* arena_peak(ArenaBody& form) { return PyLong_FromSize_t(form.arena->peak()); }
@@ -54,6 +55,7 @@ inline PyMethodDef arena_methods[] = {
 
 inline PyGetSetDef arena_attributes[] = {
     {"limit", attribute<ArenaBody, arena_limit>, arena_set_limit, "Most bytes to pin.", nullptr},
+    {"most", attribute<ArenaBody, arena_most>, nullptr, "How many bytes may be pinned now, in all.", nullptr},
     {"pinned", attribute<ArenaBody, arena_pinned>, nullptr, "Bytes pinned.", nullptr},
     {"taken", attribute<ArenaBody, arena_taken>, nullptr, "Bytes of the blocks in use.", nullptr},
     {"peak", attribute<ArenaBody, arena_peak>, nullptr, "The most bytes in use so far.", nullptr},

@@ -66,13 +66,10 @@ def rates_of(device: torch.device) -> Rates:
     return Rates(*link_of(device).measure(64 << 20, 4))
 
 
-_PINNED = 0.6
-"""Of the available host memory, what HostArena of csrc/engine/host_arena.hpp pins at most."""
-
-
 def room_on_host(device: torch.device) -> int:
     """Return how many bytes of host memory can be pinned for a device's stored bytes now."""
-    return int(_PINNED * link_of(device).available)
+    most: int = saved.library().HostArena(link_of(device), UNBOUNDED).most
+    return most
 
 
 _PCI = Path("/sys/bus/pci/devices")
@@ -108,8 +105,8 @@ _STALL_TOLERANCE = 0.01
 """Part of a pass that may be waited: a third of the 3 % that offload may cost, as forward and backward may both wait
 and the share is not lowered again."""
 _RATE_MARGIN = 0.97
-"""Of the rate that a pass has shown: a share is even over many tensors, not over each window. With it, steps on half
-and on a quarter of the rate of an H200's link took at most 1.03 times those without offload."""
+"""Share of the rate that a pass has shown: what leaves is spread evenly over many tensors, not over each window. With
+it, steps on half and on a quarter of the rate of an H200's link took at most 1.03 times those without offload."""
 _STALLED_STEPS = 3
 """Steps in a row that must wait until the share is lowered again: two may be those around the writing of a checkpoint,
 which takes the host's memory and the link for a while, and a share once lowered stays."""
