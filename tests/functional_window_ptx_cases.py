@@ -18,7 +18,7 @@ from pyactcomp.functional.windows import launch as launches
 def test_kernels_of_swins_windows_do_not_spill(kept: str, group: int, tmp_path: Path) -> None:
     form = {"N": 49, "ROWS": 64, "HEADS": 4, "HEAD": 32, "HAS_MASK": True, "GROUP": group}
     again = f"{kept} *fp32 *fp32 *bf16 i64 i32 fp32"
-    assert_no_spills(ptx(kernels.window_attention_again_kernel, again, launches.WARPS, **form), tmp_path)
+    assert_no_spills(ptx(kernels.window_attention_recompute_kernel, again, launches.WARPS, **form), tmp_path)
     backward = f"{kept} *fp32 *fp32 *bf16 *bf16 *fp32 i64 i32 fp32"
     kernel, registers = kernels.window_attention_backward_kernel, launches.BACKWARD_REGISTERS
     assert_no_spills(ptx(kernel, backward, launches.WARPS, registers, **form), tmp_path)

@@ -59,7 +59,7 @@ FUSED_KERNELS = [
     max_pool_kernels.max_pool_backward_kernel,
     window_kernels.window_attention_forward_kernel,
     window_kernels.window_attention_backward_kernel,
-    window_kernels.window_attention_again_kernel,
+    window_kernels.window_attention_recompute_kernel,
     window_kernels.residual_add_forward_kernel,
     window_kernels.residual_add_backward_kernel,
 ]

@@ -178,7 +178,7 @@ def window_attention_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["numel", "windows"])
-def window_attention_again_kernel(
+def window_attention_recompute_kernel(
     kept,
     bias,
     mask,

@@ -72,7 +72,7 @@ def window_attention(
 
     def attend_from(kept: Tensor) -> Tensor:
         result = torch.empty((count, tokens, width), dtype=dtype, device=device)
-        launch = launcher(kernels, "window_attention_again_kernel", form, WARPS, device)
+        launch = launcher(kernels, "window_attention_recompute_kernel", form, WARPS, device)
         tensors = (kept, bias, argument(mask, bias), result)
         launch(count * heads, tensors, (numel, windows, scale))
         return result
