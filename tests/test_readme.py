@@ -1,4 +1,5 @@
-"""The Python snippets of the README and the pages beside it run as they stand, each in a process of its own."""
+"""The Python snippets of the README and the pages beside it run as they stand, each in a process of its own, and print
+what the page says."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ WORKS_WITH = ROOT / "docs" / "works_with.md"
 MOST_LINES = 150
 
 
-def _snippets(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+def _snippets(page: Path) -> list[tuple[str, str]]:
+    """Return the snippets of a page, each with what it prints, or "" if the page does not say."""
+    fences = r"^```python\n(.*?)^```(?:\n\nIt prints:\n\n```text\n(.*?)^```)?"
+    return re.findall(fences, page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-SNIPPETS = _snippets(README)
+SNIPPETS = [snippet for snippet, _ in _snippets(README)]
 
 
 def _marks(snippet: str) -> list[pytest.MarkDecorator]:
@@ -31,14 +34,14 @@ def _marks(snippet: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    "snippet",
+    ("snippet", "printed"),
     [
-        pytest.param(snippet, marks=_marks(snippet), id=f"{page.stem}-{number}")
+        pytest.param(snippet, printed, marks=_marks(snippet), id=f"{page.stem}-{number}")
         for page in PAGES
-        for number, snippet in enumerate(_snippets(page))
+        for number, (snippet, printed) in enumerate(_snippets(page))
     ],
 )
-def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
+def test_snippet_runs(snippet: str, printed: str, tmp_path: Path) -> None:
     # As in a checkout, but what a snippet writes goes elsewhere.
     folder, file = tmp_path / "checkout", tmp_path / "snippet.py"
     folder.mkdir()
@@ -49,6 +52,7 @@ def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
     # Torch's allocator can be replaced once in a process.
     done = forked.run(file, folder, tmp_path)
     assert done.returncode == 0, done.stderr
+    assert printed in ("", done.stdout)
 
 
 def test_readme_has_a_snippet_for_machines_without_a_gpu() -> None:
