@@ -159,11 +159,9 @@ def _check(
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise PyactcompError(f"{name} is a whole number of at least 1; got {value!r}")
-    for name, value in (("dtype", dtype), ("autocast", autocast)):
-        if value is not None and value not in DTYPES:
-            raise PyactcompError(f"{name} is one of {', '.join(DTYPES)}; got {value!r}")
-    if autocast == "float32":
-        raise PyactcompError("autocast is bfloat16 or float16; got 'float32'")
+    for name, value, accepted in (("dtype", dtype, DTYPES), ("autocast", autocast, DTYPES[1:])):
+        if value is not None and value not in accepted:
+            raise PyactcompError(f"{name} is one of {', '.join(accepted)}; got {value!r}")
     maker(optimizer)
 
 

@@ -17,7 +17,7 @@ from .gpus import Gpu
 
 Rule = Callable[..., list[int]]
 
-# Of Reduce.cuh: the threads of a block, and what an offset in bytes may be.
+# From torch's Reduce.cuh: the threads of a block, and the largest offset in bytes.
 _THREADS = 512
 _LIMIT = (1 << 31) - 1
 
