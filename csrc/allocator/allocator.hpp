@@ -43,7 +43,7 @@ struct SegmentInfo {
   PoolKind kind = PoolKind::kSmall;
   PoolId pool;
   bool expandable = false;  ///< made of mapped handles
-  Context context;          ///< of the allocation behind the last growth
+  Context context;          ///< of the allocation that caused the last growth
   std::vector<BlockInfo> blocks;
   std::size_t order = 0;               ///< in the report: older segments first, then by address
   std::vector<AddressRange> absent{};  ///< paused parts, which have no memory, by address

@@ -56,7 +56,7 @@ struct Segment {
   Block* first = nullptr;
   std::map<Address, Mapping> mappings;  ///< of an expandable segment, by address
   std::list<Segment>::iterator self;    ///< in the heap's list
-  Context context;                      ///< of the allocation behind the last growth
+  Context context;                      ///< of the allocation that caused the last growth
 };
 
 struct Block {

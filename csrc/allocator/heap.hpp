@@ -117,7 +117,7 @@ class Heap {
   Serial clock_ = 0;
 };
 
-/// Names the call behind the memory that is given back during the guard's life.
+/// Names the call that gives memory back during the guard's life.
 class Releasing {
  public:
   Releasing(Heap& heap, const Context& context) : heap_(heap) { heap_.releasing = context; }

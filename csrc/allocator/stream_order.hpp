@@ -34,7 +34,7 @@ class StreamOrder {
     }
   }
 
-  /// Records a fence behind all work queued on the stream: passed() is true for `now` once the stream reaches the
+  /// Records a fence after all work queued on the stream: passed() is true for `now` once the stream reaches the
   /// fence.
   void fence(Stream stream, Serial now);
   /// Notes that the whole device has finished all work queued by `now`.

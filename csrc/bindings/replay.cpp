@@ -26,7 +26,7 @@ using alloc::Bytes;
 using SegmentRow = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::size_t, bool, bool>;
 using BlockRow = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t, bool>;
 
-/// Of each block that is paused before the first event: the address, and the bytes without memory.
+/// The blocks that are paused before the first event: address -> bytes without memory.
 using PausedBytes = std::map<std::uint64_t, Bytes>;
 
 /// (address, size, stream, pool, small, expandable) of each segment, and (address, size, requested, stream, pool,

@@ -79,7 +79,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   }
 
   std::string name() override { return "pyactcomp"; }
-  /// True from the start, so that torch swaps no other allocator in over memory of this one.
+  /// True from the start: torch refuses to swap an initialised allocator, and memory of this one may be in use.
   bool initialized() override { return true; }
   void init(int device_count) override {
     native_.init(device_count);  // the native allocator opens other processes' memory

@@ -3,6 +3,8 @@
 // pyactcomp/codec/kernels/plain.py is the definition, in plain torch. A map packs an element of type T to `Stored` and
 // restores it. Maps without transcendental functions give the definition's bits everywhere; the others are within one
 // code of it: host and device compute exponentials and logarithms to a few units in the last place.
+//
+// Longer than 400 lines: the maps share the logarithm, the exponential and the grid.
 #pragma once
 
 #include <cmath>
@@ -278,7 +280,7 @@ struct ProbabilityMap {
   using Stored = std::int16_t;
   PAC_FORMAT static Stored encode(T p) {
     const T rest = 1 - p;
-    // Of one quotient: a second logarithm would take longer than the memory does.
+    // Take the logarithm of one quotient: a second logarithm would take longer than the reads and writes.
     return grid::code_of(
         math::natural_log(math::ratio(p, rest < T(grid::kNearestToOne) ? T(grid::kNearestToOne) : rest)));
   }

@@ -170,7 +170,7 @@ std::string CudaDevice::find_mappable_properties() {
       if (!shared) properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_NONE;
       const char* call = nullptr;
       const CUresult status = inside([&] { return try_mapping(&call); });
-      // Short of memory: the first growth will tell.
+      // Only memory is short: the first growth reports it if it still is.
       if (status == CUDA_SUCCESS || status == CUDA_ERROR_OUT_OF_MEMORY) return {};
       refused = failure(driver_, status, call != nullptr ? call : "cuCtxPushCurrent");
     }

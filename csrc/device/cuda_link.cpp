@@ -62,7 +62,7 @@ CudaLink::~CudaLink() {
   driver_.cuDevicePrimaryCtxRelease(device_);
 }
 
-/// Puts an event behind the work queued on a stream.
+/// Puts an event after the work queued on a stream.
 CUresult CudaLink::record(CUstream stream, CUevent* event, bool timed) noexcept {
   *event = nullptr;
   std::vector<CUevent>& spare = timed ? spare_marks_ : spare_;
@@ -84,7 +84,7 @@ CUresult CudaLink::record(CUstream stream, CUevent* event, bool timed) noexcept 
   return status;
 }
 
-/// Lets the next work of `follower` run behind the work queued on a stream.
+/// Lets the next work of `follower` run after the work queued on a stream.
 CUresult CudaLink::follow(CUstream follower, CUstream stream) noexcept {
   CUevent event = nullptr;
   CUresult status = record(stream, &event);

@@ -74,7 +74,7 @@ class Device {
   virtual void copy_to_host(const std::vector<Copy>& copies) = 0;
   virtual void copy_from_host(const std::vector<Copy>& copies) = 0;
 
-  // Order between the host and streams. record() puts an event behind the work queued on the stream; completed()
+  // Order between the host and streams. record() puts an event after the work queued on the stream; completed()
   // queries the event; wait() blocks the calling thread until then. recycle() takes back an event no longer needed.
   // None of the four is called for a stream being captured into a graph.
   virtual Event record(Stream stream) = 0;

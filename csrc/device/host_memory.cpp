@@ -18,7 +18,7 @@ Bytes number_in(const std::string& path) {
   return file >> value ? value : kUnknown;
 }
 
-/// The number behind a key at the beginning of a line; 0 if there is none.
+/// The number after a key at the beginning of a line; 0 if there is none.
 Bytes value_of(const std::string& path, const std::string& wanted) {
   std::ifstream file(path);
   std::string key;

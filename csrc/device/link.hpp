@@ -6,8 +6,8 @@
 //
 //   Link* link = static_cast<Link*>(PyCapsule_GetPointer(capsule, kLinkCapsule));
 //   std::uint64_t sent = 0;
-//   link->send(stream, copies, count, &sent);  // behind the work queued on `stream`
-//   link->wait(stream, sent);                  // work queued on `stream` from here on runs behind the copies
+//   link->send(stream, copies, count, &sent);  // after the work queued on `stream`
+//   link->wait(stream, sent);                  // work queued on `stream` from here on runs after the copies
 //   link->recycle(sent);
 #pragma once
 
@@ -25,7 +25,7 @@ class Link {
   using Event = std::uint64_t;  ///< 0 stands for work that is done
   using Stream = std::int64_t;  ///< a cudaStream_t
 
-  /// One copy; the host's memory is written, or read, only behind `after`.
+  /// One copy; the host's memory is written, or read, only after `after`.
   struct Copy {
     void* device;
     void* host;
@@ -37,15 +37,15 @@ class Link {
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
-  /// Copies to the host, behind the work queued on `stream`; `done` is the event of all copies.
+  /// Copies to the host, after the work queued on `stream`; `done` is the event of all copies.
   virtual Status send(Stream stream, const Copy* copies, std::size_t count, Event* done) noexcept = 0;
-  /// Copies to the device, behind the work queued on `stream`; `done` has an event for each copy.
+  /// Copies to the device, after the work queued on `stream`; `done` has an event for each copy.
   virtual Status bring(Stream stream, const Copy* copies, std::size_t count, Event* done) noexcept = 0;
-  /// Lets the work queued on `stream` from here on run behind an event.
+  /// Lets the work queued on `stream` from here on run after an event.
   virtual Status wait(Stream stream, Event event) noexcept = 0;
   /// Takes back an event that nobody will wait for.
   virtual void recycle(Event event) noexcept = 0;
-  /// Puts an event with a time behind the work queued on `stream`.
+  /// Puts an event with a time after the work queued on `stream`.
   virtual Status mark(Stream stream, Event* made) noexcept = 0;
   /// Waits, on the host, for an event with a time.
   virtual Status finish(Event event) noexcept = 0;

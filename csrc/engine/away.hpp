@@ -40,7 +40,7 @@ inline at::Tensor handle_of(Buffer stored, c10::Device device) {
       .make_tensor();
 }
 
-/// Return the tensor behind a handle, to be read by work queued on the current stream from here on.
+/// Return the tensor that a handle stands for, to be read by work queued on the current stream from here on.
 inline at::Tensor taken(const at::Tensor& handle) {
   const auto* const stored = handle.storage().data_ptr().cast_context<Buffer>(drop_away);
   if (!stored) {
@@ -102,14 +102,14 @@ inline PyObject* send_away(PyObject*, PyObject* arguments) {
   });
 }
 
-/// take(handle): return the tensor behind a handle.
+/// take(handle): return the tensor that a handle stands for.
 inline PyObject* take_back(PyObject*, PyObject* given) {
   return guarded([&] { return THPVariable_Wrap(taken(tensor_in(given))); });
 }
 
 inline PyMethodDef away_functions[] = {
     {"send", send_away, METH_VARARGS, "Put copies of tensors on a tape; return a handle for each."},
-    {"take", take_back, METH_O, "Return the tensor behind a handle."},
+    {"take", take_back, METH_O, "Return the tensor that a handle stands for."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -87,7 +87,7 @@ class Hooks {
     return stored;
   }
 
-  /// Pack a tensor by what made it.
+  /// Store a tensor as a cast, a recipe, a concatenation or a shard if what made it allows; else in its form.
   Ref pack_made(const Given& given, const Given& saved, PyObject* reading, const Form& form,
                 const observer::Node* maker) {
     const bool is_whole = saved.object == given.object;
@@ -104,7 +104,7 @@ class Hooks {
     return store(given, reading, form, cast);
   }
 
-  /// Store a tensor, as nothing recomputes it; `cast` is the node behind the tensor if it is a cast.
+  /// Store a tensor, as nothing recomputes it; `cast` is the tensor's node if that is a cast, else null.
   Ref store(const Given& given, PyObject* reading, const Form& form, const observer::Node* cast) {
     if (form.object.get() == constants().gained) {  // no recipe begins in front of the gain
       constexpr std::int64_t kHalfBytes = 2;

@@ -55,8 +55,8 @@ inline Ref Hooks::join(const Given& given, const Form& form) {
       return {};
     Sizes shape;
     for (const c10::SymInt& size : sizes) shape.push_back(size.expect_int());
-    const auto [behind, number] = observer::source_of(*cat, i);
-    parts.push_back(behind && number == 0 ? saved_result(*behind, stream_of(whole)) : Operand());
+    const auto [producer, number] = observer::source_of(*cat, i);
+    parts.push_back(producer && number == 0 ? saved_result(*producer, stream_of(whole)) : Operand());
     stored.push_back(parts.back() ? at::Tensor() : bare.narrow(dim, start, shape[static_cast<size_t>(dim)]));
     if (stored.back().defined() && stored.back().numel() < kFew) return {};
     start += shape[static_cast<size_t>(dim)];

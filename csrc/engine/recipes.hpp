@@ -91,7 +91,7 @@ struct Recipe {
   void read_unpacked(const at::Tensor& operand) {
     unpacked_.push_back({std::make_unique<const Read>(operand), Version(operand)});
   }
-  /// Let the computation read a tensor that is given to it: behind restored operands, or to Python before the dtype.
+  /// Let the computation read a tensor that is given to it: after restored operands, or to Python before the dtype.
   void read_stored(const at::Tensor& operand) {
     read_unpacked(operand);
     ++given_;

@@ -55,8 +55,8 @@ inline Ref form_of(const SavedVariable& saved) {
   return form && PyObject_TypeCheck(form, types().stored) ? Ref::borrowed(form) : Ref();
 }
 
-/// Return the form with the values of a form: behind one with its own version counter, or decided later.
-inline Ref form_behind(Ref form) {
+/// Return the form that holds the values: what a `Same` or a decided `Pending` refers to.
+inline Ref stored_form_of(Ref form) {
   if (!form) return form;
   if (Py_TYPE(form.get()) == types().same) return body<Same>(form.get()).stored;
   if (reinterpret_cast<PyObject*>(Py_TYPE(form.get())) != constant("PENDING")) return form;
@@ -99,7 +99,7 @@ inline Operand memory_of_leaf(const at::Tensor& tensor) {
 
 /// Return a saved operand as a recipe may read it, or none.
 inline Operand operand_of(const SavedVariable& saved) {
-  Ref form = form_behind(form_of(saved));
+  Ref form = stored_form_of(form_of(saved));
   if (!form) return {};
   const PyTypeObject* const type = Py_TYPE(form.get());
   if (type == types().kept) {
@@ -209,8 +209,8 @@ inline double scale_of_dropout(double probability, bool narrow) {
 /// Recompute the dropout of a stored result, such as attention probabilities or a ReLU's.
 inline Ref recipe_of_dropout(const Result<generated::NativeDropoutBackward0>& of) {
   const Operand mask = operand_of(of.node.result1_);
-  const auto [behind, number] = observer::source_of(of.node);
-  const Ref stored = behind ? stored_result(*behind) : Ref();
+  const auto [producer, number] = observer::source_of(of.node);
+  const Ref stored = producer ? stored_result(*producer) : Ref();
   // Only a drawn mask is packed as a region. The node does not tell `train`.
   if (!mask || Py_TYPE(mask.form.get()) != types().region || !stored) return {};
   if (!layout_of_result(stored.get()).fits(of.out)) return {};
@@ -226,8 +226,8 @@ inline Ref recipe_of_dropout(const Result<generated::NativeDropoutBackward0>& of
 
 /// Return the recomputed output that an operator reads and another one saved, while it is provably unchanged.
 inline Operand recomputed_source(const observer::Node& node) {
-  const auto [behind, number] = observer::source_of(node);
-  const Ref offered = behind && offers(*behind) ? recipe_on(*behind) : Ref();
+  const auto [producer, number] = observer::source_of(node);
+  const Ref offered = producer && offers(*producer) ? recipe_on(*producer) : Ref();
   if (!offered) return {};
   const Recipe& recipe = body<Recipe>(offered.get());
   const at::Tensor out = recipe.output();
@@ -335,12 +335,12 @@ std::optional<std::pair<at::Tensor, at::Tensor>> affine_of(const Result<Kind>& o
   at::Tensor leaves[2];
   bool repeated = false;
   for (size_t input = 0; input < 2; ++input) {
-    const auto* behind = observer::input_of(of.node, input + 1);
-    if (behind && node_as<generated::RepeatBackward0>(*behind)) {
+    const auto* producer = observer::input_of(of.node, input + 1);
+    if (producer && node_as<generated::RepeatBackward0>(*producer)) {
       repeated = true;
-      behind = observer::input_of(*behind, 0);
+      producer = observer::input_of(*producer, 0);
     }
-    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(behind);
+    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(producer);
     if (!leaf || !observer::is_exact(leaf->variable)) return std::nullopt;
     leaves[input] = leaf->variable;
     // ZeRO and FSDP may have freed or replaced the parameters once their module had run.
@@ -447,20 +447,20 @@ std::pair<const std::type_index, Builder> builder(bool bitwise, std::uint32_t wr
 
 inline const std::unordered_map<std::type_index, Builder>& builders();
 
-/// Return a recipe for an operator's result as if a node behind the operator had made it; none if nothing recomputes
+/// Return a recipe for an operator's result as if the node before the operator had made it; none if nothing recomputes
 /// that node's result.
 template <class Kind>
-Ref recipe_of_source_for(const Result<Kind>& of, const observer::Node* behind, std::uint32_t number) {
-  const auto known = behind && number == 0 ? builders().find(typeid(*behind)) : builders().end();
+Ref recipe_of_source_for(const Result<Kind>& of, const observer::Node* producer, std::uint32_t number) {
+  const auto known = producer && number == 0 ? builders().find(typeid(*producer)) : builders().end();
   if (known == builders().end() || known->second.writes != 0) return {};
-  return known->second.build(of.out, *behind, of.may_be_freed);
+  return known->second.build(of.out, *producer, of.may_be_freed);
 }
 
 /// Recompute the leaky ReLU of a result that has a recipe, such as a norm's: the operator itself keeps one bit for each
 /// element.
 template <class Kind>
-Ref leaky(const Result<Kind>& of, const observer::Node* behind, std::uint32_t number, const at::Scalar& slope) {
-  Ref recipe = recipe_of_source_for(of, behind, number);
+Ref leaky(const Result<Kind>& of, const observer::Node* producer, std::uint32_t number, const at::Scalar& slope) {
+  Ref recipe = recipe_of_source_for(of, producer, number);
   if (!recipe) return {};
   Recipe& how = body<Recipe>(recipe.get());
   how.native = [before = std::move(how.native), slope, shape = of.out.sizes().vec()](at::ScalarType dtype,
@@ -471,12 +471,12 @@ Ref leaky(const Result<Kind>& of, const observer::Node* behind, std::uint32_t nu
 }
 
 inline Ref recipe_of_leaky_relu(const Result<generated::LeakyReluBackward0>& of) {
-  // The stored bits tell of writes to what the operator read.
-  const Ref bits = form_behind(form_of(of.node.self_));
+  // The version noted with the stored bits tells whether the operator's input was written to.
+  const Ref bits = stored_form_of(form_of(of.node.self_));
   const Region* const region = bits ? region_in(bits.get()) : nullptr;
   if (!region || region->seen.saved != 0 || region->seen.moved()) return {};
-  const auto [behind, number] = observer::source_of(of.node);
-  return leaky(of, behind, number, of.node.negative_slope);
+  const auto [producer, number] = observer::source_of(of.node);
+  return leaky(of, producer, number, of.node.negative_slope);
 }
 
 inline Ref recipe_of_leaky_relu_in_place(const Result<generated::LeakyReluBackward1>& of) {
@@ -484,7 +484,7 @@ inline Ref recipe_of_leaky_relu_in_place(const Result<generated::LeakyReluBackwa
   return leaky(of, edge.function.get(), edge.input_nr, of.node.negative_slope);
 }
 
-/// In place through a view of all elements, as behind an instance norm.
+/// In place through a view of all elements, as after an instance norm.
 inline Ref recipe_of_leaky_relu_of_view(const Result<torch::autograd::CopySlices>& of) {
   const auto* const node = node_as<generated::LeakyReluBackward1>(*of.node.fn);
   if (!node || of.node.view.numel() != of.out.numel() || !of.node.view.is_contiguous()) return {};
@@ -497,17 +497,17 @@ inline Ref recipe_of_leaky_relu_of_view(const Result<torch::autograd::CopySlices
 /// The graph tells of no write without autograd; the version of what is about to be written does.
 inline bool copies_for_write(const observer::Node& node) {
   if (!node_as<generated::CloneBackward0>(node)) return false;
-  const auto [behind, number] = observer::source_of(node);
+  const auto [producer, number] = observer::source_of(node);
   const at::Tensor written = observer::written();
   const bool fresh = written.defined() && !written.is_view() && version_of(written) == 0;
-  return fresh && behind && number == 0 && written.grad_fn().get() == behind;
+  return fresh && producer && number == 0 && written.grad_fn().get() == producer;
 }
 
 /// Recompute what an activation in place writes over.
 inline Ref recipe_of_copy(const Result<generated::CloneBackward0>& of) {
   if (!copies_for_write(of.node)) return {};
-  const auto [behind, number] = observer::source_of(of.node);
-  return recipe_of_source_for(of, behind, number);
+  const auto [producer, number] = observer::source_of(of.node);
+  return recipe_of_source_for(of, producer, number);
 }
 
 /// Return whether a node has written its result over its operand, once and as nobody else.
@@ -568,8 +568,8 @@ inline Ref recipe_of(const at::Tensor& tensor, bool bitwise, bool may_be_freed) 
 /// Return the recipe offered by the source of a cast, while the source is alive and provably unchanged.
 inline Ref recipe_of_source(const at::Tensor& copy, const observer::Node& cast) {
   if (copy.grad_fn().get() != &cast || version_of(copy) != 0 || !copy.is_contiguous()) return {};
-  const auto [behind, number] = observer::source_of(cast);
-  Ref recipe = behind && offers(*behind) ? recipe_on(*behind) : Ref();
+  const auto [producer, number] = observer::source_of(cast);
+  Ref recipe = producer && offers(*producer) ? recipe_on(*producer) : Ref();
   // From a cast's node the graph leads to the producer's node only; the recipe leads on to the live output.
   const at::Tensor out = recipe ? body<Recipe>(recipe.get()).output() : at::Tensor();
   if (!out.defined() || out.output_nr() != number || out.numel() != copy.numel() || out.device() != copy.device()) {
@@ -581,8 +581,8 @@ inline Ref recipe_of_source(const at::Tensor& copy, const observer::Node& cast) 
 /// Return a recipe for a cast of a result that its operator has saved, such as softmax's; none if there is no such.
 inline Ref recipe_of_stored_source(const at::Tensor& copy, const observer::Node& cast) {
   if (copy.grad_fn().get() != &cast || version_of(copy) != 0) return {};
-  const auto [behind, number] = observer::source_of(cast);
-  const Ref stored = behind ? stored_result(*behind) : Ref();
+  const auto [producer, number] = observer::source_of(cast);
+  const Ref stored = producer ? stored_result(*producer) : Ref();
   if (!stored || number != 0 || !layout_of_result(stored.get()).fits(copy)) return {};
   const auto compute = [](at::ScalarType, Tensors given) { return given[0]; };
   return recipe_for(copy, compute, {Operand{stored}}, is_exact_form(stored.get()));

@@ -57,7 +57,7 @@ struct Shared : Stored {
 /// A packed buffer: the elements of one dense tensor in storage order.
 ///
 /// Several saved tensors may be views of one region. If a later reader needs more, the region is stored anew for all.
-/// Of a tensor with gaps between its elements, as a slice of each row, the region holds the elements alone.
+/// If a tensor has gaps between its elements, as a slice of each row, the region holds the elements alone.
 struct Region : Shared {
   Version seen;
   Memory memory;

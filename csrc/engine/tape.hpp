@@ -2,7 +2,7 @@
 //
 // The tape has the memory of the stored tensors of one device, piece by piece, in the order of packing:
 //
-//   HERE -> LEAVING   once an eighth of a window was packed since: copied to the host, behind the work queued so far,
+//   HERE -> LEAVING   once an eighth of a window was packed since: copied to the host, after the work queued so far,
 //                     unless it was of the last window that the forward before packed, with which backward begins
 //   LEAVING -> AWAY   once a window was packed since: the packing stream waits for the copy, and the memory is freed
 //   AWAY -> COMING    while less than a window is on the device: copied back, the last packed first
@@ -104,7 +104,7 @@ class Tape {
     known_[piece->memory.unsafeGetStorageImpl()] = piece.get();
     on_device_ += nbytes;
     unsent_ += nbytes;
-    // Of the first forward nobody knows the last window: most of what is packed waits until it has to leave.
+    // In the first forward the last window is unknown: most of what is packed waits until it has to leave.
     const std::size_t hold = first_ ? limit() / 4 * 3 : limit() / 8;
     if (unsent_ >= hold + std::min(kBatch, hold)) send(hold, false);
     release();
@@ -138,7 +138,7 @@ class Tape {
     // Held meanwhile, the memory is not among what goes.
     c10::Storage memory = piece.memory;
     if (!in_backward) return memory;
-    // What another stream reads is no memory to free behind this one.
+    // Memory that another stream reads may not be freed in the order of this one.
     if (piece.state == State::kBack && current == piece.stream) {
       piece.asked = ++asked_;
       read_.emplace_back(piece.index, piece.asked);
@@ -484,7 +484,7 @@ class Tape {
       if (known != known_.end() && known->second == &piece) known_.erase(known);
     }
     if (const Moment* const moved = piece.under_way()) {
-      // The memory goes back to the stream's pool: behind the copy.
+      // The memory goes back to the stream's pool, after the copy.
       if (link().is_capturing(piece.stream)) {
         dead_.push_back({piece.memory, piece.state == State::kLeaving ? piece.sent : piece.brought, piece.stream});
       } else {

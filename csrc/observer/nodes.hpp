@@ -322,7 +322,7 @@ inline bool same_source(const Node* one, const Node* other, const at::TensorBase
   return count == tensor.numel();
 }
 
-/// Return the name of the operator behind a tensor, views aside, or an empty one.
+/// Return the name of a node or, if it is a view, of the first node before it that is none; empty if there is none.
 inline PyObject* name_of(const Node* node) {
   for (int step = 0; node && step < kLongest; ++step) {
     const KnownNode made = known(*node);

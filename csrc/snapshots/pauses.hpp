@@ -30,7 +30,7 @@ class PauseTracker {
   /// Takes the next event.
   void advance();
   std::size_t row() const { return row_; }
-  /// Of the last event: blocks that lost the first of their pages, or had the last one mapped again.
+  /// The blocks that lost the first of their pages in the last event; resumed(): those whose last page it mapped again.
   const std::vector<Change>& paused() const { return paused_; }
   const std::vector<Change>& resumed() const { return resumed_; }
   /// Bytes of live blocks without memory, in all.

@@ -1,3 +1,4 @@
+// Longer than 400 lines: one reader, which checks every value of a snapshot.
 #include "snapshots/recording.hpp"
 
 #include <algorithm>

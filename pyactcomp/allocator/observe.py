@@ -127,7 +127,7 @@ class Scope:
     allocations: int = field(default=0, init=False)
     reserved_bytes: int = field(default=0, init=False)
     _open: list[tuple[int, CachingAllocator, int]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Of each entry: the thread, the allocator and the allocator's number of the scope."""
+    """One tuple for each entry: the thread, the allocator and the allocator's number of the scope."""
 
     def __enter__(self) -> Scope:
         if not disabled():

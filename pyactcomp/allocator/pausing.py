@@ -261,7 +261,7 @@ class _Entered(ContextDecorator):
     """Gives the thread a tag, from each entry to the exit."""
 
     def __init__(self) -> None:
-        # Of each thread, as several may have entered one object: the tags that the thread had before, the latest last.
+        # For each thread (several may enter one object): the tags that the thread had before, the latest last.
         self._before: dict[int, list[int]] = {}
 
     def _enter(self, number: int) -> None:

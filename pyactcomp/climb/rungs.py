@@ -14,7 +14,7 @@ from ..compress import compress, decompress
 from ..errors import PyactcompError, check_choice
 
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-# Of transformers, newer and older, and of diffusers.
+# Methods that switch checkpointing on: of transformers, newer and older, and of diffusers.
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
 
 

@@ -32,7 +32,7 @@ _PREFERENCE: dict[str, tuple[str, ...]] = {
 
 
 class _ReferenceKernel:
-    """The reference implementation behind the interface of the kernels."""
+    """The reference implementation with the interface of the kernels."""
 
     def __init__(self, dtype: torch.dtype, bits: int, group_size: int, stochastic: bool, keep_positive: bool) -> None:
         self.dtype, self.bits, self.group_size = dtype, bits, group_size

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Float32 has no smaller probability above zero (exp(-88)), and none nearer to one (the logit is 16.6).
 LOWEST, MIDDLE = -88.0, -16.0
-# Zero is on the grid, so that two equal probabilities add up to one. The grid ends at 17.
+# Logit 0 has a code of its own, so that two equal probabilities add up to one. The last code stands for logit 17.
 COARSE, FINE = (MIDDLE - LOWEST) / 16384, -MIDDLE / 23830
 # The codes of zero, of MIDDLE, of one, and of NaN. Int16 holds a code less BIAS.
 ZERO, SPLIT, ONE, NAN, BIAS = 0, 16385, 65534, 65535, 32768

@@ -18,7 +18,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Costs:
     """Sizes of a joint graph's values as they would be stored.
 
-    Readers that run in backward anyway count, and elementwise operators of the forward, which the cut may run again.
+    The readers of a value are the nodes that run in backward, and the elementwise operators of the forward, which the
+    cut may run again.
     """
 
     def __init__(self, joint: fx.GraphModule, known: Joint, config: Config, uses: Uses) -> None:
@@ -49,13 +50,14 @@ class Costs:
         if node.name not in self.known.learns or node.name not in self.known.data or node.name not in self.needs:
             return size
         elements, found = size // tensor.element_size(), self.needs[node.name]
-        # Torch's weight grows by 1.1 with each step away from the backward: of a value and its cast, the narrow one.
+        # Torch multiplies a size by 1.1 for each step away from the backward: count wide values as larger, so that of a
+        # value and its cast the narrow one is saved.
         wide = 1 + 0.06 * (tensor.element_size() - 2)
         if found.need <= CODES or found.form is STANDARDIZED:
             return int(elements * (1 + 4 / self.config.group_size) * wide)
         if found.need != RELATIVE:
             return size
-        # Torch counts twice what the forward does not write.
+        # Torch doubles the size of what the forward does not write; where it writes the 16 bits anyway, count half.
         return int(elements * (1 if _is_written_in_halves(node, found.form) else 2) * wide)
 
 

@@ -109,7 +109,7 @@ def _linear_operands(linear: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def _walk(node: Any) -> tuple[fx.Node, list[fx.Node]] | str:
-    """Return the Linear behind logits and the steps between, the last one first; or what is in the way."""
+    """Return the Linear of the logits and the nodes from it to the loss, the last one first; or why there is none."""
     steps: list[fx.Node] = []
     while isinstance(node, fx.Node):
         others = [user for user in node.users if user.op == "output"]

@@ -86,7 +86,7 @@ def is_smaller(other: object, node: object) -> bool:
 
 
 def first_operator(graph: fx.GraphModule) -> fx.Node:
-    """Return the first node of a graph behind its inputs."""
+    """Return the first node of a graph that is no input."""
     first: fx.Node = next(node for node in graph.graph.nodes if node.op != "placeholder")
     return first
 

@@ -115,7 +115,7 @@ def _marked(cls: type[Module], mark: Mark) -> type[Module]:
     forward = functools.wraps(cls.forward)(_with_parameters_of(cls, run))
     # Dynamo imports the module of a function: the module of the names that the function reads.
     forward.__module__ = __name__
-    # Of the modules that compile themselves, projections alone are Linears: a block has children.
+    # What compiles itself is a block or a projection; only a projection is a Linear, as a block has children.
     gains = pays if issubclass(cls, Linear) else None
     called = compiled_forward(forward, cls.__name__, mark.compiled, gains) if mark.compiled else forward
     body = {"forward": called, COMPILED.name: mark}

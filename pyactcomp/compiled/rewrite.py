@@ -89,7 +89,7 @@ def rewrite(
 def _store(
     forward: fx.GraphModule, backward: fx.GraphModule, node: fx.Node, entry: fx.Node, plan: Plan, traces: Traces
 ) -> list[fx.Node]:
-    """Pack a value behind its producer and restore it before its first reader; return the stored tensors."""
+    """Pack a value right after its producer and restore it before its first reader; return the stored tensors."""
     tensor = value(node)
     assert tensor is not None
     gelu = gelu_of(node, traces) if plan.group_size else None

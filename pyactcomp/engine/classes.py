@@ -71,7 +71,7 @@ def _wraps_forwards(own: type[Module]) -> bool:
 
 
 def _parts(cls: type[Module]) -> tuple[type[Module], list[tuple[Callable[..., type[Module]], tuple[Any, ...]]]]:
-    """Return the class behind all given ones, and how each of these is made, innermost first."""
+    """Return the module's own class and how each class that this package put before it is made, innermost first."""
     parts: list[tuple[Callable[..., type[Module]], tuple[Any, ...]]] = []
     while (given := GIVEN.get(cls)) is not None:
         parts.insert(0, (given.make, given.arguments))
@@ -85,7 +85,7 @@ def unmarked(cls: type[Module]) -> type[Module]:
 
 
 def own_class(cls: type[Module]) -> type[Module]:
-    """Return the class behind all given ones."""
+    """Return the module's own class, without the classes that this package put before it."""
     return _parts(cls)[0]
 
 
@@ -129,7 +129,7 @@ _set = type.__setattr__
 
 
 def _answering(cls: type) -> type:
-    """Return the class behind all given ones; a class that is being made answers for itself."""
+    """Return the module's own class, as ``own_class`` does; a class that is being made answers for itself."""
     while cls.__dict__.get(SEALED.name):
         cls = given_of(cls).own
     return cls
@@ -164,7 +164,7 @@ def class_in_front(
     Parameters
     ----------
     own : type
-        The class of the module so far; perhaps a given one.
+        The module's class so far: its own, or one that this function made.
     mixin : type
     make, arguments
         ``make(own, *arguments)`` returns the class, also in another process.

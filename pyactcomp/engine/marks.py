@@ -110,7 +110,7 @@ COMPILED = DictMark[Any]("compiled")
 
 
 def compiled_mark(cls: type) -> Any:
-    """Return the mark of a class, or of the class behind, as ``fully_shard`` derives one; None without a mark."""
+    """Return the mark of a class or of its nearest base with one, as ``fully_shard`` derives classes; else None."""
     return next((mark for base in cls.__mro__ if (mark := COMPILED.get(base)) is not None), None)
 
 

@@ -62,8 +62,8 @@ def withdraw(ctx: Any) -> None:
 def stable_copies(*parameters: Tensor | None) -> list[Tensor | None]:
     """Return the parameters, detached, as they stay valid until backward ends; clones if training is distributed.
 
-    FSDP frees a parameter after forward and gathers the parameter only for the backward of its module. Operators behind
-    the module recompute the module's output before that.
+    FSDP frees a parameter after forward and gathers the parameter only for the backward of its module. Operators that
+    read the module's output recompute it before that.
     """
     bare = observer().bare
     copies = [None if parameter is None else bare(parameter) for parameter in parameters]

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     ----------
     launches : tuple
     stored, nbytes : int
-        Elements that are packed, with those that rows are padded with, and bytes.
+        Packed elements, padding of rows included, and their bytes.
     """
 
     launches: tuple[tuple[codec_kernels.Launcher, int], ...]

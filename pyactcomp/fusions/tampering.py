@@ -21,9 +21,9 @@ _OURS = __name__.split(".")[0]
 
 
 def tampering_reason(module: Module) -> str | None:
-    """Return why a module may not be bypassed, nor return another result than its own, or None if it may.
+    """Return why a module may not be bypassed, or may not return another result than its own; None if it may.
 
-    Then its hooks, those of this package aside, would not run, or see another result.
+    A bypassed module runs no hooks, and hooks see the other result; this package's own do not count.
     """
     return replaced_reason(module) or _reason_of_hooks(module, _HOOKS)
 

@@ -30,7 +30,7 @@ _OF_TORCH = frozenset(vars(Module()))
 _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 # Rows of ordinary size, and rows so small that eps counts.
 _SCALES = (1.0, 30.0, 0.1, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
-# The module may compute in float32: its eps is at least a ten-thousandth off if it is another number.
+# The module may compute in float32. An eps that is another number differs by at least a ten-thousandth of itself.
 _TOLERANCE = 1e-4
 
 

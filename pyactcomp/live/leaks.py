@@ -130,7 +130,8 @@ class LeakCheck:
             group.nbytes.append(_nbytes(tensors))
             group.nodes.append(len(nodes_from(tensors)))
             group.newest = TensorWeakRef(tensors[-1]) if tensors else None
-            # Not of the first step, which makes what stays; not of the last, whose variables hold theirs too.
+            # Show a tensor made after the first step, which also makes what stays, and before the last two, whose
+            # tensors variables may still hold.
             late = [tensor for tensor in old if self._born[tensor] > 1]
             group.oldest = TensorWeakRef(late[0]) if late else group.newest
 
@@ -138,7 +139,8 @@ class LeakCheck:
         """Return the lines whose tensors grew over the counted steps; none before the fewest steps of a check."""
         if self.steps < FEWEST_STEPS:
             return Leaks()
-        # A buffer whose entries a line replaces one by one has more tensors of this line, and no more tensors.
+        # If a line replaces a buffer's entries one by one, its tensors become more, but those of all lines together do
+        # not.
         totals = [sum(counts) for counts in zip(*(group.old for group in self._groups.values()), strict=True)]
         more = totals[-1] - totals[_YOUNG]
         found = {

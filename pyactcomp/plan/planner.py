@@ -26,8 +26,8 @@ _KEYS: tuple[_Key, ...] = ((None, False), ("lossless", False), ("int8", False), 
 
 
 _CUDNN = 0.03
-"""Of the peak, room for the workspaces of cuDNN's convolutions, which no operator shows: they made a U-Net's peak up to
-2.0 % higher than simulated on an H200 (bench/results/plan.json)."""
+"""Share of the budget kept free for the workspaces of cuDNN's convolutions, which no operator shows: they made a
+U-Net's peak up to 2.0 % higher than simulated on an H200 (bench/results/plan.json)."""
 
 
 class Planner:

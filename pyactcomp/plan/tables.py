@@ -77,8 +77,8 @@ def roofline(keep: Recorded, tables: Mapping[str, Table], gpu: Gpu) -> dict[str,
     A checkpointed block runs its forward once more. Codes are written and read, by kernels that read and write the
     tensors anyway. Without loss, what is not stored is computed again: read from an operand, and written.
 
-    Bytes that leave hide behind the block's own forward, and come back behind its backward, as far as the link has the
-    time; copies read and write the GPU's memory besides. ``tables`` has the choice without offload too.
+    Copies to the host overlap with the block's own forward, copies back with its backward: a pass takes the longer of
+    computing and copying. Copies also read and write the GPU's memory. ``tables`` has the choice without offload too.
     """
     seconds = {}
     for name in tables:

@@ -136,7 +136,7 @@ class Observer(Protocol):
         """Put copies of tensors on a tape, unless it is None; return a handle for each, which owns the copy."""
 
     def take(self, handle: Tensor, /) -> Tensor:
-        """Return the tensor behind a handle, to be read by work queued on the current stream from here on."""
+        """Return the tensor that a handle stands for, to be read by work queued on the current stream from here on."""
 
     def configure_engine(self, names: dict[str, object]) -> None:
         """Set what the library asks by name."""

@@ -270,7 +270,7 @@ def _paired(
             for site in sites:
                 named[name(site)][side].append(site)
         for olds, news in named.values():
-            # Of several under one name it is clear which is which only if none was added or removed.
+            # Several sites of one name can be matched only if none was added or removed.
             if len(olds) == len(news):
                 for old, new in zip(sorted(olds, key=_lines), sorted(news, key=_lines), strict=True):
                     pairs.append((new, left.pop(old), right.pop(new)))

@@ -23,7 +23,7 @@ from .replay import replay
 from .segments import blocks_inside, free_blocks, reserved_after, segments_after
 from .steps import Steps, find_steps
 
-# Of the reserved memory: less free memory on other streams is not worth a word.
+# Share of the reserved memory: less free memory on other streams is not mentioned.
 _MUCH = 0.05
 
 

@@ -148,8 +148,8 @@ def _usual_range(counts: Sequence[int]) -> int:
     cut = int(_UNUSUAL * len(ordered))
     cut_at = int(_UNUSUAL * len(counts))
     usual = counts[cut_at : len(counts) - cut_at]
-    # Of a program that keeps ever more blocks, or ever fewer, the whole range is mostly drift: no fall, or no rise, is
-    # as large.
+    # If a program keeps ever more blocks, or ever fewer, most of the range is drift: its largest fall, or its largest
+    # rise, is smaller.
     fall: int = max(map(sub, accumulate(usual, max), usual))
     rise: int = max(map(sub, usual, accumulate(usual, min)))
     return min(ordered[-1 - cut] - ordered[cut], fall, rise)

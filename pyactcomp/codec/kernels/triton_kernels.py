@@ -171,7 +171,7 @@ def _probability_codes(x, LOG: tl.constexpr):
         rest = tl.where(log > -0.03125, series, 1.0 - tl.exp(log))
         logit = log - tl.log(tl.maximum(rest, _NEAREST_TO_ONE))
     else:
-        # Of one quotient: a second logarithm would take longer than the memory does.
+        # Take the logarithm of one quotient: a second logarithm would take longer than the reads and writes.
         logit = tl.log(x / tl.maximum(1.0 - x, _NEAREST_TO_ONE))
     fine = (logit - _MIDDLE) * (1 / _FINE) + (_SPLIT + 0.5)
     coarse = (logit - _LOWEST) * (1 / _COARSE) + 1.5

@@ -1,4 +1,4 @@
-"""Launches of the activation kernels: forward, backward and recompute of each function."""
+"""Launches of the kernels of ``silu_mul`` and ``new_gelu``; GELU's are in ``gelu_launch.py``."""
 
 from __future__ import annotations
 

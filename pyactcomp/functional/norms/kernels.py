@@ -143,7 +143,10 @@ def norm_forward_kernel(
 
     The normalised tensor is x, or x + residual in the wider of their dtypes. QUADS > 0 applies dropout to x first: kept
     elements are multiplied by ``gain``. CENTRED is layer norm; otherwise rows are divided by their root mean square and
-    rounded to the dtype of x before the product with the weight.
+    rounded to the dtype of x before the product with the weight. N is the length of a row. INDEXED reads the rows of x
+    in ``indices``. ``packed`` gets the codes, or a copy of the rows if BITS is COPY; ``rstd`` the reciprocal
+    deviations. ``key0`` and ``key1`` are keys of stochastic rounding; ``seed``, ``counter``, ``threads``, ``below`` and
+    ``gain`` draw the dropout.
     """
     TILE: tl.constexpr = GROUPS * GROUP
     PARTIAL: tl.constexpr = N * ROWS != TILE
