@@ -24,7 +24,7 @@ _MOVED: dict[str, dict[str, tuple[str, ...]]] = {
         "snapshots": ("explain", "read_snapshot", "replay", "tune"),
     },
     "pyactcomp.functional": {
-        "functional.activations.new_gelu": ("new_gelu",),
+        "functional.activations.gelu.new_gelu": ("new_gelu",),
         "functional.codes": ("INT8",),
         "functional.convolutional.batch_norm": ("batch_norm",),
         "functional.convolutional.max_pool": ("max_pool2d",),

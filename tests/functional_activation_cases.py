@@ -28,10 +28,10 @@ from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, silu_mul
 from pyactcomp.functional import launch as shared_launch
-from pyactcomp.functional.activations import gelu_launch
-from pyactcomp.functional.activations import launch as activation_launch
-from pyactcomp.functional.activations.gelu_launch import gelu_of
-from pyactcomp.functional.activations.new_gelu import new_gelu
+from pyactcomp.functional.activations.gated import launch as gated_launch
+from pyactcomp.functional.activations.gelu import launch as gelu_launch
+from pyactcomp.functional.activations.gelu.launch import gelu_of
+from pyactcomp.functional.activations.gelu.new_gelu import new_gelu
 from pyactcomp.functional.norms import launch as norm_launch
 from pyactcomp.functional.saving import Saving, saving
 
@@ -339,7 +339,7 @@ def test_codes_that_are_thrown_away_are_not_written(monkeypatch: pytest.MonkeyPa
         buffers.append(shared_launch.buffer(like, how, *numel).fill_(poison))
         return buffers[-1]
 
-    monkeypatch.setattr(activation_launch, "buffer", poisoned)
+    monkeypatch.setattr(gated_launch, "buffer", poisoned)
     out = checkpointed(function, x)
     unwritten = len(buffers)
     assert unwritten > 0
@@ -420,7 +420,7 @@ def test_new_gelu_repeats_the_chain(dtype: torch.dtype, wide: bool) -> None:
     grad = on_device(normal(NUMEL, seed=1), expected.dtype)
     (theirs,) = torch.autograd.grad(expected, x, grad)
     with torch.no_grad():
-        out, kept, backward, compute = activation_launch.new_gelu(x, wide)
+        out, kept, backward, compute = gelu_launch.new_gelu(x, wide)
         ours = backward(kept, grad)
     assert (out.dtype, ours.dtype) == (expected.dtype, dtype)
     # The interpreter's tanh differs by a few ulp of 1, which may turn the rounding of what follows it, ten times.

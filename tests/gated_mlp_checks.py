@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyactcomp.functional import Projection
-from pyactcomp.functional.activations.gated_unit import Activation
+from pyactcomp.functional.activations.gated.gated_unit import Activation
 
 RANK = 4
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pyactcomp import functional
 from pyactcomp.engine import recompute
 from pyactcomp.functional import Codes
-from pyactcomp.functional.activations.new_gelu import new_gelu
+from pyactcomp.functional.activations.gelu.new_gelu import new_gelu
 from pyactcomp.functional.convolutional.batch_norm import batch_norm
 from pyactcomp.functional.convolutional.max_pool import max_pool2d
 from pyactcomp.functional.norms.add_rms_norm import add_rms_norm

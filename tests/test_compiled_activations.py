@@ -22,7 +22,7 @@ from pyactcomp.codec.ops import quantize, restore
 from pyactcomp.compiled import partition
 from pyactcomp.compiled.codec import parts_of
 from pyactcomp.config import Config
-from pyactcomp.functional.activations.operator import gelu_quantize, gelu_restore
+from pyactcomp.functional.activations.gelu.operator import gelu_quantize, gelu_restore
 
 INT8 = Config(min_bytes=4096)
 HALF_AN_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pyactcomp
 from pyactcomp import functional
 from pyactcomp.functional import Codes
-from pyactcomp.functional.activations.new_gelu import new_gelu
+from pyactcomp.functional.activations.gelu.new_gelu import new_gelu
 from pyactcomp.functional.convolutional.batch_norm import batch_norm
 from pyactcomp.functional.norms.layer_norm import add_layer_norm
 

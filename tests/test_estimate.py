@@ -142,6 +142,7 @@ def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None
         ("bert", ["--optimizer", "adamw:slow"], ["optimizer is one of", "'adamw:slow'"]),
         ("bert", ["--batch", "0"], ["batch is a whole number", "got 0"]),
         ("bert", ["--dtype", "int8"], ["dtype is one of", "'int8'"]),
+        ("bert", ["--autocast", "float32"], ["autocast is one of bfloat16, float16; got", "'float32'"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(model: str, options: list[str], words: list[str]) -> None:

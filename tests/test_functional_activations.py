@@ -22,7 +22,7 @@ from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import Codes, dropout, rope, silu_mul
-from pyactcomp.functional.activations.new_gelu import _chain, new_gelu
+from pyactcomp.functional.activations.gelu.new_gelu import _chain, new_gelu
 from pyactcomp.functional.codes import INT8
 from pyactcomp.torch_private import top_saved_tensor_hooks
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pyactcomp.codec import format as fmt
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional import Codes, Projection, gated_mlp, rms_norm, tiles
-from pyactcomp.functional.activations.projection import Product
+from pyactcomp.functional.activations.gated.projection import Product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 WIDTH, MIDDLE, TOKENS = 64, 192, 150

@@ -222,7 +222,7 @@ def test_what_the_kernels_do_not_serve_is_left_to_python(module: Any, x: Tensor,
 
 
 def _applied(module: Any, codes: Any, x: Tensor) -> Tensor | None:
-    from pyactcomp.functional.activations.gelu_launch import gelu_of
+    from pyactcomp.functional.activations.gelu.launch import gelu_of
     from pyactcomp.functional.norms.launch import norm_of
 
     if isinstance(module, nn.GELU):

@@ -17,7 +17,8 @@ from triton.compiler import ASTSource, compile
 
 from pyactcomp.codec.kernels import triton as kernels
 from pyactcomp.codec.kernels import triton_kernels
-from pyactcomp.functional.activations import gelu_kernels, silu_mul_kernels
+from pyactcomp.functional.activations.gated import kernels as silu_mul_kernels
+from pyactcomp.functional.activations.gelu import kernels as gelu_kernels
 from pyactcomp.functional.attention import kernels as rope_kernels
 from pyactcomp.functional.convolutional import batch_norm_kernels, max_pool_kernels
 from pyactcomp.functional.elementwise import FLAT_TILE

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from .. import codec
-from ..functional.activations.operator import gelu_quantize, gelu_restore
+from ..functional.activations.gelu.operator import gelu_quantize, gelu_restore
 from ..torch_private.partitions import traced
 from .codec import parts_of
 from .joint import is_elementwise, name_of, value

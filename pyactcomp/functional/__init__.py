@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..moved import moved
-from .activations.gated_mlp import gated_mlp
-from .activations.gelu import gelu
-from .activations.projection import Projection
-from .activations.silu_mul import silu_mul
+from .activations.gated.gated_mlp import gated_mlp
+from .activations.gated.projection import Projection
+from .activations.gated.silu_mul import silu_mul
+from .activations.gelu.gelu import gelu
 from .attention.rope import rope
 from .codes import Codes
 from .head.linear_cross_entropy import linear_cross_entropy

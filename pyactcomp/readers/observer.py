@@ -89,7 +89,7 @@ class Observer(Protocol):
     def Gelu(
         self, planner: Callable[..., object], runs_on: Callable[[torch.device], bool], keys: tuple[int, int], /
     ) -> object:
-        """Return the kernels of GELU: a :class:`~pyactcomp.functional.activations.gelu_launch.GeluKernels`.
+        """Return the kernels of GELU: a :class:`~pyactcomp.functional.activations.gelu.launch.GeluKernels`.
 
         ``planner`` maps a kernel's name, the number of elements, the kernel's flags, whether it writes no codes and a
         device to a :class:`~pyactcomp.functional.launch.Plan`; ``runs_on`` tells whether the kernels serve a device.

@@ -104,9 +104,10 @@ FUNCTION_KINDS = {
     for kind, names in {
         Kind.LAYER: "norms.add_rms_norm._AddRmsNorm norms.rms_norm._RmsNorm "
         "norms.layer_norm._LayerNorm convolutional.batch_norm._BatchNorm "
-        "windows.window_attention._WindowAttention activations.silu_mul._SiluMul activations.gated_mlp._GatedMLP",
+        "windows.window_attention._WindowAttention activations.gated.silu_mul._SiluMul "
+        "activations.gated.gated_mlp._GatedMLP",
         Kind.MOVES: "attention.rope._Rope windows.take_rows._TakeRows convolutional.max_pool._MaxPool",
-        Kind.ACTIVATES: "activations.gelu._Gelu activations.new_gelu._NewGelu",
+        Kind.ACTIVATES: "activations.gelu.gelu._Gelu activations.gelu.new_gelu._NewGelu",
         Kind.SUM: "windows.residual_add._ResidualAdd",
     }.items()
     for name in names.split()

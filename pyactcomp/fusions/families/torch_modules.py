@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ...engine.saved import library
-from ...functional.activations.gelu import applied as gelu
-from ...functional.activations.gelu_launch import gelu_of
+from ...functional.activations.gelu.gelu import applied as gelu
+from ...functional.activations.gelu.launch import gelu_of
 from ...functional.masks.dropout import applied as dropout
 from ...functional.norms.launch import norm_of
 from ...functional.norms.layer_norm import normalised as layer_norm

@@ -24,8 +24,8 @@ from ....engine.rare import check_version
 from ....engine.reruns import trains
 from ....engine.saved import library
 from ....functional import gelu, silu_mul
-from ....functional.activations.gelu_launch import gelu_of
-from ....functional.activations.new_gelu import new_gelu
+from ....functional.activations.gelu.launch import gelu_of
+from ....functional.activations.gelu.new_gelu import new_gelu
 from ....functional.norms.add_rms_norm import add_rms_norm
 from ....functional.norms.launch import norm_of
 from ....functional.norms.layer_norm import add_layer_norm

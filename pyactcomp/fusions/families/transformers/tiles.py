@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ....engine.marks import FUSING
 from ....engine.reruns import as_in_first_run
 from ....functional import Projection, gated_mlp
-from ....functional.activations.gated_unit import Activation
+from ....functional.activations.gated.gated_unit import Activation
 from ....functional.saving import Saving
 from ....functional.tiles import rows_of
 from ....torch_private import dispatch_mode_active

@@ -8,7 +8,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from ..saving import Saving
+from ...saving import Saving
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...engine import recompute
-from ..codes import INT8, Codes, one_option
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ....engine import recompute
+from ...codes import INT8, Codes, one_option
+from ...saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 from .gelu import gelu
 
 
@@ -98,7 +98,7 @@ def new_gelu(
     Examples
     --------
     >>> import torch
-    >>> from pyactcomp.functional.activations.new_gelu import new_gelu
+    >>> from pyactcomp.functional.activations.gelu.new_gelu import new_gelu
     >>> x = torch.randn(1000, requires_grad=True)
     >>> out = new_gelu(x)
     >>> bool((out - torch.nn.functional.gelu(x, approximate="tanh")).abs().max() < 1e-6)

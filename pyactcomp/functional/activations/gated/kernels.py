@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ...codec.kernels.triton_ops import (
+from ....codec.kernels.triton_ops import (
     COMPILED,
     NO_CODE_BITS,
     ROUNDER,
@@ -29,7 +29,7 @@ from ...codec.kernels.triton_ops import (
     to_raw,
     without_code,
 )
-from ..kernel_parts import COPY, FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
+from ...kernel_parts import COPY, FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
 # For larger |x|, 1 + exp(-x) or the quotient x / (1 + exp(-x)) may leave the range where the short ways are exact.
 _FAR = tl.constexpr(64.0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ...codec.kernels.triton_ops import (
+from ....codec.kernels.triton_ops import (
     COMPILED,
     element_index,
     encode_tile,
@@ -22,7 +22,7 @@ from ...codec.kernels.triton_ops import (
     store_raw,
     to_raw,
 )
-from ..kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
+from ...kernel_parts import FLAT_GROUP, FLAT_GROUPS, FLAT_TILE, place, restore, rounded
 
 # The tanh form of gelu(x) is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3): without cancellation.
 _TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of_torch
 
-from ...codec import format as fmt
-from ...codec.ops import joined, quantize, restore
-from ..codes import Codes
-from ..saving import saving
-from .gelu_launch import gelu_of
+from ....codec import format as fmt
+from ....codec.ops import joined, quantize, restore
+from ...codes import Codes
+from ...saving import saving
+from .launch import gelu_of
 
 _library: Any = torch.library.Library("pyactcomp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(

@@ -1,23 +1,22 @@
-"""Launches of the kernels of ``silu_mul`` and ``new_gelu``; GELU's are in ``gelu_launch.py``."""
+"""Launches of the kernels of ``silu_mul``: forward, backward and recompute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...codec.kernels import triton as codec_kernels
-from ...codec.layouts import dense, elementwise_layout, layout_of
-from ...engine.recompute import Compute, mark_as_packed
-from ...readers.observer import observer
-from ...torch_private import dispatch_mode_active
-from ..elementwise import FLAT_TILE, Elementwise, elementwise
-from ..launch import buffer, written_bits
-from ..saving import Recomputed, Saving
-from . import gelu_kernels, silu_mul_kernels
+from ....codec.kernels import triton as codec_kernels
+from ....codec.layouts import dense, elementwise_layout, layout_of
+from ....engine.recompute import Compute, mark_as_packed
+from ....readers.observer import observer
+from ....torch_private import dispatch_mode_active
+from ...elementwise import FLAT_TILE, Elementwise, elementwise
+from ...launch import buffer, written_bits
+from ...saving import Recomputed, Saving
+from . import kernels
 
 # Without codes, 16 elements a thread take 25 instructions an element, 8 take 29. Between matrix products, where clocks
 # are lower, the kernel reaches 0.94 of a copy's rate instead of 0.89; without the limit (91 registers a thread) 0.87.
@@ -31,7 +30,7 @@ def _owns_memory(x: Tensor) -> bool:
 
 def _silu_mul_exactly(on: Elementwise, *tensors: Tensor) -> None:
     exact = "silu_mul_exact_kernel"
-    on.launch(silu_mul_kernels, exact, (), tensors, warps=_EXACT_WARPS, registers=_EXACT_REGISTERS)
+    on.launch(kernels, exact, (), tensors, warps=_EXACT_WARPS, registers=_EXACT_REGISTERS)
 
 
 PairBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -74,7 +73,7 @@ def silu_mul(
         # The rare paths would take 80 registers. No limit for float32: the ordinary path takes more and would spill.
         registers = codec_kernels.REGISTERS if dtype.itemsize == 2 else None
         scalars = *how.keys, *how.second().keys
-        on.launch(silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
+        on.launch(kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
     else:
         _silu_mul_exactly(on, gate, up, out)
 
@@ -87,7 +86,7 @@ def silu_mul(
         grad_gate = up if over and up_again is not None else on.empty(dtype)
         grad_up = given if over else on.empty(dtype)
         tensors = (kept_gate, up, given, grad_gate, grad_up)
-        on.launch(silu_mul_kernels, kernel, form, tensors)
+        on.launch(kernels, kernel, form, tensors)
         # Torch computes the gradient of gate from grad * up: the layout is that of the product.
         of_gate = on.layout if given is grad else elementwise_layout(up_layout, on.layout)
         return on.as_torch(grad_gate, grad, of_gate), on.as_torch(grad_up, grad)
@@ -99,7 +98,7 @@ def silu_mul(
         if exact:
             _silu_mul_exactly(on, *sources, result)
         else:
-            on.launch(silu_mul_kernels, "silu_mul_recompute_kernel", form, (*sources, result))
+            on.launch(kernels, "silu_mul_recompute_kernel", form, (*sources, result))
         return result
 
     return out, kept, backward, compute
@@ -119,7 +118,7 @@ def silu_mul_over(gate: Tensor, up: Tensor, keeps: tuple[bool, bool], how: Savin
     registers = codec_kernels.REGISTERS if gate.dtype.itemsize == 2 else None
     scalars = *how.keys, *how.second().keys
     tensors = (gate, up, up, kept[0], kept[-1])
-    on.launch(silu_mul_kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
+    on.launch(kernels, "silu_mul_forward_kernel", constants, tensors, scalars, registers=registers)
     return kept
 
 
@@ -130,35 +129,12 @@ def silu_mul_into(gate: Tensor, up: Tensor, out: Tensor, how: Saving | None) -> 
         _silu_mul_exactly(on, gate, up, out)
     else:
         form = how.bits, how.group_size, FLAT_TILE // how.group_size, False
-        on.launch(silu_mul_kernels, "silu_mul_recompute_kernel", form, (gate, up, out))
+        on.launch(kernels, "silu_mul_recompute_kernel", form, (gate, up, out))
 
 
 def silu_mul_gradients(gate: Tensor, up: Tensor, grad: Tensor, how: Saving | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up, written over ``up`` and ``grad``; ``gate`` as in :func:`silu_mul_into`."""
     form = () if how is None else (how.bits, how.group_size, FLAT_TILE // how.group_size, False)
     kernel = "silu_mul_exact_backward_kernel" if how is None else "silu_mul_backward_kernel"
-    elementwise(up).launch(silu_mul_kernels, kernel, form, (gate, up, grad, up, grad))
+    elementwise(up).launch(kernels, kernel, form, (gate, up, grad, up, grad))
     return up, grad
-
-
-def new_gelu(x: Tensor, wide: bool) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Compute]:
-    """Return the exact chain's result, the x to save, the backward (x, gradient -> gradient) and the recompute.
-
-    Bytes moved per bfloat16 element: 6 forward and 8 backward with float32 results (``wide``), else 4 and 6; 4 to
-    recompute in bfloat16.
-    """
-    x = dense(x)
-    on = elementwise(x)
-
-    def compute(source: Tensor, dtype: torch.dtype) -> Tensor:
-        out = on.empty(dtype)
-        on.launch(gelu_kernels, "new_gelu_kernel", (wide,), (source, out))
-        return out
-
-    def backward(x: Tensor, grad: Tensor) -> Tensor:
-        grad_x = on.empty(x.dtype)
-        tensors = (x, on.arrange(grad), grad_x)
-        on.launch(gelu_kernels, "new_gelu_backward_kernel", (wide,), tensors)
-        return on.as_torch(grad_x, grad)
-
-    return compute(x.detach(), torch.float32 if wide else x.dtype), x, backward, compute

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of_torch
 
-from ...engine import recompute
-from ..codes import INT8, Codes, one_option
-from ..saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
-from .gelu_launch import gelu_of
+from ....engine import recompute
+from ...codes import INT8, Codes, one_option
+from ...saving import Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from .launch import gelu_of
 
 Approximate = Literal["none", "tanh"]
 

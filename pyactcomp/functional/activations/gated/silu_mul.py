@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu as silu_of_torch
 
-from ...engine import recompute
-from ...torch_private import graph_is_retained
-from ..codes import INT8, Codes, one_option
-from ..saving import Recomputed, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
+from ....engine import recompute
+from ....torch_private import graph_is_retained
+from ...codes import INT8, Codes, one_option
+from ...saving import Recomputed, Saving, begin, check_float_tensor, differentiable_once, recorded, saving
 
 
 class _SiluMul(torch.autograd.Function):

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...codec import format as fmt
-from ...engine import recompute
-from ...errors import check_choice, check_tile
-from ...torch_private import graph_is_retained, owns_alone, rerun_stops_after, saves_are_dropped, under_checkpoint
-from ..codes import INT8, Codes, one_option
-from ..saving import (
+from ....codec import format as fmt
+from ....engine import recompute
+from ....errors import check_choice, check_tile
+from ....torch_private import graph_is_retained, owns_alone, rerun_stops_after, saves_are_dropped, under_checkpoint
+from ...codes import INT8, Codes, one_option
+from ...saving import (
     KERNEL_DTYPES,
     Saving,
     begin,
@@ -25,7 +25,7 @@ from ..saving import (
     saving,
     wanted,
 )
-from ..tiles import Tile, rows_of
+from ...tiles import Tile, rows_of
 from .gated_unit import ACTIVATIONS, Activation, FusedUnit, Unit
 from .projection import FACTORS, TENSORS, Product, Projection
 

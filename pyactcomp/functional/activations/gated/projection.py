@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..saving import wide
-from ..tiles import add_product
+from ...saving import wide
+from ...tiles import add_product
 
 
 class Projection(NamedTuple):

@@ -1,0 +1,1 @@
+"""Products of an activation and a gate, and the MLP around them."""

@@ -1,0 +1,1 @@
+"""GELU, exact and by tanh, and the chain of operators that Hugging Face writes for it."""
