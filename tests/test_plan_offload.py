@@ -91,6 +91,7 @@ def test_copies_of_a_session_offload_the_same_blocks(delayed: Delayed) -> None:
     assert pickle.loads(pickle.dumps(session_of(model))).offloads_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_simulated_bytes_are_those_of_a_tape_that_copies(codec: Any, delayed: Delayed) -> None:
     batch = 32768
@@ -117,6 +118,7 @@ def _planner(child: Child, question: Any, choices: tuple[str, ...], **options: A
     return Planner(child, question, choices, False, lambda _: None, **options)
 
 
+@pytest.mark.slow
 def test_budgets_that_offload_alone_keeps() -> None:
     """Codes of 12 blocks take 6 GiB: more than the first window, and than the smallest peak of each other choice."""
     others = ("keep", "int8", "checkpoint")
@@ -214,6 +216,7 @@ def test_copies_take_the_time_that_does_not_hide() -> None:
     assert math.isclose(shared_out(kept, {"int8": 0.5, "int8+offload": 0.6})["int8+offload"][0], 0.6)
 
 
+@pytest.mark.slow
 def test_offload_is_offered_where_it_can_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = plan_models.mlp(8)
     with pytest.raises(PyactcompError, match=r"no block can offload: the device is cpu, and .*Name the GPU by gpu="):
@@ -240,6 +243,7 @@ def test_offload_is_offered_where_it_can_run_alone(monkeypatch: pytest.MonkeyPat
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_models_own_gpu_asks_what_its_host_can_pin(
     delayed: Delayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
