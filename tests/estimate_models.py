@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HIDDEN, SEQ = 256, 1024, 64
@@ -115,6 +116,37 @@ class _Switched(nn.Module):
 
 def switched(batch: int) -> tuple[nn.Module, Tensor]:
     return _Switched(), torch.randn(batch, WIDTH)
+
+
+class _Attends(nn.Module):
+    """Attention with an additive bias, by the kernel that torch chooses or without any."""
+
+    def __init__(self, head: int, turned: bool, fused: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4 * head, 12 * head).bfloat16()
+        bias = torch.randn(SEQ, SEQ, 4).permute(2, 0, 1) if turned else torch.randn(4, SEQ, SEQ)
+        self.bias = nn.Parameter(bias[None].bfloat16())
+        self.backends = [*SDPBackend.__members__.values()] if fused else [SDPBackend.MATH]
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.layer(x).chunk(3, -1))
+        with sdpa_kernel([each for each in self.backends if each != SDPBackend.ERROR]):
+            return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=self.bias).sum()
+
+
+def attention(head: int, **options: bool) -> Callable[[int], tuple[nn.Module, Tensor]]:
+    return lambda batch: (_Attends(head, **options), torch.randn(batch, SEQ, 4 * head).bfloat16())
+
+
+dense_bias, turned_bias = attention(32, turned=False), attention(32, turned=True)
+turned_bias_without_kernel = attention(32, turned=True, fused=False)
+odd_heads, odd_heads_without_kernel = attention(12, turned=False), attention(12, turned=False, fused=False)
+
+
+def normed(batch: int) -> tuple[nn.Module, Tensor, object]:
+    layers = nn.Conv3d(16, 16, 3, padding=1), nn.InstanceNorm3d(16, affine=True), nn.LeakyReLU()
+    model = nn.Sequential(nn.Conv3d(4, 16, 3, padding=1), *layers, nn.Conv3d(16, 16, 3, padding=1))
+    return model, torch.randn(batch, 4, 32, 32, 32), lambda out: out.square().mean()
 
 
 def without_loss(batch: int) -> tuple[nn.Module, Tensor]:

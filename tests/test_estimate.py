@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,10 @@ from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
 from pyactcomp.layout import repeating
+from pyactcomp.torch_private.phantom import SHAPES_FOR_CUDA_ALONE
 
 MODELS = Path(__file__).with_name("estimate_models.py")
+ROOT = Path(__file__).parents[1]
 BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
 MIB = 1 << 20
 LINE, RAISES = (
@@ -251,6 +254,35 @@ def test_reductions_take_memory_for_the_parts_of_thread_blocks(
     # The order of the dimensions in memory decides, not that of the shape.
     turned = [x.dim() - 1 - d for d in over]
     assert reduction(GPUS["h100"], x.T if x.dim() == 2 else x, turned, 4, 4) == blocks
+
+
+def test_operators_that_the_library_calls_have_shapes_without_cuda() -> None:
+    """Otherwise an estimate ends where a model makes the library call one."""
+    headers = [path.read_text() for room in ("engine", "functions") for path in (ROOT / "csrc" / room).glob("*.hpp")]
+    called = {name for text in headers for name in re.findall(r"#include <ATen/ops/(\w+)\.h>", text)}
+    tables = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    kernels = {name for key in tables for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+    with_shapes = {name for name in called if any(each.split(".")[0] == f"aten::{name}" for each in kernels)}
+    assert "silu" in with_shapes
+    assert called - with_shapes <= SHAPES_FOR_CUDA_ALONE.keys()
+
+
+def test_instance_norms_of_few_large_images_are_recomputed() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:normed", batch=2, modes=["plain", "int8"], gpu="h100")
+    # The first input, a twentieth of plain's bytes, stays as it is; 64 elements of 256 bytes take 68 as codes.
+    assert found["int8"].activations <= (1 / 20 + 68 / 256) * found["plain"].activations
+
+
+def test_attention_takes_no_kernel_where_torchs_cuda_build_takes_none() -> None:
+    """No kernel reads a bias whose last dimension is not dense, as T5's, or a bias beside heads of 12 elements."""
+    names = ("dense_bias", "turned_bias", "turned_bias_without_kernel", "odd_heads", "odd_heads_without_kernel")
+    found = {
+        name: pyactcomp.estimate(f"{MODELS}:{name}", batch=256, modes=["plain"], gpu="h100")["plain"] for name in names
+    }
+    probabilities = 256 * 4 * SEQ * SEQ * 2
+    for name in ("turned_bias", "odd_heads"):
+        assert found[name].peak_allocated == found[f"{name}_without_kernel"].peak_allocated
+    assert found["turned_bias"].activations >= found["dense_bias"].activations + probabilities
 
 
 def test_long_reductions_run_in_halves() -> None:

@@ -88,26 +88,33 @@ inline Capability& capability() {
   return current;
 }
 
-/// Return the kernel that torch's CUDA build takes for an attention. cuDNN comes first from Hopper on, and takes 16-bit
-/// heads of a multiple of 8 up to 128 elements; FlashAttention takes no mask, and needs Ampere.
+/// Return the kernel that torch's CUDA build takes for an attention (sdp_utils.cpp). All need dense last dimensions,
+/// also of the mask: T5 adds a bias that is a permuted view. cuDNN comes first on Hopper and on the Blackwells of data
+/// centres, and takes 16-bit heads of a multiple of 8 up to 128 elements; FlashAttention takes no mask, and needs
+/// Ampere.
 inline std::int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                      const std::optional<at::Tensor>& mask, double, bool causal, std::optional<double>,
                                      bool grouped) {
   const auto& context = at::globalContext();
-  const bool masked = mask.has_value() && mask->defined(), four = query.dim() == 4;
+  const bool masked = mask.has_value() && mask->defined();
   const auto head = query.sym_size(-1).expect_int();
+  const auto dense = [](const at::Tensor& each) { return each.stride(-1) == 1; };
   const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   const bool same = key.sym_size(-1) == value.sym_size(-1), shared = grouped && key.size(-3) != query.size(-3);
   const bool square = !causal || query.size(-2) == key.size(-2);
-  if (four && half && capability().major >= 9 && context.userEnabledCuDNNSDP() && head % 8 == 0 && head <= 128 &&
-      same && !(masked && mask->requires_grad())) {
+  const int major = capability().major;
+  if (query.dim() != 4 || !dense(query) || !dense(key) || !dense(value) || (masked && !dense(*mask))) {
+    return static_cast<std::int64_t>(at::SDPBackend::math);
+  }
+  if (half && (major == 9 || major == 10) && context.userEnabledCuDNNSDP() && head % 8 == 0 && head <= 128 && same &&
+      !(masked && mask->requires_grad())) {
     return static_cast<std::int64_t>(at::SDPBackend::cudnn_attention);
   }
-  if (four && half && capability().major >= 8 && context.userEnabledFlashSDP() && !masked && head <= 256 && same &&
-      square) {
+  if (half && major >= 8 && context.userEnabledFlashSDP() && !masked && head <= 256 && same && square) {
     return static_cast<std::int64_t>(at::SDPBackend::flash_attention);
   }
-  if (four && context.userEnabledMemEfficientSDP() && !shared && query.scalar_type() != at::kDouble) {
+  if (context.userEnabledMemEfficientSDP() && !shared && query.scalar_type() != at::kDouble &&
+      head % (half ? 8 : 4) == 0) {
     return static_cast<std::int64_t>(at::SDPBackend::efficient_attention);
   }
   return static_cast<std::int64_t>(at::SDPBackend::math);

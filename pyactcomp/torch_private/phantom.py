@@ -35,6 +35,9 @@ WITH_KERNELS_FOR_CUDA = (
 # Not a kernel for CUDA, but the choice between cuDNN's and others: FakeTensor knows the layouts of all.
 _WHOLE = ("convolution",)
 
+# These have kernels for CUDA alone, of which a build without CUDA knows no shapes. The engine calls the one here.
+SHAPES_FOR_CUDA_ALONE: dict[str, Callable[..., torch.Tensor]] = {"batch_norm_elemt": lambda x, *_: torch.empty_like(x)}
+
 # These write metadata, not elements.
 _NOT_ELEMENTS = ("set_", "resize_", "_resize_output_", "copy_", "record_stream")
 
@@ -59,7 +62,7 @@ def operators(measured: Collection[str] = ()) -> tuple[list[tuple[str, str]], li
     composite = tables["CompositeExplicitAutograd"] | tables["CompositeImplicitAutograd"]
     known = tables["CUDA"] | tables["CPU"]
     known |= {name for name in composite if name.startswith("aten::_foreach_")}
-    known |= {f"aten::{name}" for name in (*WITH_KERNELS_FOR_CUDA, *_WHOLE)}
+    known |= {f"aten::{name}" for name in (*WITH_KERNELS_FOR_CUDA, *SHAPES_FOR_CUDA_ALONE, *_WHOLE)}
     known = {name for name in known if torch._C._dispatch_has_kernel(name)}
     writing, others, whole = [], [], []
     for name in sorted(known):
@@ -107,6 +110,9 @@ def serve_others(handler: Callable[..., Any], whole: list[str]) -> list[Any]:
     for name in whole:
         operator = _overload(name)
         aten.impl(name.partition("::")[2], _bound(handler, operator), "PrivateUse3")  # type: ignore[no-untyped-call]
+    for name, shapes in SHAPES_FOR_CUDA_ALONE.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            aten.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
     return [every, aten]
 
 
