@@ -149,6 +149,40 @@ def normed(batch: int) -> tuple[nn.Module, Tensor, object]:
     return model, torch.randn(batch, 4, 32, 32, 32), lambda out: out.square().mean()
 
 
+class _Truncated(nn.Module):
+    """Draws its weight on the device until each value lies in a range, as torch does from 2.13 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
+        nn.init.trunc_normal_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).sum()
+
+
+def truncated(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Truncated(), torch.randn(batch, 8)
+
+
+class _Waits(nn.Module):
+    """Halves a number until it is small, which it never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = x.abs().max()
+        while step > 1:
+            step = step / 2
+        return self.layer(x).sum() * step
+
+
+def waiting(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Waits(), torch.randn(batch, 8)
+
+
 def without_loss(batch: int) -> tuple[nn.Module, Tensor]:
     return nn.Linear(8, 8), torch.randn(batch, 8)
 

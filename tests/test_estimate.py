@@ -137,6 +137,12 @@ def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None
             [],
             [f"ValueError, in {MODELS}:{RAISES}", "labels must be below 32", "had read 1 value", "real batch"],
         ),
+        pytest.param(
+            f"{MODELS}:waiting",
+            [],
+            ["a loop seems to wait for a value", "estimate_models.py:", "real batch"],
+            marks=pytest.mark.slow,  # a hundred thousand values
+        ),
         (f"{MODELS}:without_loss", [], ["a tensor of shape (8, 8), not a loss", "(model, batch, loss)"]),
         (f"{MODELS}:fixed", [], ["takes the number of samples, as batch", "()"]),
         (f"{MODELS}:single", [], ["returns (model, batch)", "Linear"]),
@@ -254,6 +260,12 @@ def test_reductions_take_memory_for_the_parts_of_thread_blocks(
     # The order of the dimensions in memory decides, not that of the shape.
     turned = [x.dim() - 1 - d for d in over]
     assert reduction(GPUS["h100"], x.T if x.dim() == 2 else x, turned, 4, 4) == blocks
+
+
+def test_initial_values_that_are_drawn_until_they_fit_are_not_waited_for() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:truncated", batch=4, modes=["plain"], gpu="h100")["plain"]
+    assert found.weights == _rounded(64, 4)
+    assert not [note for note in found.notes if "read" in note]
 
 
 def test_operators_that_the_library_calls_have_shapes_without_cuda() -> None:

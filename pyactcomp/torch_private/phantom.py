@@ -6,6 +6,7 @@ In a process of its own: :func:`pretend` replaces functions of :mod:`torch.cuda`
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.nn import init
 from torch.utils.flop_counter import flop_registry
 
 #: Errors of an operator whose result depends on values, and of one without a function for shapes.
@@ -241,3 +243,19 @@ def pretend(properties: SimpleNamespace, live: Callable[[], int]) -> None:
     native: Any = torch._C
     # torch.tensor(..., device="cuda") is made on the host, and then copied.
     native._set_only_lift_cpu_tensors(True)
+    _skip_initialisation()
+
+
+def _skip_initialisation() -> None:
+    """Let the functions of :mod:`torch.nn.init` leave phantoms alone: some draw until all values lie in a range."""
+    for name, function in list(vars(init).items()):
+        if name.endswith("_") and not name.startswith("_") and callable(function):
+            setattr(init, name, _for_values(function))
+
+
+def _for_values(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def initialise(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return tensor if tensor.is_cuda else function(tensor, *args, **options)
+
+    return initialise
