@@ -121,6 +121,14 @@ def test_configuration_of_transformers_is_not_downloaded(tmp_path: Path) -> None
     assert saved > 4 * 2 * tokens * (3 * 256 + 2 * 512)
 
 
+def test_a_configuration_without_a_size_of_images_takes_those_of_imagenet(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    values = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"layer_type": "basic"}))
+    found = pyactcomp.estimate(str(tmp_path), batch=4, modes=["plain"], gpu="4090")["plain"]
+    assert found.inputs == _rounded(4 * 3 * 224 * 224, 4) + _rounded(4, 8)
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [

@@ -19,6 +19,7 @@ from ..errors import PyactcompError
 from .sending import receive
 
 _SEQ = 1024
+_SIDE = 224  # of ImageNet's pictures, for a configuration that names no size, as ResNet's and SegFormer's
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def _of_config(config: Any) -> Build:
                 values = {"input_ids": tokens, "labels": torch.zeros_like(tokens)}
             else:
                 length = None
-                side = config.image_size
+                side = getattr(config, "image_size", None) or _SIDE
                 height, width = (side, side) if isinstance(side, int) else side
                 images = torch.randn(batch, config.num_channels, height, width, dtype=dtype or torch.float32)
                 values = {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.int64)}
