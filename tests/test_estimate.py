@@ -293,6 +293,7 @@ def test_instance_norms_of_few_large_images_are_recomputed() -> None:
     assert found["int8"].activations <= (1 / 20 + 68 / 256) * found["plain"].activations
 
 
+@pytest.mark.slow
 def test_attention_takes_no_kernel_where_torchs_cuda_build_takes_none() -> None:
     """No kernel reads a bias whose last dimension is not dense, as T5's, or a bias beside heads of 12 elements."""
     names = ("dense_bias", "turned_bias", "turned_bias_without_kernel", "odd_heads", "odd_heads_without_kernel")
