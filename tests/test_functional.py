@@ -300,3 +300,30 @@ def test_a_vector_is_one_row(bits: int | None) -> None:
         of_row = torch.autograd.grad(function(x[None]).sum(), (x, weight))
         for got, expected in zip(of_vector, of_row, strict=True):
             torch.testing.assert_close(got, expected)
+
+
+NORMS_OF_TORCH: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
+    (lambda x, w: functional.rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, w.shape, w, 1e-6)),
+    (lambda x, w: functional.layer_norm(x, 64, w), lambda x, w: F.layer_norm(x, (64,), w)),
+    (lambda x, w: batch_norm(x, None, None, w), lambda x, w: F.batch_norm(x, None, None, w, training=True)),
+    (lambda x, w: add_layer_norm(x, x, 64, w), lambda x, w: F.layer_norm(x + x, (64,), w)),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), NORMS_OF_TORCH, ids=["rms", "layer", "batch", "sum and layer"])
+def test_inference_tensors_are_left_to_torch(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> None:
+    """Torch's composite RMS norm takes them in a graph, its other norms refuse to save them."""
+    with torch.inference_mode():
+        x = normal(32, 64)
+    results = []
+    for function in (ours, theirs):
+        weight = normal(64, seed=1).requires_grad_()
+        try:
+            results.append(torch.autograd.grad(function(x, weight).sum(), weight)[0])
+        except RuntimeError as error:
+            results.append(str(error))
+    assert type(results[0]) is type(results[1])
+    if isinstance(results[1], str):
+        assert results[0] == results[1]
+    else:
+        torch.testing.assert_close(*results)

@@ -415,7 +415,8 @@ def recorded(*tensors: Tensor | None) -> bool:
     """Return whether backward will want a gradient of one of the tensors.
 
     Forward-mode AD is left to torch, and so are function modes, which see the calls of torch's functions and may
-    replace them, and graphs that torch.compile traces: what these save is decided for the whole graph.
+    replace them, and graphs that torch.compile traces: what these save is decided for the whole graph. So are tensors
+    made under inference mode, which only some of torch's operators take in a graph.
     """
     if (
         not torch.is_grad_enabled()
@@ -424,10 +425,13 @@ def recorded(*tensors: Tensor | None) -> bool:
         or (function_modes() and function_mode_active())
     ):
         return False
+    wanted = False
     for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+        if tensor is not None:
+            if tensor.is_inference():
+                return False
+            wanted = wanted or tensor.requires_grad
+    return wanted
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -179,6 +179,6 @@ def _rope(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, dtype: torch.dtype | None, contiguous_grad: bool, how: Saving
 ) -> Tensor:
     dtype = dtype or _product(x.dtype, cos, sin)
-    if not recorded(x) or cos.requires_grad or sin.requires_grad:
+    if not recorded(x, cos, sin) or cos.requires_grad or sin.requires_grad:
         return _rotated(x, cos, sin, heads).to(dtype)
     return cast(Tensor, _Rope.apply(x, cos, sin, heads, dtype, contiguous_grad, how))  # type: ignore[no-untyped-call]
