@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "engine/forms.hpp"
 #include "engine/python.hpp"
@@ -52,13 +54,38 @@ class Owned {
   }
 
  private:
-  void collect(PyObject* module) {
+  /// Look through a module and all inside it, in each forward, since parameters and buffers may change.
+  void collect(PyObject* root) {
     known_ = true;
-    const Ref tensors = rare("owned_tensors", {module});
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.get()); ++i) {
-      const at::Tensor& each = tensor_in(PyList_GET_ITEM(tensors.get(), i));
-      if (each.layout() == at::kStrided && each.has_storage()) owners_[each.storage().data()] = each;
+    const Ref parameters(PyUnicode_InternFromString("_parameters")), buffers(PyUnicode_InternFromString("_buffers"));
+    const Ref modules(PyUnicode_InternFromString("_modules"));
+    std::vector<Ref> left;
+    std::unordered_set<PyObject*> seen{Py_None, root};
+    if (root != Py_None) left.push_back(Ref::borrowed(root));
+    while (!left.empty()) {
+      const Ref module = std::move(left.back());
+      left.pop_back();
+      for (const Ref& tensors : {parameters, buffers}) {
+        each_value(module, tensors, [this](PyObject* tensor) { add(tensor); });
+      }
+      each_value(module, modules, [&](PyObject* inner) {
+        if (seen.insert(inner).second) left.push_back(Ref::borrowed(inner));
+      });
     }
+  }
+
+  template <class Function>
+  static void each_value(const Ref& module, const Ref& mapping, const Function& function) {
+    const Ref values = checked(PyMapping_Values(checked(PyObject_GetAttr(module.get(), mapping.get())).get()));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.get()); ++i) function(PyList_GET_ITEM(values.get(), i));
+  }
+
+  void add(PyObject* given) {
+    if (given == Py_None) return;
+    const Ref object = THPVariable_CheckExact(given) ? Ref::borrowed(given) : rare("owned_tensor", {given});
+    if (object.get() == Py_None) return;
+    const at::Tensor& tensor = tensor_in(object.get());
+    if (tensor.layout() == at::kStrided && tensor.has_storage()) owners_[tensor.storage().data()] = tensor;
   }
 
   bool known_ = false;

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
-#include <typeindex>
+#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -55,7 +55,8 @@ struct KnownNode {
 struct Nodes {
   Object kind_of;  ///< maps a node's name, or its class if written in Python, to what it does
   std::vector<PyObject*> makers, partners;
-  std::unordered_map<std::type_index, KnownNode> kinds;
+  /// By address, since the hash of a type_index reads the class's name. A class with two type_infos is here twice.
+  std::unordered_map<const std::type_info*, KnownNode> kinds;
   std::unordered_map<PyTypeObject*, Kind> functions;  ///< holds a reference to each class
 };
 
@@ -91,7 +92,7 @@ inline PyTypeObject* class_of_function(const Node& node) {
 /// Return a node's name and kind. By name, since torch does not export the class of functions written in Python.
 inline KnownNode known(const Node& node) {
   Nodes& all = nodes();
-  const auto found = all.kinds.find(std::type_index(typeid(node)));
+  const auto found = all.kinds.find(&typeid(node));
   if (found != all.kinds.end() && found->second.name) return found->second;
   if (found == all.kinds.end()) {
     KnownNode made;
@@ -99,7 +100,7 @@ inline KnownNode known(const Node& node) {
       made.name = PyUnicode_InternFromString(node.name().c_str());
       made.kind = ask(made.name);
     }
-    all.kinds.emplace(std::type_index(typeid(node)), made);
+    all.kinds.emplace(&typeid(node), made);
     if (made.name) return made;
   }
   PyTypeObject* const type = class_of_function(node);

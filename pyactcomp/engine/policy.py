@@ -1,15 +1,10 @@
-"""Why saved tensors are kept, for reports, and what a model owns; the library decides, by ``Hooks::reason_to_keep``."""
+"""Why saved tensors are kept, for reports; the library decides, by ``Hooks::reason_to_keep``."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
-
-from ..torch_private.distributed import local_tensor
 
 PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
@@ -45,22 +40,3 @@ CARRIER: dict[torch.dtype, torch.dtype] = {
 
 PLAIN = (Tensor, Parameter)
 """Tensor types to pack directly; of other types, only a DTensor's local tensor is packed."""
-
-
-def owned_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the local tensors of all parameters and buffers; called in each forward, since both may change.
-
-    Skips uninitialised parameters of lazy modules: they have no memory.
-    """
-    # Module.modules() takes twice the time: it builds names too.
-    left, seen = [module], {module}
-    while left:
-        child = left.pop()
-        for tensors in (child._parameters, child._buffers):
-            for tensor in tensors.values():
-                if tensor is not None and not is_lazy(tensor):
-                    yield tensor if type(tensor) in PLAIN else local_tensor(tensor)
-        for inner in child._modules.values():
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                left.append(inner)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from ..codec import layouts
 from ..codec.kernels import Kernel
@@ -20,6 +20,7 @@ from ..readers.forms import ARTANH, AS_CODES, BFLOAT16, GAINED, ITSELF, POSITIVE
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
 from ..readers.table import NOT_DROPPED
 from ..torch_private import current_raw_stream
+from ..torch_private.distributed import local_tensor
 from . import policy
 from .saved import NAMES, for_library
 
@@ -184,9 +185,9 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
 
 
 @for_library
-def owned_tensors(module: Module | None) -> list[Tensor]:
-    """Return the local tensors of all parameters and buffers of a module."""
-    return [] if module is None else list(policy.owned_tensors(module))
+def owned_tensor(tensor: Tensor) -> Tensor | None:
+    """Return the local tensor of a parameter or buffer of another class; None for a lazy module's, without memory."""
+    return None if is_lazy(tensor) else local_tensor(tensor)
 
 
 @for_library
