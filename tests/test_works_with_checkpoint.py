@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from works_with import DEVICES, MIN_BYTES, WIDTH, Block, Transformer, assert_step_agrees, regression
+from works_with import (
+    DEVICES,
+    GRADIENT_BOUND,
+    MIN_BYTES,
+    WIDTH,
+    Block,
+    Transformer,
+    assert_step_agrees,
+    regression,
+    relative_error,
+)
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
@@ -37,6 +50,28 @@ def test_checkpointed_blocks_hold_their_compressed_inputs_and_nothing_else(devic
         policy.SMALL,
         policy.NO_GRAD,
     }
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_the_input_of_a_checkpointed_block_lies_in_memory_as_in_the_first_run(use_reentrant: bool) -> None:
+    """Operators choose their kernels, and what they save, by strides: torch's checkpoint compares what is saved."""
+    torch.manual_seed(0)
+    strides = []
+
+    def block(h: Tensor) -> Tensor:
+        strides.append(h.stride())
+        return torch.mv(weight, h) if h.is_contiguous() else (weight * h).sum(1)
+
+    x, weight = torch.randn(8 * WIDTH, requires_grad=True), torch.randn(WIDTH, 4 * WIDTH, requires_grad=True)
+    gradients = []
+    for context in (nullcontext(), pyactcomp.compressed(min_bytes=0)):
+        with context:
+            loss = checkpoint(block, x.sin()[::2], use_reentrant=use_reentrant).square().sum()
+        loss.backward()
+        gradients.append({"x": x.grad, "weight": weight.grad})
+        x.grad = weight.grad = None
+    assert strides == [(2,)] * 4
+    assert 0 < relative_error(gradients[1], gradients[0]) <= GRADIENT_BOUND
 
 
 def test_checkpoint_around_a_compressed_module_is_refused_or_left_alone() -> None:

@@ -82,6 +82,10 @@ class Hooks {
     const auto held = observer::node_of(saved.tensor);
     const auto* const maker = observer::producer(held.get());
     Ref stored = pack_made(given, saved, reading, form, maker);
+    if (reading == constants().checkpoint || reading == constants().checkpointed) {
+      const Ref values = stored_form_of(stored);
+      if (Py_TYPE(values.get()) == types().view) body<View>(values.get()).keeps_gaps = true;
+    }
     Stored* const own = maker && copies_for_write(*maker) ? stored_in(stored.get()) : nullptr;
     if (own) own->written_over = true;
     return stored;

@@ -141,6 +141,8 @@ struct View : Stored {
   Ref region;
   Layout layout;
   std::int64_t offset = 0;
+  /// The input of a checkpointed block, whose operators may save other tensors for one without gaps.
+  bool keeps_gaps = false;
   void check() const override { stored_in(region.get())->check(); }
   at::Tensor restore() override {
     const at::Tensor whole = engine::restore(region.get());
@@ -148,7 +150,8 @@ struct View : Stored {
     if (!own || !own->has_gaps()) return view_of(whole, layout, offset);
     if (!own->storing) return view_of(whole, layout, whole.storage_offset());
     // Kernels sum in the order of memory, so what must be exact gets its gaps back.
-    const auto dense = own->need == kExact ? std::nullopt : own->apart.without_gaps(layout);
+    const bool gaps = keeps_gaps || own->need == kExact;
+    const auto dense = gaps ? std::nullopt : own->apart.without_gaps(layout);
     if (dense) return view_of(whole, *dense, 0);
     at::Tensor out = observer::empty(layout.sizes, layout.strides, whole.scalar_type(), whole);
     view_of(out, own->apart, 0).copy_(whole);
