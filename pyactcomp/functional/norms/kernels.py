@@ -109,31 +109,39 @@ def _scaled(x, weight, bias, N: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS
 
 @triton.jit(do_not_specialize=["numel", "eps", "key0", "key1", "seed", "counter", "threads", "below", "gain"])
 def norm_forward_kernel(
+    # Tensors read. Another tensor takes the place of an absent residual, weight, bias or indices.
     x,
     residual,
     weight,
     bias,
     indices,
+    # Tensors written.
     out,
     packed,
     rstd,
+    # Elements of the packed tensor; the term added to the variance.
     numel: tl.int64,
     eps: tl.float32,
+    # Keys of stochastic rounding.
     key0: tl.uint32,
     key1: tl.uint32,
+    # Dropout, as ``masks.noise.Noise`` describes it; read if QUADS > 0.
     seed: tl.int64,
     counter: tl.int64,
     threads: tl.uint32,
     below: tl.uint32,
     gain: tl.float32,
+    # The length of a row, the rows of a tile, and layer norm (CENTRED) or root mean square norm.
     N: tl.constexpr,
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
+    # Which tensors are present, and the quads in a run of the dropout, 0 without dropout.
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INDEXED: tl.constexpr,
     QUADS: tl.constexpr,
+    # Codes: bits of a code, elements of a group, groups of a tile, and rounding.
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -240,25 +248,31 @@ def norm_recompute_kernel(
 
 @triton.jit(do_not_specialize=["numel", "seed", "counter", "threads", "below", "gain"])
 def norm_backward_kernel(
+    # Tensors read. Another tensor takes the place of an absent weight, beside or indices.
     packed,
     rstd,
     weight,
     grad,
     beside,
     indices,
+    # Tensors written. Another tensor takes the place of a result nobody asked for.
     out,
     other,
     grad_weight,
     grad_bias,
+    # Elements of the packed tensor.
     numel: tl.int64,
+    # The forward's dropout, read if QUADS > 0.
     seed: tl.int64,
     counter: tl.int64,
     threads: tl.uint32,
     below: tl.uint32,
     gain: tl.float32,
+    # The length of a row, the rows of a tile, and layer norm (CENTRED) or root mean square norm.
     N: tl.constexpr,
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
+    # Which tensors are present, which results are asked for, and the quads of the dropout.
     HAS_WEIGHT: tl.constexpr,
     NEEDS_INPUT: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
@@ -267,6 +281,7 @@ def norm_backward_kernel(
     INDEXED: tl.constexpr,
     ADDED: tl.constexpr,
     QUADS: tl.constexpr,
+    # Codes: bits of a code, elements of a group, groups of a tile.
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
