@@ -259,7 +259,8 @@ def test_functorch_transforms_step_aside() -> None:
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     for i in range(8):
         exact = torch.autograd.grad(loss(parameters, x[i]), model.bias)[0]
-        assert (per_sample["bias"][i] - exact).norm() <= 0.02 * exact.norm()
+        # Nothing is packed: each element of the gradient is a sum over 64 inputs, in another order under vmap.
+        assert (per_sample["bias"][i] - exact).norm() <= 64 * torch.finfo(torch.float32).eps * exact.norm()
 
 
 @pytest.mark.parametrize("options", [{}, {"pre_dispatch": True}], ids=str)
