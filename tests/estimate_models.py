@@ -200,3 +200,19 @@ def deep(batch: int) -> tuple[nn.Module, Tensor, object]:
     """Store more than the smallest window of a tape, 64 MiB, in each mode: 16 times what a GELU takes."""
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
     return nn.Sequential(layers, nn.Linear(WIDTH, 1)), torch.randn(batch, WIDTH), lambda out: out.square().mean()
+
+
+class _Groups(nn.Module):
+    """Products of groups of rows, as in the experts of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.full((4,), 16, dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x, self.experts, offs=ends).square().sum()
+
+
+def groups(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Groups(), torch.randn(batch, WIDTH)

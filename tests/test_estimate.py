@@ -22,7 +22,7 @@ from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
 from pyactcomp.layout import repeating
-from pyactcomp.torch_private.phantom import SHAPES_FOR_CUDA_ALONE
+from pyactcomp.torch_private.phantom import SHAPES_FOR_CUDA_ALONE, SHAPES_OF_KERNELS
 
 MODELS = Path(__file__).with_name("estimate_models.py")
 ROOT = Path(__file__).parents[1]
@@ -291,6 +291,33 @@ def test_instance_norms_of_few_large_images_are_recomputed() -> None:
     found = pyactcomp.estimate(f"{MODELS}:normed", batch=2, modes=["plain", "int8"], gpu="h100")
     # The first input, a twentieth of plain's bytes, stays as it is; 64 elements of 256 bytes take 68 as codes.
     assert found["int8"].activations <= (1 / 20 + 68 / 256) * found["plain"].activations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize("columns", [16, 21])
+def test_grouped_products_have_the_shapes_of_kernels(dtype: torch.dtype, first: int, second: int, columns: int) -> None:
+    a = torch.zeros(*(4,)[: first - 2], 16, 32, dtype=dtype)
+    b = torch.zeros(*(4,)[: second - 2], 32, 24, dtype=dtype)[..., :columns]
+    ends = None if first == second == 3 else torch.full((4,), 4, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    expected = torch._grouped_mm(a, b, offs=ends)
+    found = SHAPES_OF_KERNELS["_grouped_mm"](a, b, ends)
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_grouped_products_of_columns_that_no_kernel_reads_are_refused() -> None:
+    a, b = torch.zeros(16, 32), torch.zeros(4, 32, 21)
+    for product in (torch._grouped_mm, SHAPES_OF_KERNELS["_grouped_mm"]):
+        with pytest.raises(RuntimeError, match="16 bytes"):
+            product(a, b, torch.full((4,), 16, dtype=torch.int32))
+
+
+def test_experts_in_32_bits_are_estimated() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:groups", batch=512, modes=["plain"], gpu="h100")["plain"]
+    assert found.gradients == 4 * 4 * WIDTH * HIDDEN
+    # Saved: the products' input, which the batch is, and their result; and a block for the loss, and one for the ends.
+    assert found.activations == 4 * 512 * HIDDEN + 2 * 512
+    assert found.workspaces == 2 * GPUS["h100"].workspaces[0]
 
 
 @pytest.mark.slow

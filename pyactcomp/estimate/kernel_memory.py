@@ -186,6 +186,18 @@ PRODUCTS = {"mm", "bmm", "baddbmm", "addmv", "mv", "dot", "vdot", "addbmm"}
 BIASED_PRODUCTS = {"addmm", "_addmm_activation"}
 
 
+def multiplies(gpu: Gpu, operator: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator calls cuBLAS.
+
+    Grouped products do where CUTLASS has no kernel. ATen's GroupedBlas.cpp: it has them for bfloat16 on Hopper and on
+    Blackwell's data-centre cards.
+    """
+    name = operator._schema.name.partition("::")[2]
+    if name == "_grouped_mm":
+        return gpu.major not in (9, 10) or any(each.dtype is not torch.bfloat16 for each in args[:2])
+    return name in PRODUCTS or name in BIASED_PRODUCTS
+
+
 def blocks_of(gpu: Gpu, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Return the bytes of the blocks that an operator's kernels take besides its results."""
     rule = RULES.get(operator._schema.name)

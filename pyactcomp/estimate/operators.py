@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
 from .gpus import Gpu
-from .kernel_memory import BIASED_PRODUCTS, PRODUCTS, REDUCTIONS, blocks_of
+from .kernel_memory import BIASED_PRODUCTS, PRODUCTS, REDUCTIONS, blocks_of, multiplies
 
 _serving: Operators | None = None
 _HALF_BYTES = 2
@@ -171,7 +171,7 @@ class Operators:
         fake_kwargs = dict(_replaced(tuple(kwargs.items()), given))
         try:
             with torch.no_grad(), self._mode:
-                out = _overload(operator, fake_args)(*fake_args, **fake_kwargs)
+                out = _shapes(operator, fake_args)(*fake_args, **fake_kwargs)
         except private.DEPENDS_ON_VALUES:
             raise PyactcompError(
                 f"the model decides by values: the size of what {operator} returns depends on them{_where()}. Phantom "
@@ -186,8 +186,8 @@ class Operators:
         result = self._described(out, tensors, identities, owners, {})
         name = operator._schema.name.partition("::")[2]
         seconds = self._roofline(operator, fake_args, fake_kwargs, out, result, fakes)
-        blocks, biased = blocks_of(self._gpu, operator, args, kwargs), name in BIASED_PRODUCTS
-        return _Plan(result, blocks, biased or name in PRODUCTS, biased, seconds)
+        blocks = blocks_of(self._gpu, operator, args, kwargs)
+        return _Plan(result, blocks, multiplies(self._gpu, operator, args), name in BIASED_PRODUCTS, seconds)
 
     def _roofline(self, operator: Any, args: Any, kwargs: Any, out: Any, result: Any, read: list[Tensor]) -> float:
         """Return the seconds of an operator at the rates that a GPU reaches; zero for one that only returns views."""
@@ -227,8 +227,11 @@ class Operators:
         return _New(memory, storage.nbytes(), out.dtype, size, stride, offset)
 
 
-def _overload(operator: Any, args: tuple[Any, ...]) -> Any:
+def _shapes(operator: Any, args: tuple[Any, ...]) -> Any:
     """Return what to call: all overloads, of which one takes it, where a number stands for a tensor as in ``x % 2``."""
+    of_kernel = private.SHAPES_OF_KERNELS.get(operator._schema.name.partition("::")[2])
+    if of_kernel is not None:
+        return of_kernel
     pairs = zip(operator._schema.arguments, args, strict=False)
     stands = any(type(each.type) is torch.TensorType and isinstance(given, (int, float)) for each, given in pairs)
     return operator._overloadpacket if stands else operator

@@ -40,6 +40,46 @@ _WHOLE = ("convolution",)
 # These have kernels for CUDA alone, of which a build without CUDA knows no shapes. The engine calls the one here.
 SHAPES_FOR_CUDA_ALONE: dict[str, Callable[..., torch.Tensor]] = {"batch_norm_elemt": lambda x, *_: torch.empty_like(x)}
 
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the result of a product of groups of rows, or of columns: its rows begin at multiples of 16 bytes.
+
+    ATen's GroupedMMUtils.h: kernels take floating-point numbers of 16 and 32 bits, torch's function for shapes takes
+    bfloat16 alone, and pads no rows in a build without CUDA.
+    """
+    torch._check(
+        all(each.dtype in (torch.bfloat16, torch.float16, torch.float32) and each.dim() in (2, 3) for each in (a, b)),
+        lambda: f"a grouped product takes matrices of float32, bfloat16 or float16, got {a.dtype} and {b.dtype}",
+    )
+    for each in (a, b):
+        rows, columns = each.stride()[-2:]
+        pitch, dense, width = (columns, rows, each.shape[-2]) if rows == 1 else (rows, columns, each.shape[-1])
+        torch._check(
+            dense == 1 and pitch >= max(width, 1) and pitch * each.itemsize % 16 == 0,
+            lambda each=each: (
+                "a grouped product takes rows or columns that begin at multiples of 16 bytes, got "
+                f"shape {tuple(each.shape)} and strides {each.stride()}"
+            ),
+        )
+    torch._check(bias is None, lambda: "a grouped product takes no bias")
+    torch._check(dtype in (None, a.dtype), lambda: f"a grouped product of {a.dtype} returns {a.dtype}, not {dtype}")
+    size: tuple[int, ...] = (a.shape[-2], b.shape[-1])
+    if a.dim() == b.dim():
+        size = (offsets.numel() if a.dim() == 2 and offsets is not None else a.shape[0], *size)
+    pitch = -(-size[-1] * a.itemsize // 16) * 16 // a.itemsize
+    stride = (size[-2] * pitch, pitch, 1)[-len(size) :]
+    return torch.empty_strided(size, stride, dtype=a.dtype, device=a.device)
+
+
+#: Operators whose kernel for CUDA takes more than torch's function for its shapes, which is stricter.
+SHAPES_OF_KERNELS: dict[str, Callable[..., torch.Tensor]] = {"_grouped_mm": _grouped_product}
+
 # These write metadata, not elements.
 _NOT_ELEMENTS = ("set_", "resize_", "_resize_output_", "copy_", "record_stream")
 
