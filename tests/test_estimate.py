@@ -19,6 +19,7 @@ from pyactcomp.estimate import Estimate
 from pyactcomp.estimate.gpus import GPUS, gpu_named
 from pyactcomp.estimate.kernel_memory import reduction
 from pyactcomp.estimate.largest import largest_batch
+from pyactcomp.estimate.operators import _key
 from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
 from pyactcomp.layout import repeating
@@ -318,6 +319,15 @@ def test_experts_in_32_bits_are_estimated() -> None:
     # Saved: the products' input, which the batch is, and their result; and a block for the loss, and one for the ends.
     assert found.activations == 4 * 512 * HIDDEN + 2 * 512
     assert found.workspaces == 2 * GPUS["h100"].workspaces[0]
+
+
+def test_slices_of_a_tensor_that_begin_elsewhere_share_a_plan() -> None:
+    """Otherwise a model that loops over a sequence works out the shapes of each operator at each step."""
+    x = torch.zeros(4, 64, 16)
+    assert len({_key([x[:, step], x[:, step + 2]], [], {}) for step in range(60)}) == 1
+    assert _key([x[:, 0], x[:, 1]], [], {}) != _key([x[:, 0], x[:, 2]], [], {})
+    assert _key(x.flatten()[1:17], [], {}) != _key(x.flatten()[2:18], [], {})  # no kernel loads both 16 bytes at once
+    assert _key([x, x], [], {}) != _key([x, x.clone()], [], {})
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from .kernel_memory import BIASED_PRODUCTS, PRODUCTS, REDUCTIONS, blocks_of, mul
 
 _serving: Operators | None = None
 _HALF_BYTES = 2
+_ALIGNMENT = 16  # elements: the widest loads take 16 bytes, of elements of at least one
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _New:
 
 @dataclass(frozen=True)
 class _View:
-    """A result over the memory of an argument, by the argument's index among the tensors."""
+    """A result over the memory of an argument, by the argument's index among the tensors; the offset counts from it."""
 
     argument: int
     dtype: torch.dtype
@@ -117,7 +118,8 @@ class Operators:
     def __call__(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator."""
         tensors: list[Tensor] = []
-        key = (operator, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
+        firsts: dict[int, tuple[int, int]] = {}
+        key = (operator, _key(args, tensors, firsts), _key(tuple(kwargs.items()), tensors, firsts))
         plan = self._plans.get(key)
         if plan is None:
             if operator._schema.name == "aten::equal":
@@ -143,7 +145,9 @@ class Operators:
             made[result.memory] = out
             return out
         if kind is _View:
-            return self._native.alias(tensors[result.argument], result.dtype, result.size, result.stride, result.offset)
+            base = tensors[result.argument]
+            offset = base.storage_offset() + result.offset
+            return self._native.alias(base, result.dtype, result.size, result.stride, offset)
         if kind is _Same:
             out = tensors[result.argument]
             return out if result.size is None else out.resize_(result.size)
@@ -222,7 +226,7 @@ class Operators:
         stride, offset = tuple(out.stride()), int(out.storage_offset())
         owner = owners.get(storage._cdata)
         if owner is not None:
-            return _View(owner, out.dtype, size, stride, offset)
+            return _View(owner, out.dtype, size, stride, offset - tensors[owner].storage_offset())
         memory = memories.setdefault(storage._cdata, len(memories))
         return _New(memory, storage.nbytes(), out.dtype, size, stride, offset)
 
@@ -237,16 +241,26 @@ def _shapes(operator: Any, args: tuple[Any, ...]) -> Any:
     return operator._overloadpacket if stands else operator
 
 
-def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the metadata of an argument, as a key, and collect the tensors in it."""
+def _key(value: Any, tensors: list[Tensor], firsts: dict[int, tuple[int, int]]) -> Any:
+    """Return the metadata of an argument, as a key, and collect the tensors in it.
+
+    Where a tensor begins in its memory counts by its alignment, and by the distance from the first tensor in that
+    memory: a loop over a sequence takes a slice at each step.
+
+    Parameters
+    ----------
+    firsts : dict of int to tuple of int
+        Of each memory the first tensor's index and offset.
+    """
     kind = type(value)
     if isinstance(value, Tensor):
+        offset = value.storage_offset()
+        first, begin = firsts.setdefault(private.storage_key(value), (len(tensors), offset))
         tensors.append(value)
-        storage = private.storage_key(value)
-        first = next(i for i, each in enumerate(tensors) if private.storage_key(each) == storage)
-        return (first, value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cuda)
+        place = (first, offset - begin, offset % _ALIGNMENT)
+        return (place, value.dtype, value.shape, value.stride(), value.is_cuda)
     if kind in (tuple, list):
-        return tuple([_key(each, tensors) for each in value])
+        return tuple([_key(each, tensors, firsts) for each in value])
     return (kind, value)
 
 
