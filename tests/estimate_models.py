@@ -72,6 +72,23 @@ class _Checks(nn.Module):
         return self.layer(x).sum()
 
 
+class _Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, 1:])  # of the wrong width
+
+
+def raising(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Raises(), torch.randn(batch, 8)
+
+
+def unbuilt(batch: int) -> tuple[nn.Module, Tensor]:
+    raise KeyError("width\nor heads")  # with a line break
+
+
 def checking(batch: int) -> tuple[nn.Module, Tensor]:
     return _Checks(), torch.randn(batch, 8)
 

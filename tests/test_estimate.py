@@ -29,9 +29,9 @@ MODELS = Path(__file__).with_name("estimate_models.py")
 ROOT = Path(__file__).parents[1]
 BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
 MIB = 1 << 20
-LINE, RAISES = (
+LINE, RAISES, WIDE, UNBUILT = (
     1 + next(i for i, text in enumerate(MODELS.read_text().splitlines()) if words in text)
-    for words in ("the error names", "where it raises")
+    for words in ("the error names", "where it raises", "of the wrong width", "with a line break")
 )
 TOLERANCE = 0.02  # the bar of an estimate against a measurement
 
@@ -152,6 +152,8 @@ def test_a_configuration_without_a_size_of_images_takes_those_of_imagenet(tmp_pa
             ["a loop seems to wait for a value", "estimate_models.py:", "real batch"],
             marks=pytest.mark.slow,  # a hundred thousand values
         ),
+        (f"{MODELS}:raising", [], ["RuntimeError", f"{MODELS}:{WIDE}", "read no values", "--autocast"]),
+        (f"{MODELS}:unbuilt", [], [f"KeyError, in {MODELS}:{UNBUILT}", "width", "or heads"]),
         (f"{MODELS}:without_loss", [], ["a tensor of shape (8, 8), not a loss", "(model, batch, loss)"]),
         (f"{MODELS}:fixed", [], ["takes the number of samples, as batch", "()"]),
         (f"{MODELS}:single", [], ["returns (model, batch)", "Linear"]),

@@ -40,8 +40,8 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     except PyactcompError as error:
         _write(answers, ("refused", str(error)))
         return
-    except Exception:
-        _write(answers, ("failed", traceback.format_exc()))
+    except Exception as error:
+        _write(answers, ("refused", _raised(error, 0)))
         return
     _write(answers, ("ready", None))
     while True:
@@ -72,18 +72,23 @@ def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Oper
                 return "refused", str(cause)
             cause = cause.__cause__ or cause.__context__
         reads = native.reads() + sum(operators.reads.values())
-        return ("refused", _after_reads(error, reads)) if reads else ("failed", traceback.format_exc())
+        return "refused", _raised(error, reads)
 
 
-def _after_reads(error: Exception, reads: int) -> str:
+def _raised(error: Exception, reads: int) -> str:
     """Return the text for an error of the program's own, which may come from what it read on the host."""
     place = line_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+    said = " ".join(str(error).split()).rstrip(".")
     values = "1 value" if reads == 1 else f"{reads} values"
-    return (
-        f"the model does not train on phantom tensors: {type(error).__name__}{place}: {error}. By then it had read "
-        f"{values} on the host, where numbers were taken to be 0 and answers true: if it decides by these, measure it "
-        f"with a real batch, or give a function without that branch\n{traceback.format_exc()}"
+    advice = (
+        f"By then it had read {values} on the host, where numbers were taken to be 0 and answers true: if it decides "
+        "by these, measure it with a real batch, or give a function without that branch"
+        if reads
+        else "It had read no values by then, so a GPU may well raise it too: try a small batch on the CPU, and other "
+        "--dtype and --autocast"
     )
+    text = f"the model does not train on phantom tensors: {type(error).__name__}{place}: {said}. {advice}"
+    return f"{text}\n{traceback.format_exc()}"
 
 
 def _write(answers: BinaryIO, message: tuple[str, Any]) -> None:
