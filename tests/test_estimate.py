@@ -130,6 +130,15 @@ def test_a_configuration_without_a_size_of_images_takes_those_of_imagenet(tmp_pa
     assert found.inputs == _rounded(4 * 3 * 224 * 224, 4) + _rounded(4, 8)
 
 
+def test_a_configuration_of_text_and_images_classifies_images_by_its_part_for_images(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {"model_type": "clip", "vision_config": {**part, "image_size": 32, "patch_size": 8, "num_channels": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"text_config": part | {"vocab_size": 64}}))
+    found = pyactcomp.estimate(str(tmp_path), batch=4, modes=["plain"], gpu="4090")["plain"]
+    assert found.inputs == _rounded(4 * 4 * 32 * 32, 4) + _rounded(4, 8)
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [

@@ -19,6 +19,7 @@ from ..errors import PyactcompError
 from .sending import receive
 
 _SEQ = 1024
+_CHANNELS = 3
 _SIDE = 224  # of ImageNet's pictures, for a configuration that names no size, as ResNet's and SegFormer's
 
 
@@ -241,6 +242,15 @@ def _class_of(config: Any) -> tuple[Any, str]:
     return getattr(importlib.import_module("transformers"), served[0][0]), served[0][1]
 
 
+def _image_of(config: Any) -> tuple[int, int, int]:
+    """Return channels, height and width of a classifier's images; of CLIP and its kin, the part for images has them."""
+    part = getattr(config, "vision_config", None) or config
+    channels = getattr(part, "num_channels", None) or _CHANNELS
+    side = getattr(part, "image_size", None) or _SIDE
+    height, width = (side, side) if isinstance(side, int) else side
+    return channels, height, width
+
+
 def _of_config(config: Any) -> Build:
     auto, kind = _class_of(config)
     config.use_cache = False
@@ -260,9 +270,7 @@ def _of_config(config: Any) -> Build:
                 values = {"input_ids": tokens, "labels": torch.zeros_like(tokens)}
             else:
                 length = None
-                side = getattr(config, "image_size", None) or _SIDE
-                height, width = (side, side) if isinstance(side, int) else side
-                images = torch.randn(batch, config.num_channels, height, width, dtype=dtype or torch.float32)
+                images = torch.randn(batch, *_image_of(config), dtype=dtype or torch.float32)
                 values = {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.int64)}
         return Program(model, _loss_of(model, values, None), tuple(values.values()), length)
 
