@@ -226,7 +226,7 @@ class Operators:
         stride, offset = tuple(out.stride()), int(out.storage_offset())
         owner = owners.get(storage._cdata)
         if owner is not None:
-            return _View(owner, out.dtype, size, stride, offset - tensors[owner].storage_offset())
+            return _View(owner, out.dtype, size, stride, offset - int(tensors[owner].storage_offset()))
         memory = memories.setdefault(storage._cdata, len(memories))
         return _New(memory, storage.nbytes(), out.dtype, size, stride, offset)
 
@@ -254,7 +254,7 @@ def _key(value: Any, tensors: list[Tensor], firsts: dict[int, tuple[int, int]]) 
     """
     kind = type(value)
     if isinstance(value, Tensor):
-        offset = value.storage_offset()
+        offset = int(value.storage_offset())
         first, begin = firsts.setdefault(private.storage_key(value), (len(tensors), offset))
         tensors.append(value)
         place = (first, offset - begin, offset % _ALIGNMENT)

@@ -53,22 +53,23 @@ def _grouped_product(
     ATen's GroupedMMUtils.h: kernels take floating-point numbers of 16 and 32 bits, torch's function for shapes takes
     bfloat16 alone, and pads no rows in a build without CUDA.
     """
-    torch._check(
+    torch._check(  # type: ignore[no-untyped-call]
         all(each.dtype in (torch.bfloat16, torch.float16, torch.float32) and each.dim() in (2, 3) for each in (a, b)),
         lambda: f"a grouped product takes matrices of float32, bfloat16 or float16, got {a.dtype} and {b.dtype}",
     )
     for each in (a, b):
         rows, columns = each.stride()[-2:]
         pitch, dense, width = (columns, rows, each.shape[-2]) if rows == 1 else (rows, columns, each.shape[-1])
-        torch._check(
+        torch._check(  # type: ignore[no-untyped-call]
             dense == 1 and pitch >= max(width, 1) and pitch * each.itemsize % 16 == 0,
             lambda each=each: (
                 "a grouped product takes rows or columns that begin at multiples of 16 bytes, got "
                 f"shape {tuple(each.shape)} and strides {each.stride()}"
             ),
         )
-    torch._check(bias is None, lambda: "a grouped product takes no bias")
-    torch._check(dtype in (None, a.dtype), lambda: f"a grouped product of {a.dtype} returns {a.dtype}, not {dtype}")
+    torch._check(  # type: ignore[no-untyped-call]
+        bias is None and dtype in (None, a.dtype), lambda: f"a grouped product takes no bias, and returns {a.dtype}"
+    )
     size: tuple[int, ...] = (a.shape[-2], b.shape[-1])
     if a.dim() == b.dim():
         size = (offsets.numel() if a.dim() == 2 and offsets is not None else a.shape[0], *size)
