@@ -8,16 +8,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pyactcomp
 from pyactcomp.errors import PyactcompError
 from pyactcomp.estimate import Estimate
 from pyactcomp.estimate.gpus import GPUS, gpu_named
-from pyactcomp.estimate.kernel_memory import reduction
+from pyactcomp.estimate.kernel_memory import RULES, reduction
 from pyactcomp.estimate.largest import largest_batch
 from pyactcomp.estimate.operators import _key
 from pyactcomp.estimate.optimizers import AdamW8bit
@@ -370,3 +371,31 @@ def test_gradient_of_a_bias_needs_memory_beside_its_layers() -> None:
     grad = torch.empty((rows, HIDDEN), device="meta")
     parts = sum(reduction(GPUS["h100"], grad, [0], 4, 4))
     assert names["backward"] >= parts > 4 * rows * HIDDEN / 2
+
+
+CONVOLUTIONS = json.loads((ROOT / "bench/data/convolutions.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_convolutions_take_the_workspaces_that_were_measured(dtype: torch.dtype) -> None:
+    """Within 20 MiB of up to 770: sums in parts for the gradient of a weight, and how far channels are padded."""
+    compared = 0
+    for row in CONVOLUTIONS:
+        if row["dtype"] != str(dtype) or row["groups"] > 1 or row["cin"] == 1 or row["k"] == 1:
+            continue
+        dims, side, k, stride = (row[name] for name in ("dims", "side", "k", "stride"))
+        last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(dims)
+        layout = last if row["last"] else torch.contiguous_format
+
+        def made(*shape: int, layout: Any = layout) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=layout)
+
+        x, weight = made(row["n"], row["cin"], *[side] * dims), made(row["cout"], row["cin"], *[k] * dims)
+        grad = made(row["n"], row["cout"], *[(side + k // 2 * 2 - k) // stride + 1] * dims)
+        how = [stride] * dims, [k // 2] * dims, [1] * dims, False, [0] * dims, 1
+        forward = RULES["aten::convolution"](GPUS["h200"], x, weight, None, *how)
+        backward = RULES["aten::convolution_backward"](GPUS["h200"], grad, x, weight, [0], *how, [True, True, False])
+        for name, blocks in (("forward", forward), ("input", backward), ("weight", backward)):
+            assert abs(sum(blocks) - row[name]) <= 20 << 20, (name, row)
+        compared += 1
+    assert compared >= 20

@@ -156,14 +156,53 @@ def _extreme(gpu: Gpu, x: Tensor, over: Collection[int] = (), *_: Any, **__: Any
     return reduction(gpu, x, over, x.itemsize, x.itemsize)
 
 
-def _convolution_backward(gpu: Gpu, grad: Tensor, *args: Any) -> list[int]:
-    """Return the blocks of the sum that gives the gradient of the bias, which cuDNN leaves to PyTorch.
+def _channels_last_copies(x: Tensor, weight: Tensor, out: torch.Size, groups: int) -> list[int]:
+    """Return the workspace in which cuDNN keeps copies of a convolution's input, weight and output.
+
+    Its kernels for tensor cores take channels last, of whole 16 bytes: what is not so is copied, to or from. Measured
+    on an H200 with cuDNN 9.19 (bench/data/convolutions.json): in 16 bits the workspaces of kernels wider than one
+    element over several channels are these bytes, and up to 20 MiB more for partial sums. Convolutions in groups, of
+    one channel and in float32 differ too much for a rule.
+    """
+    if groups != 1 or x.itemsize != 2 or x.shape[1] == 1 or weight[0, 0].numel() == 1:
+        return []
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = x.dim() in formats and any(
+        each.is_contiguous(memory_format=formats[x.dim()]) and not each.is_contiguous() for each in (x, weight)
+    )
+    whole = 16 // x.itemsize
+    copies = 0
+    for size in (x.shape, weight.shape, out):
+        # The channels of a weight that the kernel runs over are those of the input.
+        channels = size[1]
+        if not last or channels % whole:
+            copies += x.itemsize * size.numel() // channels * _up(channels, whole)
+    return [copies] if copies else []
+
+
+def _convolution(
+    _gpu: Gpu, x: Tensor, weight: Tensor, _bias: Tensor | None, stride: list[int], padding: list[int], *more: Any
+) -> list[int]:
+    dilation, transposed, _added, groups = more
+    if transposed:
+        return []
+    spatial = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=False)
+    sides = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in spatial]
+    return _channels_last_copies(x, weight, torch.Size([x.shape[0], weight.shape[0], *sides]), groups)
+
+
+def _convolution_backward(gpu: Gpu, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> list[int]:
+    """Return cuDNN's copies, or the blocks of the sum that gives the gradient of the bias, which it leaves to PyTorch.
 
     ATen's Convolution.cpp, ``convolution_backward``.
     """
-    if not args[-1][2]:
-        return []
-    return reduction(gpu, grad, [d for d in range(grad.dim()) if d != 1], max(grad.itemsize, 4), grad.itemsize)
+    *_, transposed, _added, groups, (_, _, of_bias) = args
+    copies = [] if transposed else _channels_last_copies(x, weight, grad.shape, groups)
+    sums = []
+    if of_bias:
+        over = [d for d in range(grad.dim()) if d != 1]
+        sums = reduction(gpu, grad, over, max(grad.itemsize, 4), grad.itemsize)
+    return max(copies, sums, key=sum)
 
 
 #: Operators that write their result, and whose kernels take memory beside it.
@@ -174,6 +213,7 @@ RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::convolution_backward": _convolution_backward,
+    "aten::convolution": _convolution,
     "aten::sum": _sum,
     "aten::mean": _sum,
     "aten::linalg_vector_norm": _norm,
