@@ -100,6 +100,12 @@ def context_table(rows: Iterable[Row]) -> str:
 def draw(found: Panels, docs: Path) -> None:
     """Draw tokens a second over the length for each method, with a cross where it runs out of memory."""
     plt = pyplot()
+    # What was measured at one length stands in the table: points alone are no curve.
+    found = {
+        key: methods
+        for key, methods in found.items()
+        if len({row["tokens"] for own in methods.values() for row in own}) > 1
+    } or found
     columns = min(2, len(found))
     figure, grid = plt.subplots(
         -(-len(found) // columns),
@@ -130,7 +136,7 @@ def draw(found: Panels, docs: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(ticks), [_size(tick) for tick in sorted(ticks)])
         axes.minorticks_off()
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, 1.05 * axes.dataLim.y1)
         axes.set_xlabel("tokens in the sequence", color=MUTED)
         axes.set_title(f"{TITLES[shape]}, {TITLES[train]}", loc="left", color=INK)
     for axes in grid[:, 0]:
