@@ -67,7 +67,7 @@ class Hooks {
     }
     const Form form =
         body<Decisions>(decisions.get()).form(packing.get(), given.object, given.tensor, reading.get(), facts);
-    if (!lossless && (starts_block || reading.get() == constants().checkpointed)) {
+    if (!lossless && runs_again(reading.get())) {
       return method("_pack_for_checkpoint", {given.object, saved.object, reading.get(), form.object.get()});
     }
     return pack_for(given, saved, reading.get(), form);
@@ -82,7 +82,7 @@ class Hooks {
     const auto held = observer::node_of(saved.tensor);
     const auto* const maker = observer::producer(held.get());
     Ref stored = pack_made(given, saved, reading, form, maker);
-    if (reading == constants().checkpoint || reading == constants().checkpointed) {
+    if (runs_again(reading)) {
       const Ref values = stored_form_of(stored);
       if (Py_TYPE(values.get()) == types().view) body<View>(values.get()).keeps_gaps = true;
     }
@@ -246,6 +246,11 @@ class Hooks {
       return "NO_GRAD";
     }
     return tensor.is_neg() ? "NEGATIVE_VIEW" : nullptr;
+  }
+
+  /// Return whether a reader is a checkpointed block, which runs again in backward.
+  static bool runs_again(PyObject* reading) {
+    return reading == constants().checkpoint || reading == constants().checkpointed;
   }
 
   /// Return whether a mask's reader is one that fills elements, whose mask is no drawn one.
