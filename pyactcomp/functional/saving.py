@@ -427,10 +427,11 @@ def recorded(*tensors: Tensor | None) -> bool:
         return False
     wanted = False
     for tensor in tensors:
-        if tensor is not None:
-            if tensor.is_inference():
-                return False
-            wanted = wanted or tensor.requires_grad
+        if tensor is None:
+            continue
+        if tensor.is_inference():
+            return False
+        wanted = wanted or tensor.requires_grad
     return wanted
 
 

@@ -165,7 +165,7 @@ def _kernels(
 ) -> BatchNorm | None:
     """Return the fused kernels if they serve."""
     # Whole groups of channels first: norms of fewer channels ask in each call, and the answer takes time.
-    if how.bits != 8 or x.shape[1] % how.group_size != 0 or not how.fuses(x):
+    if x.shape[1] % how.group_size != 0 or not how.fuses(x):
         return None
     from . import launch
 

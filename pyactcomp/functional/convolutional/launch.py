@@ -45,10 +45,9 @@ def as_channels_last(x: Tensor) -> Tensor:
 
 
 def batch_norm_serves(x: Tensor, residual: Tensor | None, how: Saving) -> bool:
-    """Return whether the kernels serve a batch norm of ``x``; their results have the layout of ``x``."""
+    """Return whether the kernels serve a batch norm of an ``x`` that ``how`` fuses; results are laid out as ``x``."""
     return (
-        how.fuses(x)
-        and how.bits == 8
+        how.bits == 8
         and is_channels_last(x)
         and (residual is None or elementwise_layout(layout_of(x), layout_of(residual)).stride == x.stride())
         and x.shape[1] % how.group_size == 0
