@@ -1,4 +1,4 @@
-"""The workspaces of cuDNN's convolutions: ``python -m bench.convolutions`` writes bench/data/convolutions.json.
+"""The workspaces of cuDNN's convolutions: ``python -m bench.convolutions`` writes bench/results/convolutions.json.
 
 The bytes that a convolution takes besides its operands and results, forward and for each gradient, on this machine's
 GPU. The rule of ``pyactcomp/estimate/kernel_memory.py`` is compared with them.
@@ -6,15 +6,14 @@ GPU. The rule of ``pyactcomp/estimate/kernel_memory.py`` is compared with them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .rows import ROOT
+from .rows import ROOT, Row, Store, provenance
 
-FILE = ROOT / "bench" / "data" / "convolutions.json"
+FILE = ROOT / "bench" / "results" / "convolutions.json"
 NAMES = ("dims", "n", "cin", "cout", "side", "k", "stride", "groups")
 # Of U-Nets, ResNets, ConvNeXt, whisper and wav2vec2, and sides and channels that are no powers of two.
 CASES = (
@@ -27,6 +26,7 @@ CASES = (
     (2, 4, 48, 48, 255, 3, 1, 1),
     (1, 8, 80, 1024, 3000, 3, 1, 1), (1, 8, 512, 512, 8000, 3, 2, 1), (1, 8, 768, 768, 750, 128, 1, 16),
 )  # fmt: skip
+DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32", "tf32")
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
@@ -41,7 +41,7 @@ def workspace(compute: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before - kept
 
 
-def row(case: tuple[int, ...], dtype: str, last: bool) -> dict[str, Any]:
+def row(case: tuple[int, ...], dtype: str, last: bool) -> Row:
     """Measure one convolution; ``tf32`` is float32 with ``torch.backends.cudnn.allow_tf32``."""
     dims, n, cin, cout, side, k, stride, groups = case
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
@@ -67,19 +67,12 @@ def row(case: tuple[int, ...], dtype: str, last: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all cases."""
-    dtypes = ("torch.bfloat16", "torch.float16", "torch.float32", "tf32")
-    rows = [
-        json.dumps(row(case, dtype, last))
-        for case in CASES
-        for dtype in dtypes
-        for last in ((False, True) if case[0] in LAST else (False,))
-    ]
-    about = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-    FILE.write_text(json.dumps(about)[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n")
+    origin = {**provenance("cuda"), "cudnn": torch.backends.cudnn.version()}
+    store = Store(FILE, origin, key=(*NAMES, "dtype", "last"))
+    for case in CASES:
+        for dtype in DTYPES:
+            for last in (False, True) if case[0] in LAST else (False,):
+                store.append(row(case, dtype, last))
 
 
 if __name__ == "__main__":

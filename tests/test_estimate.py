@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pyactcomp
+from bench.rows import read
 from pyactcomp.errors import PyactcompError
 from pyactcomp.estimate import Estimate
 from pyactcomp.estimate.gpus import GPUS, gpu_named
@@ -373,7 +374,7 @@ def test_gradient_of_a_bias_needs_memory_beside_its_layers() -> None:
     assert names["backward"] >= parts > 4 * rows * HIDDEN / 2
 
 
-CONVOLUTIONS = json.loads((ROOT / "bench/data/convolutions.json").read_text())["rows"]
+CONVOLUTIONS = read(ROOT / "bench" / "results" / "convolutions.json")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

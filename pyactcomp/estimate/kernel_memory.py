@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..codec.layouts import layout_of, suggested_layout
 from .gpus import Gpu
 
 Rule = Callable[..., list[int]]
@@ -160,30 +161,21 @@ def _channels_last_copies(x: Tensor, weight: Tensor, out: torch.Size, groups: in
     """Return the workspace in which cuDNN keeps copies of a convolution's input, weight and output.
 
     Its kernels for tensor cores take channels last, of whole 16 bytes: what is not so is copied, to or from. Measured
-    on an H200 with cuDNN 9.19 (bench/data/convolutions.json): in 16 bits the workspaces of kernels wider than one
+    on an H200 with cuDNN 9.19 (bench/results/convolutions.json): in 16 bits the workspaces of kernels wider than one
     element over several channels are these bytes, and up to 20 MiB more for partial sums. Convolutions in groups, of
     one channel and in float32 differ too much for a rule.
     """
     if groups != 1 or x.itemsize != 2 or x.shape[1] == 1 or weight[0, 0].numel() == 1:
         return []
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = x.dim() in formats and any(
-        each.is_contiguous(memory_format=formats[x.dim()]) and not each.is_contiguous() for each in (x, weight)
-    )
+    last = any(suggested_layout(layout_of(each)).stride[1] == 1 for each in (x, weight))
     whole = 16 // x.itemsize
-    copies = 0
-    for size in (x.shape, weight.shape, out):
-        # The channels of a weight that the kernel runs over are those of the input.
-        channels = size[1]
-        if not last or channels % whole:
-            copies += x.itemsize * size.numel() // channels * _up(channels, whole)
+    copied = [size for size in (x.shape, weight.shape, out) if not last or size[1] % whole]
+    copies = x.itemsize * sum(math.prod((first, _up(channels, whole), *rest)) for first, channels, *rest in copied)
     return [copies] if copies else []
 
 
-def _convolution(
-    _gpu: Gpu, x: Tensor, weight: Tensor, _bias: Tensor | None, stride: list[int], padding: list[int], *more: Any
-) -> list[int]:
-    dilation, transposed, _added, groups = more
+def _convolution(_gpu: Gpu, x: Tensor, weight: Tensor, _bias: Tensor | None, *how: Any) -> list[int]:
+    stride, padding, dilation, transposed, _added, groups = how
     if transposed:
         return []
     spatial = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=False)

@@ -232,7 +232,11 @@ class Operators:
 
 
 def _shapes(operator: Any, args: tuple[Any, ...]) -> Any:
-    """Return what to call: all overloads, of which one takes it, where a number stands for a tensor as in ``x % 2``."""
+    """Return what computes the shapes of an operator's results.
+
+    That is the operator, or all its overloads, of which one takes it, where a number stands for a tensor as in
+    ``x % 2``; or our own function, where torch's is stricter than the kernel.
+    """
     of_kernel = private.SHAPES_OF_KERNELS.get(operator._schema.name.partition("::")[2])
     if of_kernel is not None:
         return of_kernel

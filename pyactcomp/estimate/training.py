@@ -113,7 +113,7 @@ def _notes(reads: int, convolves: bool) -> tuple[str, ...]:
             f"the program read {reads} values on the host in {STEPS} steps; numbers were taken to be 0, answers true"
         )
     if convolves:
-        notes.append("of cuDNN's workspaces, those of float32 and of convolutions in groups are not counted")
+        notes.append("cuDNN's workspaces for float32, groups and transposed convolutions are not counted")
     return tuple(notes)
 
 
