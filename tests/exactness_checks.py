@@ -11,9 +11,6 @@ from torch import Tensor
 
 import pyactcomp
 
-# The project's bar for the relative L2 error over all gradients of a step in int8.
-BAR = 0.02
-
 
 def distance(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
     """Return the relative L2 distance over all gradients; NaN and infinity, where only one has them, are far off."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from compiled_backend import gradients as in_a_graph
-from exactness_checks import BAR
 from torch import Tensor
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 from pyactcomp.config import Config
@@ -65,7 +65,7 @@ class Row:
 
     loss: Loss
     draw: Callable[[], Operands]
-    bound: float = BAR
+    bound: float = GRADIENT_BOUND
     ways: tuple[str, ...] = ("plain", "layers", "graph")
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compiled_backend import gradients, off
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
+from works_with import GRADIENT_BOUND
 
 from pyactcomp.compiled.budget import save_within
 from pyactcomp.compiled.graphs import GraphRecord
@@ -18,7 +19,6 @@ from pyactcomp.config import Config
 
 INT8 = Config(min_bytes=1024)
 LOSSLESS = Config(mode="lossless", min_bytes=1024)
-BAR = 0.02
 WIDTH, HEADS, TOKENS, VOCABULARY = 128, 2, 128, 1024
 # A narrow value counts 6 % less a byte than a wide one, so that the narrow one is saved (costs.py).
 SLACK = 1.12
@@ -73,7 +73,7 @@ def test_a_budget_is_a_share_of_what_compression_stores(budget: float) -> None:
     _, plain = step(INT8)
     found, stored = step(INT8, budget)
     assert stored <= SLACK * budget * plain
-    assert 0.0 < off(found, exact) <= BAR
+    assert 0.0 < off(found, exact) <= GRADIENT_BOUND
 
 
 def test_a_budget_changes_no_bit_of_lossless_gradients() -> None:

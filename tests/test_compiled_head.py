@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from compiled_backend import as_inductor
 from torch import Tensor, nn
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 from pyactcomp.compiled.graphs import GraphRecord
@@ -18,7 +19,6 @@ from pyactcomp.compiled.graphs import GraphRecord
 TOKENS, WIDTH, VOCABULARY = (4, 64), 128, 1000
 # Rounding of logits' gradients to the dtype of the products, in another order; with int8 the body's codes add.
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-BAR = 0.02
 # A mean over the tokens by halves, in another order: a rounding for each halving.
 LOSS_BOUND = math.log2(math.prod(TOKENS)) * torch.finfo(torch.float32).eps
 
@@ -127,8 +127,10 @@ def test_a_loss_in_a_graph_is_taken_in_chunks(way: str, form: str) -> None:
     assert abs(float(loss / expected_loss) - 1) <= exact
     # The gradients of the head have no codes behind them.
     heads = [k for k, name in enumerate(name for name, _ in model.named_parameters()) if name.startswith("head")]
-    assert _off([got[k] for k in heads], [expected[k] for k in heads]) <= max(exact, BAR if form != "float32" else 0)
-    assert _off(got, expected) <= BAR + (exact if form != "float32" else 0)
+    assert _off([got[k] for k in heads], [expected[k] for k in heads]) <= max(
+        exact, GRADIENT_BOUND if form != "float32" else 0
+    )
+    assert _off(got, expected) <= GRADIENT_BOUND + (exact if form != "float32" else 0)
     rows = TOKENS[0] * (TOKENS[1] - ("shift" in way))
     # Nothing as large as the logits in 8 bits, but the gradient of the head's weight.
     assert _largest(model) <= max(rows * VOCABULARY, VOCABULARY * WIDTH * 4)
@@ -143,7 +145,7 @@ def test_another_loss_is_left_with_the_reason(way: str) -> None:
     with pytest.warns(UserWarning, match=f"computes the logits of the whole batch: .*{reason}"):
         loss, got = _step(_compressed(model), False)
     assert torch.allclose(loss, expected_loss, rtol=LOSS_BOUND, atol=0)
-    assert _off(got, expected) <= BAR
+    assert _off(got, expected) <= GRADIENT_BOUND
 
 
 def test_logits_that_a_graph_returns_are_computed() -> None:
@@ -177,7 +179,7 @@ def test_a_model_of_transformers_returns_no_logits_and_saves_none() -> None:
     model.compile(backend=as_inductor)
     output = model(input_ids=tokens, labels=tokens)
     assert output.logits is None
-    assert _off(list(torch.autograd.grad(output.loss, parameters)), list(expected)) <= BAR
+    assert _off(list(torch.autograd.grad(output.loss, parameters)), list(expected)) <= GRADIENT_BOUND
     assert _largest(model) <= max(tokens.numel() * VOCABULARY, VOCABULARY * 128 * 4)
     # In evaluation the logits are there.
     assert model.eval()(input_ids=tokens).logits.shape == (*TOKENS, VOCABULARY)
@@ -214,4 +216,4 @@ def test_a_loss_in_generated_code_is_taken_in_chunks(way: str) -> None:
     pyactcomp.compress(model, min_bytes=4096, fuse_head=True)
     loss, got = _step(model, True, "cuda")
     assert abs(float(loss / expected_loss) - 1) <= EXACT[torch.bfloat16]
-    assert _off(got, expected) <= BAR + EXACT[torch.bfloat16]
+    assert _off(got, expected) <= GRADIENT_BOUND + EXACT[torch.bfloat16]

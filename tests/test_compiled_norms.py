@@ -10,12 +10,12 @@ import torch
 import torch._functorch.config as functorch_config
 from compiled_backend import gradients, off
 from torch import Tensor, nn
+from works_with import GRADIENT_BOUND
 
 from pyactcomp.config import Config
 
 GROUP = 64
 INT8 = Config(min_bytes=1, group_size=GROUP)
-BAR = 0.02
 CHANNELS, SIZE = 64, 14
 ALL = (0, 2, 3)
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -102,7 +102,7 @@ def test_channels_of_different_scales_have_gradients_of_their_own(norm: str, lay
     if norm != "batch, frozen" and norm != "root mean square" and norm != "by a parameter":
         # A norm subtracts what a bias adds, so the gradient is zero but for rounding.
         del errors["first.bias"]
-    assert max(errors.values()) <= BAR, errors
+    assert max(errors.values()) <= GRADIENT_BOUND, errors
 
 
 def test_scales_that_are_no_statistic_of_the_values_standardize_nothing() -> None:
@@ -118,7 +118,7 @@ def test_scales_that_are_no_statistic_of_the_values_standardize_nothing() -> Non
 
     arguments = x, weights, others, scales
     exact, found = (gradients(loss, [second.weight], config, *arguments)[1][0] for config in (None, INT8))
-    assert float((found - exact).norm() / exact.norm()) <= BAR
+    assert float((found - exact).norm() / exact.norm()) <= GRADIENT_BOUND
 
 
 def clamped(x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def test_the_difference_from_a_mean_of_few_elements_is_exact() -> None:
         return (norm(convolution(x) + x).relu() * weights).sum()
 
     exact, found = (gradients(loss, [convolution.weight], config, x, weights)[1][0] for config in (None, INT8))
-    assert float((found - exact).norm() / exact.norm()) <= BAR
+    assert float((found - exact).norm() / exact.norm()) <= GRADIENT_BOUND
 
 
 @pytest.mark.parametrize(("begins", "form"), [("trained", "codes"), ("frozen", "codes"), ("given", "16 bits")])
@@ -218,5 +218,5 @@ def test_a_stream_that_begins_with_a_frozen_embedding_is_packed_as_others(begins
     given = table.detach()[tokens]
     _, exact, _ = gradients(loss, weights, None, tokens, given)
     _, got, (graph,) = gradients(loss, weights, INT8, tokens, given)
-    assert off(got, exact) <= BAR
+    assert off(got, exact) <= GRADIENT_BOUND
     assert {saved.form for saved in graph.saved if saved.operator == "add"} == {form}

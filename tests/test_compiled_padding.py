@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from compiled_backend import gradients, off
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from works_with import GRADIENT_BOUND
 
 from pyactcomp.compiled.joint import is_view, name_of
 from pyactcomp.config import Config
 
 INT8 = Config(min_bytes=1)
-BAR = 0.02
 # Windows of 7 by 7 in heads shorter than a group, as in Swin.
 TOKENS, HEADS, SIZE, CLASSES = 49, 4, 32, 101
 
@@ -77,7 +77,7 @@ def test_what_inductor_pads_takes_no_more_than_without_pads(form: str, monkeypat
     assert any(products)
     # The partition may differ, as probabilities can be recomputed from scores or from statistics of their rows.
     assert all(stored <= unpadded[form] for form, stored in padded.items())
-    assert off(compressed, exact) <= BAR
+    assert off(compressed, exact) <= GRADIENT_BOUND
 
 
 @pytest.mark.parametrize("number", [0.0, 2.0])

@@ -11,6 +11,7 @@ import torch
 from compiled_backend import gradients, off
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from works_with import GRADIENT_BOUND
 
 from pyactcomp.codec import format as fmt
 from pyactcomp.codec import reference
@@ -19,7 +20,6 @@ from pyactcomp.compiled.rounding import is_read_in_halves
 from pyactcomp.config import Config
 
 INT8 = Config(min_bytes=4096)
-BAR = 0.02
 ROUNDING = 2.0**-8
 """Of an element that is rounded to bfloat16, at most."""
 
@@ -88,7 +88,7 @@ def test_normalized_rows_are_packed_from_their_bfloat16(
     assert torch.float32 in packed.dtypes
     # Errors of codes and of the rounding are independent.
     assert off(rounded, exact) <= (off(unrounded, exact) ** 2 + ROUNDING**2) ** 0.5
-    assert off(rounded, exact) <= BAR
+    assert off(rounded, exact) <= GRADIENT_BOUND
 
 
 def test_float32_models_pack_float32(monkeypatch: pytest.MonkeyPatch) -> None:

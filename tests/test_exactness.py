@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from exactness_checks import BAR, distance, error, leaf
+from exactness_checks import distance, error, leaf
 from torch import Tensor, nn
 from torch.nn import functional as F
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 
@@ -27,7 +28,7 @@ def test_a_model_is_trained_to_a_low_loss_with_the_gradients_of_torch() -> None:
     for step in range(101):
         if step % 25 == 0:
             found = pyactcomp.verify(model, ids, lambda y: F.cross_entropy(y, targets), min_bytes=0)
-            assert found.error <= BAR
+            assert found.error <= GRADIENT_BOUND
             reached.append(found.loss_exact)
         optimizer.zero_grad()
         F.cross_entropy(model(ids), targets).backward()
@@ -46,7 +47,7 @@ def test_a_tensor_that_a_product_and_a_maximum_read_is_exact_for_both(first: str
         first_one, other = operators if first == "product first" else reversed(operators)
         return first_one() + other()
 
-    assert error(loss, leaf(1024, 64)) <= BAR
+    assert error(loss, leaf(1024, 64)) <= GRADIENT_BOUND
 
 
 def test_relu_in_place_on_a_view_with_gaps_keeps_its_sign() -> None:
@@ -71,7 +72,7 @@ def test_a_form_for_one_operators_results_holds_nothing_else_of_their_base(name:
         getattr(y.view(-1)[::2], name)()
         return y.square().sum()
 
-    assert error(loss, leaf(512)) <= BAR
+    assert error(loss, leaf(512)) <= GRADIENT_BOUND
 
 
 def test_a_cast_that_was_first_packed_in_another_shape_keeps_its_own() -> None:
@@ -84,7 +85,7 @@ def test_a_cast_that_was_first_packed_in_another_shape_keeps_its_own() -> None:
     (exact,) = torch.autograd.grad(loss(), x)
     with pyactcomp.compressed(min_bytes=0):
         value = loss()
-    assert distance(torch.autograd.grad(value, x), (exact,)) <= BAR
+    assert distance(torch.autograd.grad(value, x), (exact,)) <= GRADIENT_BOUND
 
 
 def test_relu_in_place_on_a_view_keeps_its_sign() -> None:
@@ -139,7 +140,7 @@ def test_the_square_of_a_modules_result_is_exact_for_a_divisor(name: str, fuse: 
 
     exact = gradients()
     pyactcomp.compress(model, min_bytes=0, fuse=fuse)
-    assert distance(gradients(), exact) <= BAR
+    assert distance(gradients(), exact) <= GRADIENT_BOUND
 
 
 class CountedBlock(nn.Module):
@@ -174,5 +175,5 @@ def test_a_norm_of_what_hooks_of_other_code_packed(
     counted = model.nbytes
     pyactcomp.compress(model, min_bytes=1, **options)
     got = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
-    assert distance(got, exact) <= (0 if "mode" in options else BAR)
+    assert distance(got, exact) <= (0 if "mode" in options else GRADIENT_BOUND)
     assert model.nbytes == 2 * counted

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from exactness_checks import BAR, distance
+from exactness_checks import distance
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 
@@ -55,7 +56,7 @@ def assert_attention_is_as_exact_as_bfloat16(largest: float, backend: SDPBackend
     if backend is not SDPBackend.MATH:
         assert found <= 2 * of_bfloat16
     if backend is SDPBackend.MATH or largest <= 20:
-        assert found <= BAR
+        assert found <= GRADIENT_BOUND
 
 
 @pytest.mark.parametrize("largest", [5.0, 20.0, 45.0, 80.0])
@@ -95,5 +96,5 @@ def test_16_bit_attention_on_a_gpu_loses_its_values_codes_alone(
     exact = attention_gradients(leaves, w.to(dtype), backend)
     with pyactcomp.compressed(min_bytes=0):
         got = attention_gradients(leaves, w.to(dtype), backend)
-    bound = BAR if largest <= 20 else max(BAR, 2 * exact_and_cost_of_bfloat16(heads, w)[1])
+    bound = GRADIENT_BOUND if largest <= 20 else max(GRADIENT_BOUND, 2 * exact_and_cost_of_bfloat16(heads, w)[1])
     assert distance(got, exact) <= bound

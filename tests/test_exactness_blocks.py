@@ -9,10 +9,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from exactness_checks import BAR, distance, leaf
+from exactness_checks import distance, leaf
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 from pyactcomp.engine import policy
@@ -74,7 +75,7 @@ def test_a_checkpointed_block_that_routes_takes_the_same_routes_again(use_reentr
     for each in (plain, model):
         (each(x) * w).sum().backward()
     got, exact = (tuple(p.grad for p in each.parameters() if p.grad is not None) for each in (model, plain))
-    assert distance(got, exact) <= BAR
+    assert distance(got, exact) <= GRADIENT_BOUND
     inputs = [t for t in pyactcomp.report(model).tensors if t.shape == (1024, 64) and t.kept != policy.NO_GRAD]
     whole = 1024 * 64 * 4
     # The inputs of the blocks that route, and of those that do not.
@@ -127,7 +128,7 @@ def test_a_checkpointed_block_keeps_what_it_makes_numbers_and_integers_of(name: 
     assert x.grad is not None
     # Four bytes an element.
     assert (pyactcomp.report(c).tensors[0].stored_bytes == 4 * x.numel()) == (name != "none")
-    assert distance((x.grad,), (exact,)) <= BAR
+    assert distance((x.grad,), (exact,)) <= GRADIENT_BOUND
 
 
 # Blocks that are run again from stored inputs.
@@ -177,7 +178,7 @@ ROUTES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_block_that_is_run_again_takes_the_same_way(name: str, reentrant: bool) -> None:
     # Within a group the input spans 0 to 40, and its maxima are a tenth apart: less than a step of 8 bits.
     x = (torch.randint(0, 400, (4, 8, 16, 16)) * 0.1).requires_grad_()
-    assert checkpointed_error(ROUTES[name], x, reentrant) <= BAR
+    assert checkpointed_error(ROUTES[name], x, reentrant) <= GRADIENT_BOUND
 
 
 DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -194,7 +195,7 @@ DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_block_with_divisors_of_few_elements_is_run_again_from_16_bits(name: str, reentrant: bool) -> None:
     # Sizes of columns lie three orders of magnitude apart, and columns share groups.
     x = (torch.randn(4, 4, 8, 8) * torch.logspace(-3, 0, 8)).requires_grad_()
-    assert checkpointed_error(DIVISORS[name], x, reentrant) <= BAR
+    assert checkpointed_error(DIVISORS[name], x, reentrant) <= GRADIENT_BOUND
 
 
 def test_a_block_with_divisors_of_whole_rows_is_run_again_from_codes() -> None:
@@ -245,7 +246,7 @@ def test_a_checkpointed_block_gets_its_mask_back(fill: float, use_reentrant: boo
     for each in (plain, model):
         each(x).square().mean().backward()
     got, exact = ([p.grad for p in each.parameters() if p.grad is not None] for each in (model, plain))
-    assert distance(tuple(got), tuple(exact)) <= BAR
+    assert distance(tuple(got), tuple(exact)) <= GRADIENT_BOUND
     # To the stream between blocks no constant is added.
     inputs = [t for t in pyactcomp.report(model).tensors if t.shape == (8, 64, 16) and t.kept is None]
     assert inputs

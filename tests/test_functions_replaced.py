@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from exactness_checks import BAR, distance
+from exactness_checks import distance
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 from pyactcomp import functional
@@ -91,7 +92,7 @@ def test_a_function_mode_replaces_functions(name: str, options: dict[str, Any]) 
         with Quantised():
             return gradients(model, x)
 
-    assert compressed_and_not(name, options, step) <= (0 if "mode" in options else BAR)
+    assert compressed_and_not(name, options, step) <= (0 if "mode" in options else GRADIENT_BOUND)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -108,7 +109,7 @@ def test_a_function_is_replaced(
                 return torch.autograd.grad(loss, list(model.parameters()))
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    assert compressed_and_not(name, options, step) <= (0 if "mode" in options else BAR)
+    assert compressed_and_not(name, options, step) <= (0 if "mode" in options else GRADIENT_BOUND)
 
 
 def test_a_replaced_function_stops_the_modules_that_stand_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_function_replaced_after_the_forward(monkeypatch: pytest.MonkeyPatch) 
             return torch.autograd.grad(loss, list(model.parameters()))
 
     for options in OPTIONS:
-        assert compressed_and_not("gelu", options, step) <= (0 if "mode" in options else BAR)
+        assert compressed_and_not("gelu", options, step) <= (0 if "mode" in options else GRADIENT_BOUND)
 
 
 class Checkpointed(nn.Module):
@@ -166,7 +167,7 @@ def test_a_mode_that_sees_a_checkpointed_forward_alone(name: str, options: dict[
     exact = step(model, x)
     pyactcomp.compress(model, min_bytes=1, **options)
     torch.manual_seed(1)
-    assert distance(step(model, x), exact) <= (0 if "mode" in options else BAR)
+    assert distance(step(model, x), exact) <= (0 if "mode" in options else GRADIENT_BOUND)
 
 
 def test_a_device_as_a_context_replaces_nothing() -> None:

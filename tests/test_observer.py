@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from works_with import GRADIENT_BOUND
 
 import pyactcomp
 from pyactcomp.cli import examine
@@ -22,9 +23,6 @@ from pyactcomp.engine.packing import Packing
 from pyactcomp.readers.forms import AS_CODES, ITSELF, POSITIVE, PROBABILITY, Form, Reading
 from pyactcomp.readers.observer import Observer, observer
 from pyactcomp.torch_private import extensions
-
-# The project's bar for the relative L2 error over all gradients of a step in int8.
-BAR = 0.02
 
 
 def library() -> Observer:
@@ -303,7 +301,7 @@ def test_a_checkpoints_second_run_is_like_the_first(use_reentrant: bool, watchin
     plain = Checkpointed(use_reentrant)
     model = pyactcomp.compress(copy.deepcopy(plain), min_bytes=0)
     x = torch.randn(128, 64)
-    assert 0 < distance(gradients(model, x), gradients(plain, x)) <= BAR
+    assert 0 < distance(gradients(model, x), gradients(plain, x)) <= GRADIENT_BOUND
     assert watching.facts(x)[0] is None
 
 
@@ -320,7 +318,7 @@ def test_a_context_inside_a_compressed_model_and_around_it(watching: Observer) -
     loss.backward()
     assert nothing is None
     assert next(t.kept for t in pyactcomp.report(c).tensors if t.shape == (128, 64)) is None
-    assert 0 < distance(gradients(model, x), exact) <= BAR
+    assert 0 < distance(gradients(model, x), exact) <= GRADIENT_BOUND
     before = watching.progress()
     torch.relu(x)
     assert watching.progress() == before
@@ -441,7 +439,7 @@ def test_a_slice_that_was_written_to_is_read_under_another_nodes_name(watching: 
     exact = torch.autograd.grad(loss(), (x, w))
     with pyactcomp.compressed(min_bytes=0):
         compressed = loss()
-    assert 0 < distance(list(torch.autograd.grad(compressed, (x, w))), list(exact)) <= BAR
+    assert 0 < distance(list(torch.autograd.grad(compressed, (x, w))), list(exact)) <= GRADIENT_BOUND
 
 
 # A library for another torch.

@@ -15,13 +15,13 @@ from typing import Any
 import distributed_worker as worker
 import pytest
 import torch
-from exactness_checks import BAR, distance
+from exactness_checks import distance
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from trainers import arguments
-from works_with import Block, regression
+from works_with import GRADIENT_BOUND, Block, regression
 
 import pyactcomp
 from pyactcomp.integrations.transformers import CompressionCallback
@@ -150,7 +150,7 @@ def test_int8_stays_within_the_bar_and_exact_is_bitwise(name: str, compressed: b
         pyactcomp.compress(model, mode="lossless")
     handle = pyactcomp.use_checkpoint(model)
     assert handle.modules >= 1
-    assert 0 < distance(gradients(model, loss_of), exact) <= BAR
+    assert 0 < distance(gradients(model, loss_of), exact) <= GRADIENT_BOUND
     pyactcomp.use_checkpoint(model, store="exact")
     assert distance(gradients(model, loss_of), exact) == 0
     if compressed:
@@ -271,7 +271,7 @@ def test_a_function_that_does_not_checkpoint_some_blocks_saves_their_tensors_exa
     pyactcomp.use_checkpoint(model)
     assert distance(gradients(model, of_text), exact) == 0
     del frozen[1:]
-    assert 0 < distance(gradients(model, of_text), exact) <= BAR
+    assert 0 < distance(gradients(model, of_text), exact) <= GRADIENT_BOUND
 
 
 def test_verify_compares_with_plain_checkpointing() -> None:
@@ -393,7 +393,7 @@ def test_ddp_averages_the_gradients_of_both_processes(tmp_path: Path) -> None:
         for i in range(2)
     ]
     exact = tuple((a + b) / 2 for a, b in zip(*parts, strict=True))
-    for store, bound in (("exact", 2.0**-20), ("int8", BAR)):
+    for store, bound in (("exact", 2.0**-20), ("int8", GRADIENT_BOUND)):
         assert distance(first[store], second[store]) == 0
         assert distance(first[store], exact) <= bound
     assert distance(first["int8"], first["exact"]) > 0
