@@ -223,6 +223,26 @@ def test_a_collection_while_a_form_is_freed_does_not_free_it_again() -> None:
     assert saved.library().counts()[0] == before
 
 
+def test_a_list_of_forms_has_those_alive_alone() -> None:
+    """Python's collector does not know them, and one that is being freed has no reference left."""
+    before = saved.stored_forms()
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    model = pyactcomp.compress(nn.Sequential(nn.Linear(64, 64)), min_bytes=0)
+    loss = model(x * 1 @ w).sum()
+    node: Any = loss.grad_fn.next_functions[0][0]
+    form = saved_form(node, "mat1")
+    assert not gc.is_tracked(form)
+    assert sum(each is form for each in saved.stored_forms()) == 1
+    lists: list[int] = []
+    watched = weakref.ref(form, lambda _: lists.append(len(saved.stored_forms())))
+    alive = len(saved.stored_forms())
+    del form, loss, node
+    assert watched() is None
+    assert lists
+    assert lists[0] < alive
+    assert len(saved.stored_forms()) == len(before)
+
+
 def test_threads_may_restore_one_graph_at_a_time_each() -> None:
     torch.manual_seed(0)
     weights = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]

@@ -17,6 +17,7 @@ from pyactcomp.config import Config
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import Recipe
 from pyactcomp.functional import Codes, gelu, layer_norm, rms_norm, rope, saving, silu_mul
+from pyactcomp.functional.convolutional.batch_norm import batch_norm
 from pyactcomp.functional.norms.add_rms_norm import add_rms_norm
 from pyactcomp.functional.norms.layer_norm import add_layer_norm
 from pyactcomp.fusions import fuse
@@ -57,12 +58,14 @@ def leaf(*shape: int) -> Tensor:
 
 
 X, Y, WEIGHT, BIAS = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), leaf(WIDTH), leaf(WIDTH)
+IMAGES = torch.ones(2, WIDTH, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
 HEADS, ANGLES = leaf(1, 2, 8, WIDTH), torch.ones(1, 8, WIDTH)
 CALLS: dict[str, tuple[Callable[[], Tensor], int, int, int]] = {
     "layer_norm": (lambda: layer_norm(X, WIDTH, WEIGHT, BIAS, codes=CODES), 26, 0, 0),
     "add_layer_norm": (lambda: add_layer_norm(X, Y, WIDTH, WEIGHT, BIAS, codes=CODES), 32, 0, 0),
     "rms_norm": (lambda: rms_norm(X, WEIGHT, 1e-6, codes=CODES), 18, 0, 0),
     "add_rms_norm": (lambda: add_rms_norm(X, Y, WEIGHT, 1e-6, codes=CODES)[0], 48, 6, 2),
+    "batch_norm": (lambda: batch_norm(IMAGES, None, None, WEIGHT, BIAS, relu=True, codes=CODES), 30, 0, 0),
     "gelu": (lambda: gelu(X, codes=CODES), 12, 0, 0),
     "silu_mul": (lambda: silu_mul(X, Y, codes=CODES), 48, 13, 8),
     "rope": (lambda: rope(HEADS, HEADS, ANGLES, ANGLES, impl="triton")[0], 42, 10, 0),

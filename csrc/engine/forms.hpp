@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -169,18 +170,56 @@ inline Counts& counts() {
   return instance;
 }
 
-/// The body of every stored form.
+/// The body of every stored form. All that are alive form a ring, with the GIL: Python's collector does not know them.
 struct Stored {
   PyObject* self = nullptr;
   bool written_over = false;  ///< whether it is autograd's copy of what an operator in place has written over since
-  Stored() { ++counts().alive; }
+  Stored() {
+    ++counts().alive;
+    if (newest) {
+      before_ = newest;
+      after_ = newest->after_;
+    }
+    before_->after_ = after_->before_ = newest = this;
+  }
   Stored(const Stored&) = delete;
   Stored& operator=(const Stored&) = delete;
-  virtual ~Stored() { --counts().alive; }
+  virtual ~Stored() {
+    if (handle_) *handle_ = nullptr;
+    --counts().alive;
+    before_->after_ = after_;
+    after_->before_ = before_;
+    if (newest == this) newest = before_ == this ? nullptr : before_;
+  }
   /// Return a tensor with the values, layout, dtype and device of the saved one.
   virtual at::Tensor restore() = 0;
   /// Raise autograd's own error if the saved tensor was written to since; `restore` does so, too.
   virtual void check() const {}
+
+  /// Return whether the object may be referred to: it is neither being made nor being freed.
+  bool is_whole() const { return self && Py_REFCNT(self) > 0; }
+
+  /// Return what becomes null when the form is freed. Cheaper than a weak reference of Python's, which the collector
+  /// visits.
+  const std::shared_ptr<Stored*>& handle() {
+    if (!handle_) handle_ = std::make_shared<Stored*>(this);
+    return handle_;
+  }
+
+  /// Return all that are alive.
+  static Ref all() {
+    Ref found = checked(PyList_New(0));
+    const Stored* each = newest;
+    do {
+      if (each && each->is_whole() && PyList_Append(found.get(), each->self) != 0) throw PythonError();
+    } while (each && (each = each->before_) != newest);
+    return found;
+  }
+
+ private:
+  static inline Stored* newest = nullptr;
+  Stored *before_ = this, *after_ = this;
+  std::shared_ptr<Stored*> handle_;
 };
 
 /// Return the body of a stored form of this library, or null for other objects.

@@ -21,15 +21,23 @@ namespace pac::engine {
 /// A weak reference to a stored form.
 class Weak {
  public:
-  explicit Weak(PyObject* form) : reference_(checked(PyWeakref_NewRef(form, nullptr))) {}
+  explicit Weak(PyObject* form) {
+    if (Stored* const own = stored_in(form)) {
+      handle_ = own->handle();
+    } else {
+      reference_ = checked(PyWeakref_NewRef(form, nullptr));
+    }
+  }
   /// Return the form, or none once it is freed.
   Ref lock() const {
+    if (handle_) return *handle_ && (*handle_)->is_whole() ? Ref::borrowed((*handle_)->self) : Ref();
     Ref form = checked(PyObject_CallNoArgs(reference_.get()));
     return form.get() == Py_None ? Ref() : form;
   }
 
  private:
-  Ref reference_;
+  std::shared_ptr<Stored*> handle_;  ///< of a form of this library
+  Ref reference_;                    ///< to a form of a class in Python
 };
 
 /// A stored operand, or none.

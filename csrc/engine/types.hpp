@@ -314,11 +314,15 @@ inline PyGetSetDef view_attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
+/// tp_traverse of a class whose objects Python's collector need not know: what a form holds is in C++, where the
+/// collector does not look. A thousand forms in a step would start a collection again and again.
+inline int visit_nothing(PyObject*, visitproc, void*) { return 0; }
+
 /// Make one class, with a base or none.
 template <class Body>
 PyTypeObject* class_of(const char* name, const char* doc, PyTypeObject* base, initproc init, PyMethodDef* methods,
                        PyGetSetDef* attributes, unsigned long flags = 0) {
-  std::array<PyType_Slot, 8> slots{};
+  std::array<PyType_Slot, 10> slots{};
   size_t count = 0;
   const auto add = [&](int slot, void* value) {
     if (value) slots[count++] = {slot, value};
@@ -332,6 +336,10 @@ PyTypeObject* class_of(const char* name, const char* doc, PyTypeObject* base, in
   add(Py_tp_init, reinterpret_cast<void*>(init));
   add(Py_tp_methods, methods);
   add(Py_tp_getset, attributes);
+  if (base) {  // else the class would inherit from one of Python's what tells the collector
+    add(Py_tp_traverse, reinterpret_cast<void*>(&visit_nothing));
+    add(Py_tp_free, reinterpret_cast<void*>(&PyObject_Free));
+  }
   PyType_Spec spec{name, sizeof(Header), 0, static_cast<unsigned>(Py_TPFLAGS_DEFAULT | flags), slots.data()};
   if constexpr (!std::is_abstract_v<Body>) spec.basicsize = sizeof(Boxed<Body>);
   const Ref bases = base ? checked(PyTuple_Pack(1, base)) : Ref();

@@ -81,6 +81,13 @@ inline bool is_distributed() {
   return default_group != Py_None && checked(PyObject_CallNoArgs(default_group)).get() != Py_None;
 }
 
+/// Return a parameter as it stays valid until backward ends.
+inline at::Tensor lasting(const at::Tensor& parameter) {
+  if (!parameter.defined()) return parameter;
+  const at::Tensor bare = observer::bare_tensor(parameter);
+  return is_distributed() ? bare.clone() : bare;
+}
+
 /// Return a gradient with memory: of one that a collective still computes, the result.
 inline at::Tensor waited(const at::Tensor& grad) {
   const Ref object(THPVariable_Wrap(grad));

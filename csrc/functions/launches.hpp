@@ -116,6 +116,11 @@ class Kernels {
     return empty(engine::Layout::contiguous(sizes), dtype, beside);
   }
 
+  /// Return a contiguous tensor for a kernel, or what stands in for none and is not read.
+  static at::Tensor or_else(const at::Tensor& tensor, const at::Tensor& stand_in) {
+    return tensor.defined() ? tensor.contiguous() : stand_in;
+  }
+
   /// Let a report count codes as the packed form of a tensor.
   static void mark_as_packed(const at::Tensor& packed, const at::Tensor& source) {
     const Ref codes(THPVariable_Wrap(packed)), original(THPVariable_Wrap(source));

@@ -105,11 +105,6 @@ inline PyObject* applied(const c10::intrusive_ptr<NormCall>& call, const NormOpe
   call->of_x = of.x.scalar_type();
   call->summed = of.residual.defined();
   if (call->summed) call->of_residual = of.residual.scalar_type();
-  const bool copies = of.weight.defined() && is_distributed();
-  const auto lasting = [&](const at::Tensor& parameter) {
-    const at::Tensor bare = parameter.defined() ? observer::bare_tensor(parameter) : parameter;
-    return bare.defined() && copies ? bare.clone() : bare;
-  };
   call->weight = lasting(of.weight);
   call->bias = lasting(of.bias);
   call->watch(of.weight);

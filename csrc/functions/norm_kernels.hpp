@@ -148,11 +148,6 @@ class NormKernels : public Kernels {
   }
 
  private:
-  /// Return a contiguous tensor for a kernel, or what stands in for none and is not read.
-  static at::Tensor or_else(const at::Tensor& tensor, const at::Tensor& stand_in) {
-    return tensor.defined() ? tensor.contiguous() : stand_in;
-  }
-
   at::Tensor elements(const at::Tensor& packed) const { return copied ? packed.view(*copied) : packed; }
 };
 

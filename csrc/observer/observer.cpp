@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "engine/module.hpp"
+#include "functions/batch_norm.hpp"
 #include "functions/calls.hpp"
 #include "functions/dropout.hpp"
 #include "functions/gelu.hpp"
@@ -394,6 +395,10 @@ PyObject* counts_of(PyObject*, PyObject*) {
   return Py_BuildValue("(lll)", now.alive, now.decoded, now.recomputed);
 }
 
+PyObject* stored_forms(PyObject*, PyObject*) {
+  return engine::guarded([] { return engine::Stored::all().release(); });
+}
+
 /// Forget all look-ups, after a change of the table.
 PyObject* forget(PyObject*, PyObject*) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
@@ -432,6 +437,7 @@ PyMethodDef methods[] = {
     {"configure_engine", configure_engine, METH_O, "Set the functions for what is rare and the constants, by name."},
     {"counts", counts_of, METH_NOARGS,
      "Return the stored forms and recipes alive, the regions decoded and the recipes run so far in this process."},
+    {"stored_forms", stored_forms, METH_NOARGS, "Return the stored forms alive."},
     {"unpack", engine::unpack, METH_O, "Restore a saved tensor: the unpack hook."},
     {"is_ordinary", functions::is_ordinary, METH_NOARGS,
      "Return whether gradients are recorded, operators only run, nothing is disabled, and no function is "
@@ -501,6 +507,7 @@ PyMODINIT_FUNC PyInit__observer() {
   if (!module) return nullptr;
   const int status = engine::guarded_status([module] {
     engine::add_classes(module);
+    functions::add_batch_norm(module);
     functions::add_gelu(module);
     functions::add_norm(module);
   });

@@ -42,6 +42,11 @@ def library() -> Observer:
     return native
 
 
+def stored_forms() -> list[StoredForm]:
+    """Return the stored forms alive, apart from those of the classes below, which Python's garbage collector knows."""
+    return library().stored_forms() if library.cache_info().currsize else []
+
+
 _CLASSES = frozenset(
     "FromRecipe Kept Recast Recipe Region Same Shapeless Sharing Storing".split()
     + "Versioned View Decisions Hooks".split()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..engine.saved import stored_forms
 from ..torch_private import StoredForm
 from .device import Blocks, Cuda, find_device
 from .held import alive, kept_in, memory_of, nodes_from, of_modules, of_optimizers, saved_in
@@ -171,7 +172,7 @@ def measure(model: Module | None, optimizer: torch.optim.Optimizer | None, devic
     modules = model.modules() if model is not None else (each for each in found if isinstance(each, Module))
     every = [each for each in found if isinstance(each, torch.optim.Optimizer)]
     optimizers = every if optimizer is None else [optimizer]
-    forms = [each for each in found if isinstance(each, StoredForm)]
+    forms = [*stored_forms(), *(each for each in found if isinstance(each, StoredForm))]
     results = [each for each in found if isinstance(each, Tensor) and not each.is_leaf]
     weights, gradients = of_modules(modules)
     codes, saved = saved_in(nodes_from(results))

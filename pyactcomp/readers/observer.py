@@ -86,6 +86,24 @@ class Observer(Protocol):
         Python asks more closely.
         """
 
+    def BatchNorm(
+        self,
+        planner: Callable[..., object],
+        runs_on: Callable[[torch.device], bool],
+        restore: Callable[..., Tensor],
+        channels: int,
+        element_size: int,
+        tiling: tuple[int, int, int],
+        keys: tuple[int, int, int, int],
+        stochastic: bool,
+        /,
+    ) -> object:
+        """Return the kernels of a batch norm: a :class:`~pyactcomp.functional.convolutional.launch.BatchNormKernels`.
+
+        ``planner`` and ``runs_on`` are as in :meth:`Gelu`; ``restore`` maps codes of a sum, its layout and a dtype to a
+        tensor. ``tiling`` has the groups of channels, the blocks of channels, and the rows of a tile.
+        """
+
     def Gelu(
         self, planner: Callable[..., object], runs_on: Callable[[torch.device], bool], keys: tuple[int, int], /
     ) -> object:
@@ -114,6 +132,9 @@ class Observer(Protocol):
 
     def counts(self) -> tuple[int, int, int]:
         """Return the stored forms and recipes alive, the regions decoded and the recipes run so far in this process."""
+
+    def stored_forms(self) -> list[Any]:
+        """Return the stored forms alive, of classes of the library: Python's garbage collector does not know them."""
 
     def note_offering(self, function: type) -> bool:
         """Note that results of an autograd function may be recomputed, given the class of its nodes."""

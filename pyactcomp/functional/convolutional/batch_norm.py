@@ -15,7 +15,7 @@ from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, same, saving, wide
 
 if TYPE_CHECKING:
-    from .launch import BatchNorm
+    from .launch import BatchNormKernels
 
 # The smallest normal float16: recomputed positive outputs are at least this, so positive in every dtype.
 _SMALLEST = 2.0**-14
@@ -71,60 +71,46 @@ class _BatchNorm(torch.autograd.Function):
         relu: bool,
         how: Saving,
     ) -> Tensor:
-        ctx.relu, ctx.eps = relu, eps
+        ctx.eps = eps
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
         recomputes = residual is None and how.bits is not None
         gamma, beta = stable_copies(weight, bias) if recomputes else (None, None)
         operands = [t for t in (gamma, beta) if t is not None]
-        ctx.fused = norm = _kernels(x, residual, running, relu, how)
-        if norm is not None:
-            mean, rstd = norm.statistics(x, running, momentum, eps)
-            out, kept, signs, codes = norm.apply(x, residual, mean, rstd, weight, bias)
-            if codes is None:
-                signed = signs is not None
-
-                def recompute(kept: Tensor, *rest: Any) -> Tensor:
-                    return norm.recompute(kept, gamma, beta, *(rest if signed else (None, *rest)))
-
-                offer(ctx, out, recompute, *operands, stored=(kept,) if signs is None else (kept, signs))
-            else:
-                offer(ctx, out, norm.restore, stored=(codes,))
+        y, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
+        out = y.to(x.dtype)
+        if residual is not None:
+            out = out + residual
+        signs = None
+        restore_signs: Restore = same
+        if relu:
+            out = torch.relu(out)
+            # NaN has a gradient, as in torch's ReLU.
+            signs = ~(out <= 0)
+            if how.bits is not None:
+                signs, restore_signs = how.keep_mask(signs)
+        channels = (1, -1) + (1,) * (x.dim() - 2)
+        if how.bits is None:
+            kept, restore = how.keep(x)
         else:
-            y, mean, rstd = _normalise(x, running, weight, bias, momentum, eps)
-            out = y.to(x.dtype)
-            if residual is not None:
-                out = out + residual
-            signs = None
-            restore_signs: Restore = same
-            if relu:
-                out = torch.relu(out)
-                # NaN has a gradient, as in torch's ReLU.
-                signs = ~(out <= 0)
-                if how.bits is not None:
-                    signs, restore_signs = how.keep_mask(signs)
-            channels = (1, -1) + (1,) * (x.dim() - 2)
-            if how.bits is None:
-                kept, restore = how.keep(x)
-            else:
-                # Channels of x may lie orders of magnitude apart, and share groups unless a channel fills them. All
-                # channels of the normalised x have deviation 1.
-                kept, restore = how.keep((x.to(mean.dtype) - mean.view(channels)) * rstd.view(channels))
-                mark_as_packed(kept, x)
-            ctx.restore, ctx.restore_mask, ctx.layout = restore, restore_signs, layout_of(x)
-            if recomputes:
+            # Channels of x may lie orders of magnitude apart, and share groups unless a channel fills them. All
+            # channels of the normalised x have deviation 1.
+            kept, restore = how.keep((x.to(mean.dtype) - mean.view(channels)) * rstd.view(channels))
+            mark_as_packed(kept, x)
+        ctx.restore, ctx.restore_mask, ctx.layout = restore, restore_signs, layout_of(x)
+        if recomputes:
 
-                def compute(kept: Tensor, *rest: Any) -> Tensor:
-                    *signs, dtype = rest
-                    y = restore(kept)
-                    if gamma is not None:
-                        y = y * gamma.view(channels)
-                    if beta is not None:
-                        y = y + beta.view(channels)
-                    if signs:
-                        y = torch.where(restore_signs(signs[0]), y.clamp_min(_SMALLEST), 0.0)
-                    return y.to(dtype)
+            def compute(kept: Tensor, *rest: Any) -> Tensor:
+                *signs, dtype = rest
+                y = restore(kept)
+                if gamma is not None:
+                    y = y * gamma.view(channels)
+                if beta is not None:
+                    y = y + beta.view(channels)
+                if signs:
+                    y = torch.where(restore_signs(signs[0]), y.clamp_min(_SMALLEST), 0.0)
+                return y.to(dtype)
 
-                offer(ctx, out, compute, *operands, stored=(kept,) if signs is None else (kept, signs))
+            offer(ctx, out, compute, *operands, stored=(kept,) if signs is None else (kept, signs))
         ctx.save_for_backward(kept, mean if how.bits is None else None, rstd, weight, signs)
         begin(ctx, None if how.bits is None else x, out if relu else None)
         return out
@@ -134,50 +120,34 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, mean, rstd, weight, kept_mask = ctx.saved_tensors
         needs = ctx.needs_input_grad[:4]
-        if ctx.fused is not None:
-            masks = needs[3] and ctx.relu
-            *grads, grad_residual = ctx.fused.backward(kept, rstd, weight, kept_mask, grad, masks)
-            grads.append(grad_residual if masks else grad)
-        else:
-            if kept_mask is not None:
-                grad = torch.where(ctx.restore_mask(kept_mask), grad, 0.0)
-            x = ctx.restore(kept).to(rstd.dtype)
-            # The restored x is dense. Give it the input's strides, which decide the strides of the gradient.
-            x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
-            # The CUDA operator allocates the gradients of weight and bias like the weight, so it needs one.
-            one = torch.ones_like(rstd)
-            gamma = one if weight is None else weight.to(rstd.dtype)
-            if mean is None:
-                # The restored x is normalised: the gradient is that of a norm with mean 0 and deviation 1.
-                mean, rstd, gamma = torch.zeros_like(rstd), one, gamma * rstd
-            grads = list(
-                torch.ops.aten.native_batch_norm_backward(
-                    grad.to(rstd.dtype), x, gamma, None, None, mean, rstd, True, ctx.eps, [True, True, True]
-                )
+        if kept_mask is not None:
+            grad = torch.where(ctx.restore_mask(kept_mask), grad, 0.0)
+        x = ctx.restore(kept).to(rstd.dtype)
+        # The restored x is dense. Give it the input's strides, which decide the strides of the gradient.
+        x = x if overlaps(ctx.layout) else arranged(x, ctx.layout)
+        # The CUDA operator allocates the gradients of weight and bias like the weight, so it needs one.
+        one = torch.ones_like(rstd)
+        gamma = one if weight is None else weight.to(rstd.dtype)
+        if mean is None:
+            # The restored x is normalised: the gradient is that of a norm with mean 0 and deviation 1.
+            mean, rstd, gamma = torch.zeros_like(rstd), one, gamma * rstd
+        grads = list(
+            torch.ops.aten.native_batch_norm_backward(
+                grad.to(rstd.dtype), x, gamma, None, None, mean, rstd, True, ctx.eps, [True, True, True]
             )
-            grads.append(grad)
+        )
+        grads.append(grad)
         wanted = (g.to(d) if need else None for g, d, need in zip(grads, ctx.dtypes, needs, strict=True))
         return *wanted, None, None, None, None, None
 
 
-def _kernels(
-    x: Tensor, residual: Tensor | None, running: tuple[Tensor | None, Tensor | None], relu: bool, how: Saving
-) -> BatchNorm | None:
-    """Return the fused kernels if they serve."""
-    # Whole groups of channels first: norms of fewer channels ask in each call, and the answer takes time.
-    if x.shape[1] % how.group_size != 0 or not how.fuses(x):
+def kernels_for(x: Tensor, how: Saving) -> BatchNormKernels | None:
+    """Return the fused kernels of batch norms like that of ``x``, if there are; they do not serve every call."""
+    if how.bits != 8 or x.shape[1] % how.group_size != 0 or not how.fuses(x):
         return None
-    from . import launch
+    from .launch import batch_norm_of
 
-    # The kernels update the running statistics in place.
-    if not launch.batch_norm_serves(x, residual, how) or any(t is not None and not t.is_contiguous() for t in running):
-        return None
-    return launch.batch_norm_of(x.shape, x.dtype, x.device, relu, how)
-
-
-def has_kernels(x: Tensor, mean: Tensor | None, variance: Tensor | None, how: Saving) -> bool:
-    """Return whether a norm with these running statistics takes one pass, not the several of torch's operators."""
-    return _kernels(x, None, (mean, variance), False, how) is not None
+    return batch_norm_of(x.shape[1], x.itemsize, how)
 
 
 @one_option
@@ -271,6 +241,11 @@ def batch_norm(
         out = _normalise(x, running, weight, bias, momentum, eps)[0].to(x.dtype)
         out = out if residual is None else out + residual
         return torch.relu(out) if relu else out
+    kernels = kernels_for(x, how)
+    if kernels is not None:
+        made = kernels.apply_where_served(x, residual, weight, bias, *running, momentum, eps, relu)
+        if made is not None:
+            return made
     return cast(
         Tensor,
         _BatchNorm.apply(x, weight, bias, residual, running, momentum, eps, relu, how),  # type: ignore[no-untyped-call]

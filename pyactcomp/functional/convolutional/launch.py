@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ... import codec
+from ...codec import format as fmt
 from ...codec.kernels import triton as codec_kernels
-from ...codec.layouts import elementwise_layout, layout_of
-from ..launch import argument, buffer, launcher, processors
+from ...codec.layouts import Layout
+from ...engine import saved
+from ..launch import Plan, launcher, processors
 from ..saving import Saving
 from . import batch_norm_kernels, max_pool_kernels
 
@@ -44,162 +46,109 @@ def as_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def batch_norm_serves(x: Tensor, residual: Tensor | None, how: Saving) -> bool:
-    """Return whether the kernels serve a batch norm of an ``x`` that ``how`` fuses; results are laid out as ``x``."""
-    return (
-        how.bits == 8
-        and is_channels_last(x)
-        and (residual is None or elementwise_layout(layout_of(x), layout_of(residual)).stride == x.stride())
-        and x.shape[1] % how.group_size == 0
-        # A tile may not straddle a multiple of 2**32, where the high half of an element's index changes.
-        and (not how.stochastic or x.numel() <= 2**32)
-    )
-
-
 def max_pool_serves(x: Tensor) -> bool:
     """Return whether the kernels serve a max-pool of ``x``."""
     return is_channels_last(x) and x.shape[1] % _POOL_CHANNELS == 0
 
 
-@dataclass(frozen=True, eq=False)
-class BatchNorm:
-    """A batch norm accepted by :func:`batch_norm_serves`; get one from :func:`batch_norm_of`, which caches."""
+class BatchNormKernels(Protocol):
+    """The kernels of a batch norm, and its autograd function: ``csrc/functions/batch_norm.hpp``."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    relu: bool
-    how: Saving
-
-    @functools.cached_property
-    def _width(self) -> int:
-        return self.shape[1] // self.how.group_size
-
-    @functools.cached_property
-    def _span(self) -> int:
-        return math.gcd(self._width, max(_CHANNELS // self.how.group_size, 1))
-
-    @functools.cached_property
-    def _rows(self) -> int:
-        return _TILE // self.how.group_size // self._span
-
-    @functools.cached_property
-    def _tiles(self) -> int:
-        return -(-self.shape.numel() // self.shape[1] // self._rows)
-
-    @functools.cached_property
-    def _splits(self) -> int:
-        """Programs that share the rows of one block of channels."""
-        blocks = self._width // self._span
-        return min(-(-_PROGRAMS * processors(self.device) // blocks), self._tiles)
-
-    def _launch(
-        self, name: str, constants: tuple[Any, ...], tensors: tuple[Tensor, ...], rounding: tuple[Any, ...] = ()
-    ) -> None:
-        run = 16 // self.dtype.itemsize
-        groups = _TILE // self.how.group_size
-        tiling = (self.how.group_size, groups, self._span, _TILE // (32 * _WARPS * run), run)
-        stochastic = (self.how.stochastic,) if rounding else ()
-        launch = launcher(batch_norm_kernels, name, (*constants, *tiling, *stochastic), _WARPS, self.device, _REGISTERS)
-        programs = self._splits * (self._width // self._span)
-        launch(programs, tensors, (self.shape.numel(), self._width, *rounding))
-
-    def _like(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.shape, dtype=dtype, device=self.device, memory_format=torch.channels_last)
-
-    def _sums(self) -> Tensor:
-        return torch.empty((2, self._splits, self.shape[1]), dtype=torch.float32, device=self.device)
-
-    def statistics(
-        self,
-        x: Tensor,
-        running: tuple[Tensor | None, Tensor | None],
-        momentum: float,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the mean and the reciprocal deviation of the channels."""
-        parts = self._sums()
-        self._launch("batch_norm_statistics_kernel", (), (x, *parts))
-        mean, rstd = torch.empty((2, self.shape[1]), dtype=torch.float32, device=self.device)
-        constants = (running[0] is not None, self.how.group_size, self._rows, _FINISH_SPLITS, _FINISH_CHANNELS)
-        finish = launcher(batch_norm_kernels, "batch_norm_finish_kernel", constants, _FINISH_WARPS, self.device)
-        tensors = (*parts, *(argument(t, mean) for t in running), mean, rstd)
-        scalars = (self.shape.numel(), self._width, self._splits, momentum, eps)
-        finish(self.shape[1] // _FINISH_CHANNELS, tensors, scalars)
-        return mean, rstd
-
-    def apply(
+    def serves(
         self,
         x: Tensor,
         residual: Tensor | None,
-        mean: Tensor,
-        rstd: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the output, the codes of the normalised input, under ReLU the signs, the codes of a sum."""
-        out, packed = self._like(self.dtype), buffer(x, self.how)
-        signs = self._signs() if self.relu else None
-        packed_out = None if residual is None else buffer(out, self.how)
-        given = (weight, bias, residual)
-        constants = (*(t is not None for t in given), self.relu)
-        residual = None if residual is None else as_channels_last(residual)
-        parameters = (argument(weight, mean), argument(bias, mean))
-        kept = (mean if signs is None else signs, packed, mean if packed_out is None else packed_out)
-        tensors = (x, x if residual is None else residual, mean, rstd, *parameters, out, *kept)
-        self._launch("batch_norm_apply_kernel", constants, tensors, (*self.how.keys, *self.how.second().keys))
-        return out, packed, signs, packed_out
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        relu: bool,
+        /,
+    ) -> bool:
+        """Return whether the kernels serve a call: of tensors of torch's own class, the images in channels-last format.
 
-    def _signs(self) -> Tensor:
-        """Return memory for one bit per element of each tile, in 16-bit words: one word per thread."""
-        words = self._tiles * self._rows * self.shape[1] // 16
-        return torch.empty(words, dtype=torch.int16, device=self.device)
+        Parameters have the dtype of ``x``, or float32 beside 16 bits.
+        """
 
-    def recompute(
+    def apply_where_served(
         self,
-        packed: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        signs: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Recompute the output of a batch norm without a residual."""
-        out = self._like(dtype)
-        constants = (weight is not None, bias is not None, self.relu)
-        tensors = (packed, argument(weight, out), argument(bias, out), out, argument(signs, out))
-        self._launch("batch_norm_recompute_kernel", constants, tensors)
-        return out
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        relu: bool,
+        /,
+    ) -> Tensor | None:
+        """Return the norm in the graph, and update the running statistics; None where :meth:`serves` says no.
 
-    def restore(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Restore the output of a batch norm with a residual from the output's codes."""
-        stride = torch.empty(self.shape, device="meta").to(memory_format=torch.channels_last).stride()
-        form = codec.Packed(packed, tuple(self.shape), stride, dtype, 8, self.how.group_size)
-        return codec.dequantize(form, impl=self.how.impl)
-
-    def backward(
-        self,
-        packed: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        signs: Tensor | None,
-        grad: Tensor,
-        masks_residual: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the input, weight and bias and, under ReLU, of the residual."""
-        grad, parts = as_channels_last(grad), self._sums()
-        words = argument(signs, rstd)
-        self._launch("batch_norm_sums_kernel", (self.relu,), (packed, grad, words, *parts))
-        sums, products = parts.sum(1)
-        out = self._like(self.dtype)
-        grad_residual = self._like(self.dtype) if masks_residual else None
-        constants = (weight is not None, masks_residual, self.relu)
-        parameters = (rstd, argument(weight, rstd), sums, products)
-        written = (out, out if grad_residual is None else grad_residual)
-        self._launch("batch_norm_backward_kernel", constants, (packed, grad, words, *parameters, *written))
-        return out, products, sums, grad_residual
+        A write to ``x`` or the weight raises autograd's error in backward; under ReLU so does one to the result.
+        """
 
 
-batch_norm_of = functools.lru_cache(maxsize=256)(BatchNorm)
+class _Form(NamedTuple):
+    """The parameters that select a batch norm's kernels; not the seed of stochastic rounding, new on each call."""
+
+    channels: int
+    itemsize: int
+    group_size: int
+    stochastic: bool
+
+    @property
+    def width(self) -> int:
+        return self.channels // self.group_size
+
+    @property
+    def span(self) -> int:
+        return math.gcd(self.width, max(_CHANNELS // self.group_size, 1))
+
+    @property
+    def blocks(self) -> int:
+        return self.width // self.span
+
+    @property
+    def rows(self) -> int:
+        return _TILE // self.group_size // self.span
+
+
+@functools.lru_cache(maxsize=256)
+def batch_norm_of(channels: int, itemsize: int, how: Saving) -> BatchNormKernels | None:
+    """Return the kernels of a batch norm of elements of ``itemsize`` bytes, or None of codes that they do not write."""
+    if how.bits != 8 or channels % how.group_size != 0:
+        return None
+    form = _Form(channels, itemsize, how.group_size, how.stochastic)
+    planner, restore = functools.partial(_plan, form), functools.partial(_restored, how)
+    tiling, keys = (form.width, form.blocks, form.rows), (*how.keys, *how.second().keys)
+    made = saved.library().BatchNorm(planner, how.runs_on, restore, channels, itemsize, tiling, keys, how.stochastic)
+    return cast(BatchNormKernels, made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(form: _Form, kernel: str, numel: int, flags: tuple[int, ...], _: bool, device: torch.device) -> Plan:
+    """Return how to launch a kernel over ``numel`` elements; ``flags`` are the kernel's own."""
+    if kernel == "batch_norm_finish_kernel":
+        constants = (*flags, form.group_size, form.rows, _FINISH_SPLITS, _FINISH_CHANNELS)
+        finish = launcher(batch_norm_kernels, kernel, constants, _FINISH_WARPS, device)
+        return Plan(((finish, form.channels // _FINISH_CHANNELS),), numel, 0)
+    run = 16 // form.itemsize
+    tiling = (form.group_size, _TILE // form.group_size, form.span, _TILE // (32 * _WARPS * run), run)
+    last = (form.stochastic,) if kernel == "batch_norm_apply_kernel" else ()
+    launch = launcher(batch_norm_kernels, kernel, (*flags, *tiling, *last), _WARPS, device, _REGISTERS)
+    tiles = -(-numel // form.channels // form.rows)
+    # Programs that share the rows of one block of channels.
+    splits = min(-(-_PROGRAMS * processors(device) // form.blocks), tiles)
+    return Plan(((launch, splits * form.blocks),), numel, fmt.packed_nbytes(numel, 8, form.group_size))
+
+
+def _restored(how: Saving, packed: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Restore a sum from its codes."""
+    form = codec.Packed(packed, tuple(layout.shape), layout.stride, dtype, 8, how.group_size)
+    return codec.dequantize(form, impl=how.impl)
 
 
 @dataclass(frozen=True)

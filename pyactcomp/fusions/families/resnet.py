@@ -7,7 +7,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,18 @@ from torch.nn import Module
 
 from ...engine.reruns import trains
 from ...functional import Codes
-from ...functional.convolutional.batch_norm import batch_norm, has_kernels
+from ...functional.convolutional.batch_norm import batch_norm, kernels_for
 from ...functional.convolutional.max_pool import max_pool2d
+from ...functional.saving import Saving
+from ...readers.observer import observer
 from ..formulas import attributes_read, calls_in_turn, children_after, definition, forward_of
 from ..fusion import Fused, Fusion, codes_for, fused_class, is_fused_class, of_one_dtype, original_of
 from ..stand_ins import with_children
 from ..state import active_codes, next_codes
 from ..tampering import bypassable, bypassable_as
+
+if TYPE_CHECKING:
+    from ...functional.convolutional.launch import BatchNormKernels
 
 # The modules that define ``BasicBlock``, ``Bottleneck`` and ``ResNet``.
 _RESNETS = ("timm.models.resnet", "torchvision.models.resnet")
@@ -35,6 +40,9 @@ def _normalise(
     norm: nn.BatchNorm2d, x: Tensor, codes: Codes, *, relu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
     """Apply a batch norm in training mode, with the module's update of running statistics."""
+    made = _by_kernels(norm, x, codes, relu, residual)
+    if made is not None:
+        return made
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
     few = x.numel() < _GROUPS_PER_CHANNEL * codes.group_size * norm.num_features
     if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
@@ -42,7 +50,7 @@ def _normalise(
         out = out if residual is None else out + residual
         return torch.relu(out) if relu else out
     momentum = norm.momentum
-    running = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
+    running = _running(norm)
     if norm.track_running_stats and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if momentum is None:
@@ -51,6 +59,35 @@ def _normalise(
     return batch_norm(
         x, *running, norm.weight, norm.bias, momentum, norm.eps, relu=relu, residual=residual, codes=codes
     )
+
+
+def _running(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
+    """Return the running statistics that a norm updates."""
+    return (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
+
+
+def _by_kernels(norm: nn.BatchNorm2d, x: Tensor, codes: Codes, relu: bool, residual: Tensor | None) -> Tensor | None:
+    """Return the same where kernels serve the norm, and nothing unusual surrounds the call."""
+    kernels = _kernels(norm, x, codes) if observer().is_ordinary() and x.requires_grad else None
+    momentum = norm.momentum
+    if kernels is None or momentum is None or x.numel() < _GROUPS_PER_CHANNEL * codes.group_size * norm.num_features:
+        return None
+    running = _running(norm)
+    made = kernels.apply_where_served(x, residual, norm.weight, norm.bias, *running, momentum, norm.eps, relu)
+    if made is not None and norm.track_running_stats and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    return made
+
+
+def _kernels(norm: nn.BatchNorm2d, x: Tensor, codes: Codes) -> BatchNormKernels | None:
+    """Return the kernels for a norm of [N, C, H, W], if there are."""
+    return kernels_for(x, cast(Saving, codes)) if x.dim() == 4 and x.shape[1] == norm.num_features else None
+
+
+def _serve(norm: nn.BatchNorm2d, x: Tensor, codes: Codes) -> bool:
+    """Return whether a norm takes one pass, not the several of torch's operators."""
+    kernels = _kernels(norm, x, codes)
+    return kernels is not None and kernels.serves(x, None, norm.weight, norm.bias, *_running(norm), 0.0, 0.0, False)
 
 
 class BatchNorm2d(Fused, nn.BatchNorm2d):
@@ -79,8 +116,7 @@ class NormAndMore(Fused, nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the channels of ``input``, and run the children in turn."""
         codes = codes_for(self, input)
-        running = self.running_mean, self.running_var
-        if codes is None or input.dim() != 4 or (input.is_cuda and not has_kernels(input, *running, codes)):
+        if codes is None or input.dim() != 4 or (input.is_cuda and not _serve(self, input, codes)):
             return super().forward(input)
         names = _children_of(original_of(type(self)))
         children = [child for child in map(self._modules.get, names) if not bypassable_as(child, nn.Identity)]
