@@ -233,3 +233,18 @@ class _Groups(nn.Module):
 
 def groups(batch: int) -> tuple[nn.Module, Tensor]:
     return _Groups(), torch.randn(batch, WIDTH)
+
+
+class _Wide(nn.Module):
+    """A weight of 128 GiB, which no host has room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(HIDDEN, 1 << 25, device="cuda"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).mean()
+
+
+def wide(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Wide(), torch.randn(batch, HIDDEN)

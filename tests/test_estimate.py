@@ -343,6 +343,17 @@ def test_slices_of_a_tensor_that_begin_elsewhere_share_a_plan() -> None:
     assert _key([x, x], [], {}) != _key([x, x.clone()], [], {})
 
 
+def test_a_model_of_more_than_any_gpu_has_its_bytes_too() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:wide", batch=4, modes=["plain"], gpu="h100")["plain"]
+    weight = 4 * HIDDEN << 25
+    assert found.weights == found.gradients == weight
+    assert found.optimizer == 2 * weight
+    # AdamW's step on one parameter takes two tensors as large as the weight: the square root, and what it divides by.
+    assert found.peak_allocated >= 4 * weight
+    assert all(size >= found.peak_allocated for size in found.peak_reserved.values())
+    assert not any(found.fits.values())
+
+
 @pytest.mark.slow
 def test_attention_takes_no_kernel_where_torchs_cuda_build_takes_none() -> None:
     """No kernel reads a bias whose last dimension is not dense, as T5's, or a bias beside heads of 12 elements."""

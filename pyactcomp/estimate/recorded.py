@@ -8,11 +8,13 @@ from collections import Counter
 from typing import Any
 
 from .._core import Replay
-from ..snapshots.replay import BOUNDLESS, parse_configuration
+from ..snapshots.replay import parse_configuration
 from .gpus import Gpu
 from .result import ALLOCATORS, ModeEstimate, Recorded
 
 _LAST = 2  # the steady step's number
+# More than a training takes: one of 671 billion parameters in float32 takes 10 TiB, and a replay that runs out stops.
+_BOUNDLESS = 1 << 48
 _POINTS = 4000
 _DRAWN = 400
 _WORKSPACE = -2  # the label of csrc/phantom/operators.hpp
@@ -30,7 +32,7 @@ def estimated(recorded: Recorded, mode: str, gpu: Gpu) -> ModeEstimate:
     first = peak = 0
     curve: tuple[tuple[int, int], ...] = ()
     for allocator in ALLOCATORS:
-        result, points = columns.replay(allocator, BOUNDLESS, points=_POINTS if allocator == "native" else 0)
+        result, points = columns.replay(allocator, _BOUNDLESS, points=_POINTS if allocator == "native" else 0)
         reserved[allocator] = result["peak_reserved"]
         if points:
             first = max(each[0] for each in _within(points, marks["built"], marks["step0"]))
