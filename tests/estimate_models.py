@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -248,3 +251,12 @@ class _Wide(nn.Module):
 
 def wide(batch: int) -> tuple[nn.Module, Tensor]:
     return _Wide(), torch.randn(batch, HIDDEN)
+
+
+def sleeping(batch: int) -> tuple[nn.Module, Tensor]:
+    """Tell the processes that build the model, and take a minute."""
+    file = Path(os.environ["PYACTCOMP_TEST_PROCESSES"])
+    file.with_suffix(".part").write_text(f"{os.getpid()} {os.getppid()}")
+    file.with_suffix(".part").rename(file)
+    time.sleep(60)
+    return asking(batch)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +355,31 @@ def test_a_model_of_more_than_any_gpu_has_its_bytes_too() -> None:
     assert found.peak_allocated >= 4 * weight
     assert all(size >= found.peak_allocated for size in found.peak_reserved.values())
     assert not any(found.fits.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_an_estimate_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    told = tmp_path / "processes"
+    program = f"import pyactcomp; pyactcomp.estimate({f'{MODELS}:sleeping'!r}, batch=4, modes=['plain'])"
+    environment = os.environ | {"PYACTCOMP_TEST_PROCESSES": str(told)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as running:
+        while not told.exists():
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.send_signal(number)
+    processes = [Path("/proc", each) for each in told.read_text().split()]
+    deadline = time.monotonic() + 30  # of the minute that building the model takes
+    while any(_runs(each) for each in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [each for each in processes if _runs(each)]
+
+
+def _runs(process: Path) -> bool:
+    """Return whether a process runs; one that has ended and that nobody waits for does not."""
+    try:
+        return (process / "stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
 
 
 @pytest.mark.slow

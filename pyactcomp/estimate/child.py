@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import pickle
+import signal
 import sys
 import traceback
 from typing import Any, BinaryIO
@@ -21,12 +23,16 @@ from .result import Question
 from .training import quiet, record
 
 
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+
 def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     """Read a :class:`Question` and then (mode or Layout, batch, seq) until the end, and write an answer to each.
 
     An answer is ``("recorded", Recorded)``, ``("refused", str)`` or ``("failed", str)``, pickled. Each mode runs in a
     fork: so it starts with the addresses, workspaces and classes of a fresh process, and modules are imported once.
     """
+    _end_with_parent()
     quiet()
     none.launch_nothing()
     question: Question = pickle.load(requests)
@@ -52,6 +58,7 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
         asked = dataclasses.replace(question, batch=batch, seq=seq)
         process = os.fork()
         if process == 0:
+            _end_with_parent()
             _write(answers, _answer(native, build, asked, mode, operators))
             sys.stderr.flush()
             os._exit(0)
@@ -73,6 +80,11 @@ def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Oper
             cause = cause.__cause__ or cause.__context__
         reads = native.reads() + sum(operators.reads.values())
         return "refused", _raised(error, reads)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent ends, however that ends: a mode may take minutes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _raised(error: Exception, reads: int) -> str:
