@@ -260,3 +260,61 @@ def sleeping(batch: int) -> tuple[nn.Module, Tensor]:
     file.with_suffix(".part").rename(file)
     time.sleep(60)
     return asking(batch)
+
+
+class _Recurrent(nn.Module):
+    """Layers of each kind that cuDNN runs, one after another; or one, of sequences of several lengths."""
+
+    def __init__(self, kind: str, packed: bool = False) -> None:
+        super().__init__()
+        self.layers = getattr(nn, kind)(WIDTH, 2 * WIDTH, 2, batch_first=True, dropout=0.5)
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return self.layers(x)[0].sum()
+        lengths = torch.full((len(x),), SEQ, device="cpu")
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.layers(packed)[0].data.sum()
+
+
+def recurrent(kind: str, **options: bool) -> Callable[[int], tuple[nn.Module, Tensor]]:
+    return lambda batch: (_Recurrent(kind, **options), torch.randn(batch, SEQ, WIDTH))
+
+
+lstm, gru, rnn, packed_lstm = recurrent("LSTM"), recurrent("GRU"), recurrent("RNN"), recurrent("LSTM", packed=True)
+
+
+class _Cell(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.cell = getattr(nn, kind)(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for each in x.unbind(1):
+            state = self.cell(each, state)
+        return state[0].sum()
+
+
+def lstm_cell(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Cell("LSTMCell"), torch.randn(batch, 8, WIDTH)
+
+
+def gru_cell(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Cell("GRUCell"), torch.randn(batch, 8, WIDTH)
+
+
+class _Packs(nn.Module):
+    """An operator with a kernel for CUDA alone, and without a function for its shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() + torch.ops.aten._cslt_compress(x).sum()  # where no shapes are known
+
+
+def packing(batch: int) -> tuple[nn.Module, Tensor]:
+    return _Packs(), torch.randn(batch, 8)

@@ -29,14 +29,21 @@ from pyactcomp.estimate.optimizers import AdamW8bit
 from pyactcomp.estimate.result import ModeEstimate
 from pyactcomp.layout import repeating
 from pyactcomp.torch_private.phantom import SHAPES_FOR_CUDA_ALONE, SHAPES_OF_KERNELS
+from pyactcomp.torch_private.recurrent import reserve
 
 MODELS = Path(__file__).with_name("estimate_models.py")
 ROOT = Path(__file__).parents[1]
 BATCH, WIDTH, HIDDEN, SEQ = 64, 256, 1024, 64
 MIB = 1 << 20
-LINE, RAISES, WIDE, UNBUILT = (
+LINE, RAISES, WIDE, UNBUILT, UNSHAPED = (
     1 + next(i for i, text in enumerate(MODELS.read_text().splitlines()) if words in text)
-    for words in ("the error names", "where it raises", "of the wrong width", "with a line break")
+    for words in (
+        "the error names",
+        "where it raises",
+        "of the wrong width",
+        "with a line break",
+        "no shapes are known",
+    )
 )
 TOLERANCE = 0.02  # the bar of an estimate against a measurement
 
@@ -168,6 +175,11 @@ def test_a_configuration_of_text_and_images_classifies_images_by_its_part_for_im
         ),
         (f"{MODELS}:raising", [], ["RuntimeError", f"{MODELS}:{WIDE}", "read no values", "--autocast"]),
         (f"{MODELS}:unbuilt", [], [f"KeyError, in {MODELS}:{UNBUILT}", "width", "or heads"]),
+        (
+            f"{MODELS}:packing",
+            [],
+            ["does not know the shapes", "_cslt_compress", f"{MODELS}:{UNSHAPED}", "register_fake"],
+        ),
         (f"{MODELS}:without_loss", [], ["a tensor of shape (8, 8), not a loss", "(model, batch, loss)"]),
         (f"{MODELS}:fixed", [], ["takes the number of samples, as batch", "()"]),
         (f"{MODELS}:single", [], ["returns (model, batch)", "Linear"]),
@@ -355,6 +367,49 @@ def test_a_model_of_more_than_any_gpu_has_its_bytes_too() -> None:
     assert found.peak_allocated >= 4 * weight
     assert all(size >= found.peak_allocated for size in found.peak_reserved.values())
     assert not any(found.fits.values())
+
+
+# As cuDNN 9.19 kept them on an H200: the bytes of a step that a backward gave back.
+@pytest.mark.parametrize(
+    ("mode", "layers", "directions", "dropout", "itemsize", "measured"),
+    [
+        (2, 1, 1, False, 4, 21_103_104),
+        (2, 3, 1, False, 4, 71_696_896),
+        (2, 2, 2, False, 4, 92_799_488),
+        (2, 2, 1, True, 4, 46_531_072),
+        (2, 1, 1, False, 2, 10_551_808),
+        (3, 2, 1, True, 4, 54_788_608),
+        (3, 2, 2, False, 4, 109_314_560),
+        (1, 3, 1, False, 4, 21_168_640),
+    ],
+)
+def test_recurrent_layers_keep_what_cudnn_keeps(
+    mode: int, layers: int, directions: int, dropout: bool, itemsize: int, measured: int
+) -> None:
+    found = reserve(mode, 64 * 32, 32, 512, layers, directions, itemsize, dropout)
+    assert 0 <= measured - found <= 1024  # the ends of two blocks
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn", pytest.param("packed_lstm", marks=pytest.mark.slow)])
+def test_recurrent_layers_run_as_cudnn_runs_them(name: str) -> None:
+    found = pyactcomp.estimate(f"{MODELS}:{name}", batch=BATCH, modes=["plain"], gpu="h100")["plain"]
+    mode, gates = {"rnn": (1, 1), "gru": (3, 3)}.get(name, (2, 4))
+    hidden, rows = 2 * WIDTH, BATCH * SEQ
+    assert found.weights == found.gradients == 4 * gates * hidden * (WIDTH + 3 * hidden + 2 * 2)
+    kept = reserve(mode, rows, BATCH, hidden, 2, 1, 4, dropout=True)
+    states = 2 * 4 * BATCH * hidden * (2 if mode == 2 else 1)  # two layers; before the first step, and after the last
+    rest = found.activations - kept - 4 * rows * hidden - states
+    if name == "packed_lstm":
+        rest -= 4 * rows * WIDTH  # the steps in the order of the packing
+    assert 0 <= rest <= states + 4 * 512
+
+
+@pytest.mark.parametrize(("name", "gates", "kept"), [("lstm_cell", 4, 4), ("gru_cell", 3, 5)])
+def test_cells_of_recurrent_layers_run(name: str, gates: int, kept: int) -> None:
+    found = pyactcomp.estimate(f"{MODELS}:{name}", batch=BATCH, modes=["plain"], gpu="h100")["plain"]
+    assert found.weights == found.gradients == 4 * gates * WIDTH * (2 * WIDTH + 2)
+    # Each step keeps at least its workspace and its result.
+    assert found.activations >= 8 * 4 * BATCH * WIDTH * (kept + 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -25,8 +25,8 @@ _ROWS_AT_PEAK = 8
 
 # The limits of every estimate.
 _UNKNOWN = (
-    "not counted: workspaces of cuDNN's convolutions and attention, other libraries' buffers (NCCL), several streams, "
-    "CUDA graphs and torch.compile. How far estimates are from measured peaks: docs/will_it_fit.md"
+    "not counted: workspaces of cuDNN's convolutions, recurrent layers and attention, other libraries' buffers (NCCL), "
+    "several streams, CUDA graphs and torch.compile. How far estimates are from measured peaks: docs/will_it_fit.md"
 )
 
 

@@ -22,7 +22,6 @@ from .programs import builder
 from .result import Question
 from .training import quiet, record
 
-
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 

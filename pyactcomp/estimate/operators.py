@@ -17,11 +17,13 @@ from torch import Tensor
 
 from ..errors import PyactcompError
 from ..torch_private import phantom as private
+from ..torch_private import recurrent
 from .gpus import Gpu
 from .kernel_memory import BIASED_PRODUCTS, PRODUCTS, REDUCTIONS, blocks_of, multiplies
 
 _serving: Operators | None = None
 _HALF_BYTES = 2
+_SHAPES = {**private.SHAPES_OF_KERNELS, **recurrent.SHAPES}
 _ALIGNMENT = 16  # elements: the widest loads take 16 bytes, of elements of at least one
 
 
@@ -100,7 +102,7 @@ class Operators:
         native.register_operators(
             [each for each in writing if each not in (*products, *biased)], products, biased, others
         )
-        self._registrations = private.serve_others(self, whole)
+        self._registrations = [*private.serve_others(self, whole), recurrent.serve()]
 
     @classmethod
     def serve(cls, native: Any, gpu: Gpu) -> Operators:
@@ -182,8 +184,11 @@ class Operators:
                 "tensors have none: measure this model with a real batch, or give a function without that branch"
             ) from None
         except private.HAS_NO_SHAPES as error:
+            if type(error) is RuntimeError and private.ASSERTION not in str(error):
+                raise
+            said = str(error).partition("\n")[0] or type(error).__name__
             raise PyactcompError(
-                f"torch does not know the shapes that {operator} returns without running it{_where()} ({error}): "
+                f"torch does not know the shapes that {operator} returns without running it{_where()} ({said}): "
                 "register a fake implementation (torch.library.register_fake)"
             ) from None
         identities = {id(each): index for index, each in enumerate(fakes)}
@@ -237,7 +242,7 @@ def _shapes(operator: Any, args: tuple[Any, ...]) -> Any:
     That is the operator, or all its overloads, of which one takes it, where a number stands for a tensor as in
     ``x % 2``; or our own function, where torch's is stricter than the kernel.
     """
-    of_kernel = private.SHAPES_OF_KERNELS.get(operator._schema.name.partition("::")[2])
+    of_kernel = _SHAPES.get(operator._schema.name.partition("::")[2])
     if of_kernel is not None:
         return of_kernel
     pairs = zip(operator._schema.arguments, args, strict=False)

@@ -25,7 +25,9 @@ from torch.utils.flop_counter import flop_registry
 
 #: Errors of an operator whose result depends on values, and of one without a function for shapes.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-HAS_NO_SHAPES = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
+HAS_NO_SHAPES = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError, RuntimeError)
+#: In a RuntimeError, the sign of an operator that has a kernel for CUDA alone; others are the operator's own.
+ASSERTION = "func != nullptr INTERNAL ASSERT FAILED"
 
 # Operators with kernels for CUDA and composite kernels, besides those of _foreach_: a build without CUDA would take the
 # composite ones. The tables of torch 2.11.0+cu130 are the source, and a test holds the list against a build with CUDA.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import phantom
+from . import phantom, recurrent
 
 
 def _test_operators() -> None:
@@ -46,6 +46,23 @@ def _test_fake() -> None:
     assert phantom.storage_key(out) == phantom.storage_key(claimed)
 
 
+def _test_recurrent() -> None:
+    counts = {name: len(getattr(torch.ops.aten, name).default._schema.arguments) for name in recurrent.SHAPES}
+    assert counts == {
+        "_cudnn_rnn": 16,
+        "_cudnn_rnn_backward": 22,
+        "_thnn_fused_lstm_cell": 5,
+        "_thnn_fused_lstm_cell_backward_impl": 6,
+        "_thnn_fused_gru_cell": 5,
+        "_thnn_fused_gru_cell_backward": 3,
+    }
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        packet = getattr(torch.ops.aten, name)
+        given = [each.name for each in packet.input._schema.arguments]
+        assert given[2:] == "params has_biases num_layers dropout train bidirectional batch_first".split()
+        assert [each.name for each in packet.data._schema.arguments][1] == "batch_sizes"
+
+
 def _test_flops() -> None:
     a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
     assert phantom.flops(torch.ops.aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
@@ -62,4 +79,5 @@ TESTS: dict[str, Callable[[], None]] = {
     "torch._C._dispatch_get_registrations_for_dispatch_key, _dispatch_has_kernel": _test_operators,
     "torch._subclasses.fake_tensor.FakeTensor; UntypedStorage._cdata": _test_fake,
     "torch.utils.flop_counter.flop_registry, OpOverload._overloadpacket": _test_flops,
+    "torch.ops.aten._cudnn_rnn, _thnn_fused_lstm_cell, _thnn_fused_gru_cell": _test_recurrent,
 }
