@@ -318,3 +318,10 @@ class _Packs(nn.Module):
 
 def packing(batch: int) -> tuple[nn.Module, Tensor]:
     return _Packs(), torch.randn(batch, 8)
+
+
+def uninitialised(batch: int) -> tuple[nn.Module, Tensor]:
+    small, large = nn.init.ones_(torch.zeros(8)), nn.init.ones_(torch.zeros(WIDTH, HIDDEN))
+    assert small.all()
+    assert not large.any()
+    return asking(batch)

@@ -305,6 +305,11 @@ def test_initial_values_that_are_drawn_until_they_fit_are_not_waited_for() -> No
     assert not [note for note in found.notes if "read" in note]
 
 
+def test_large_initial_values_on_the_host_are_not_drawn() -> None:
+    """Otherwise a model of a function takes as much host memory as its weights, and each mode the time to draw them."""
+    assert pyactcomp.estimate(f"{MODELS}:uninitialised", batch=4, modes=["plain"], gpu="4090")["plain"].weights
+
+
 def test_operators_that_the_library_calls_have_shapes_without_cuda() -> None:
     """Otherwise an estimate ends where a model makes the library call one."""
     headers = [path.read_text() for room in ("engine", "functions") for path in (ROOT / "csrc" / room).glob("*.hpp")]

@@ -289,8 +289,14 @@ def pretend(properties: SimpleNamespace, live: Callable[[], int]) -> None:
     _skip_initialisation()
 
 
+_LARGE = 1 << 16  # elements: a small tensor of settings may be read while the model is built
+
+
 def _skip_initialisation() -> None:
-    """Let the functions of :mod:`torch.nn.init` leave phantoms alone: some draw until all values lie in a range."""
+    """Let the functions of :mod:`torch.nn.init` leave phantoms alone: some draw until all values lie in a range.
+
+    They leave large tensors on the host alone, too.
+    """
     for name, function in list(vars(init).items()):
         if name.endswith("_") and not name.startswith("_") and callable(function):
             setattr(init, name, _for_values(function))
@@ -299,6 +305,7 @@ def _skip_initialisation() -> None:
 def _for_values(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
     def initialise(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return tensor if tensor.is_cuda else function(tensor, *args, **options)
+        # A model that is built on the host leaves its values there, and memory that nobody wrote takes no room.
+        return tensor if tensor.is_cuda or tensor.numel() >= _LARGE else function(tensor, *args, **options)
 
     return initialise
