@@ -70,9 +70,8 @@ class _Checks(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.max() >= 32:
-            raise ValueError("labels must be below 32")  # the line where it raises
-        return self.layer(x).sum()
+        above = bool(x.max() >= 32)
+        raise ValueError(f"labels must be below 32, got {above}")  # the line where it raises
 
 
 class _Raises(nn.Module):
@@ -325,3 +324,28 @@ def uninitialised(batch: int) -> tuple[nn.Module, Tensor]:
     assert small.all()
     assert not large.any()
     return asking(batch)
+
+
+class _Validates(nn.Module):
+    """Raises unless what it is given is as it should be; ``wrong`` asks what no answer makes right."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.layer, self.wrong = nn.Linear(WIDTH, 8), wrong
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels.max() >= 8:
+            raise ValueError("a label is out of range")
+        if not x.isfinite().all():
+            raise ValueError("a value is not finite")
+        if self.wrong:
+            raise ValueError("always")
+        return nn.functional.cross_entropy(self.layer(x), labels)
+
+
+def validating(batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return _Validates(wrong=False), (torch.randn(batch, WIDTH), torch.randint(8, (batch,)))
+
+
+def doomed(batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return _Validates(wrong=True), (torch.randn(batch, WIDTH), torch.randint(8, (batch,)))

@@ -310,6 +310,14 @@ def test_large_initial_values_on_the_host_are_not_drawn() -> None:
     assert pyactcomp.estimate(f"{MODELS}:uninitialised", batch=4, modes=["plain"], gpu="4090")["plain"].weights
 
 
+def test_a_model_that_asks_whether_something_is_wrong_is_told_no() -> None:
+    """And still yes where it asks whether all is well."""
+    found = pyactcomp.estimate(f"{MODELS}:validating", batch=4, modes=["plain"], gpu="4090")["plain"]
+    assert found.weights == (8 * WIDTH + 8 + 120) * 4  # the bias fills a block of 512 bytes
+    with pytest.raises(pyactcomp.PyactcompError, match="always"):
+        pyactcomp.estimate(f"{MODELS}:doomed", batch=4, modes=["plain"], gpu="4090")
+
+
 def test_operators_that_the_library_calls_have_shapes_without_cuda() -> None:
     """Otherwise an estimate ends where a model makes the library call one."""
     headers = [path.read_text() for room in ("engine", "functions") for path in (ROOT / "csrc" / room).glob("*.hpp")]

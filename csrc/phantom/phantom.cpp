@@ -85,6 +85,10 @@ PYBIND11_MODULE(_phantom, m) {
       "Return the most bytes in use since the last reset.");
   m.def("count", [] { return ledger().count(); }, "Return the number of events.");
   m.def("reads", [] { return reads().load(); }, "Return how many values the program has read on the host.");
+  m.def("answers", [] { return answers().given.load(); }, "Return how many booleans the program has read on the host.");
+  m.def(
+      "deny", [](const std::set<std::int64_t>& denied) { answers().denied = denied; },
+      "Set the numbers of booleans that are false when they are read; all others are true.");
   py::class_<NoLink>(m, "Link", "The way to a host that is not there: nothing is copied, pinned memory is an address.")
       .def(py::init<>())
       .def_property_readonly("link", [](NoLink& self) {

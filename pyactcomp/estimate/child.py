@@ -23,6 +23,7 @@ from .result import Question
 from .training import quiet, record
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_MOST_DENIED = 16  # a check in each of four steps takes four runs, each of which ends earlier than the next
 
 
 def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
@@ -55,15 +56,62 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         asked = dataclasses.replace(question, batch=batch, seq=seq)
-        process = os.fork()
-        if process == 0:
-            _end_with_parent()
-            _write(answers, _answer(native, build, asked, mode, operators))
-            sys.stderr.flush()
-            os._exit(0)
-        _, status = os.waitpid(process, 0)
-        if status != 0:
-            _write(answers, ("failed", f"the process of mode {mode} ended with status {status}"))
+        _write(answers, _in_forks(native, build, asked, mode, operators))
+
+
+@dataclasses.dataclass
+class _Run:
+    """What a run of a mode answered, the events of memory until then, and the last boolean that was true, or None."""
+
+    answer: tuple[str, Any]
+    events: int = 0
+    last_true: int | None = None
+
+
+def _in_forks(native: Any, build: Any, asked: Question, mode: Any, operators: Operators) -> tuple[str, Any]:
+    """Run a mode in a fork and return its answer.
+
+    A program that raises may have asked whether something is wrong, such as a label out of range: then the last boolean
+    should have been false, and another fork reads it so. If it gets no further, the error is the program's own.
+    """
+    denied: set[int] = set()
+    furthest = _in_fork(native, build, asked, mode, operators, denied)
+    while furthest.last_true is not None and len(denied) < _MOST_DENIED:
+        denied.add(furthest.last_true)
+        run = _in_fork(native, build, asked, mode, operators, denied)
+        if run.answer[0] != "raised":
+            return run.answer
+        if run.events <= furthest.events:
+            break
+        furthest = run
+    kind, found = furthest.answer
+    return ("refused" if kind == "raised" else kind), found
+
+
+def _in_fork(native: Any, build: Any, asked: Question, mode: Any, operators: Operators, denied: set[int]) -> _Run:
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        _end_with_parent()
+        native.deny(denied)
+        answer = _answer(native, build, asked, mode, operators)
+        run = _Run(answer)
+        if answer[0] == "raised":
+            true = [each for each in range(native.answers()) if each not in denied]
+            run = _Run(answer, native.count(), true[-1] if true else None)
+        with open(writing, "wb") as answers:
+            pickle.dump(run, answers)
+        sys.stderr.flush()
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answers:
+        told = answers.read()
+    _, status = os.waitpid(process, 0)
+    if status != 0:
+        return _Run(("failed", f"the process of mode {mode} ended with status {status}"))
+    run = pickle.loads(told)
+    assert isinstance(run, _Run)
+    return run
 
 
 def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Operators) -> tuple[str, Any]:
@@ -78,7 +126,7 @@ def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Oper
                 return "refused", str(cause)
             cause = cause.__cause__ or cause.__context__
         reads = native.reads() + sum(operators.reads.values())
-        return "refused", _raised(error, reads)
+        return "raised", _raised(error, reads)
 
 
 def _end_with_parent() -> None:
@@ -92,8 +140,9 @@ def _raised(error: Exception, reads: int) -> str:
     said = " ".join(str(error).split()).rstrip(".")
     values = "1 value" if reads == 1 else f"{reads} values"
     advice = (
-        f"By then it had read {values} on the host, where numbers were taken to be 0 and answers true: if it decides "
-        "by these, measure it with a real batch, or give a function without that branch"
+        f"By then it had read {values} on the host, where numbers were taken to be 0 and answers true, or false where "
+        "it raised after true: if it decides by these, measure it with a real batch, or give a function without that "
+        "branch"
         if reads
         else "It had read no values by then, so a GPU may well raise it too: try a small batch on the CPU, and other "
         "--dtype and --autocast"

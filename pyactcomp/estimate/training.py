@@ -110,7 +110,8 @@ def _notes(reads: int, convolves: bool) -> tuple[str, ...]:
     notes = []
     if reads:
         notes.append(
-            f"the program read {reads} values on the host in {STEPS} steps; numbers were taken to be 0, answers true"
+            f"the program read {reads} values on the host in {STEPS} steps; numbers were taken to be 0, answers true "
+            "unless it raised then"
         )
     if convolves:
         notes.append("cuDNN's workspaces for float32, groups and transposed convolutions are not counted")
