@@ -50,6 +50,22 @@ def test_codes_and_parameters_are_those_of_the_reference(
     assert torch.equal(restored.isnan(), expected.isnan())
 
 
+def test_float16_saturates_as_in_the_reference() -> None:
+    inf = float("inf")
+    x = torch.tensor([0.0, 1 / 3, 65504.0, 65519.0, 65520.0, -65520.0, 1e9, -3e38, inf, -inf, float("nan")])
+    expected = reference._round_to(x, torch.float16)
+    assert expected[:8].isfinite().all()
+    assert torch.equal(codec.saturate(x).to(torch.float16).view(torch.int16), expected.view(torch.int16))
+
+
+def test_bits_are_those_of_the_reference() -> None:
+    x = torch.rand(3, 5, 72) > 0.5
+    packed = codec.pack_bits(x)
+    assert torch.equal(packed, reference.pack_bool(x.flatten()))
+    assert torch.equal(reference.unpack_bool(packed, x.numel()).view_as(x), x)
+    assert torch.equal(codec.unpack_bits(packed.view(3, 5, 9)), x)
+
+
 @pytest.mark.parametrize("apart", [True, False], ids=["one gap", "two gaps"])
 def test_rows_are_packed_where_they_are(apart: bool) -> None:
     projection = torch.randn(16, 8, 3 * 64)

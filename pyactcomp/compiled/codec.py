@@ -99,6 +99,8 @@ def dequantize(codes: Tensor, groups: Tensor, group_size: int, dtype: torch.dtyp
 
 def saturate(x: Tensor) -> Tensor:
     """Clamp finite values to the range of float16."""
+    # Three operators where the reference's rounding has seven: each counts towards Inductor's 30. The two agree in
+    # tests/test_compiled_codec.py::test_float16_saturates_as_in_the_reference.
     return torch.where(x.abs() < float("inf"), x.clamp(-65504.0, 65504.0), x)
 
 
@@ -143,6 +145,8 @@ def pack_bits(x: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """Restore booleans packed by :func:`pack_bits`, with the innermost dimension eight times as long."""
+    # Not `reference.unpack_bool`, which widens bytes to int64 and flattens rows; the reader would not fuse with it. The
+    # two agree in tests/test_compiled_codec.py::test_bits_are_those_of_the_reference.
     shifts = torch.arange(8, device=packed.device, dtype=torch.uint8)
     bits = (packed.unsqueeze(-1) >> shifts) & 1
     return bits.view(*packed.shape[:-1], packed.shape[-1] * 8).to(torch.bool)
