@@ -7,8 +7,9 @@
 #include <set>
 #include <vector>
 
-#include "allocator/allocator.hpp"
+#include "allocator/stats.hpp"
 #include "allocator/types.hpp"
+#include "device/device.hpp"
 
 namespace pac::alloc {
 

@@ -37,11 +37,12 @@ CachingAllocator::CachingAllocator(std::shared_ptr<Device> device, const Config&
       heap_(supported(config, *device_)),
       order_(*device_),
       malloc_(make_malloc_supply(heap_, *device_, order_)),
+      vmm_(heap_.config.growth == Growth::kVmm          ? make_vmm_supply(heap_, *device_, order_)
+           : heap_.config.growth == Growth::kExpandable ? make_expandable_supply(heap_, *device_, order_)
+                                                        : nullptr),
       capture_order_(*device_),
-      store_(device_) {
-  if (heap_.config.growth == Growth::kVmm) vmm_ = make_vmm_supply(heap_, *device_, order_);
-  if (heap_.config.growth == Growth::kExpandable) vmm_ = make_expandable_supply(heap_, *device_, order_);
-}
+      pausing_(device_, heap_, vmm_.get()),
+      scopes_(heap_.stats) {}
 
 CachingAllocator::~CachingAllocator() {
   try {
@@ -77,17 +78,12 @@ Address CachingAllocator::allocate(Bytes size, Stream stream, Context context, T
   request.size = heap_.round_size(size);
   collect_freed();
   const auto capture = capturing() ? reuse_joined(stream) : std::nullopt;
-  if (!paused_.empty()) resume_for(group_for(stream, tag), lock);
-  Block* block = find_fit(paused_.empty() ? group_for(stream, tag) : running_group(stream, tag), request);
+  if (pausing_.any()) resume_for(group_for(stream, tag), lock);
+  Block* block = find_fit(running_group(stream, tag), request);
   if (!block) block = obtain(request, lock);
   block = heap_.allocate(block, request);
   if (capture) captured_[block] = *capture;
-  if (!scopes_.empty()) {
-    Scope& scope = scopes_.back();
-    scope.peak = std::max(scope.peak, heap_.stats.allocated_bytes.all().current);
-    scope.total += static_cast<std::int64_t>(block->size);
-    ++scope.allocations;
-  }
+  scopes_.count(block->size);
   return block->address;
 }
 
@@ -263,7 +259,7 @@ bool CachingAllocator::try_free(Address address, Context context) {
 
 void CachingAllocator::free_block(Block& block, const Context& context) {
   if (block.shared) end_sharing(block);
-  if (block.pool().group.paused) paused_.at(block.pool().group.tag).saved.erase(block.address);
+  if (block.pool().group.paused) pausing_.forget(block);
   if (block.uses.empty()) {
     if (!captured_.empty()) captured_.erase(&block);
     heap_.request_free(&block, context);

@@ -1,9 +1,8 @@
-// One device's caching allocator: a heap, two supplies, the stream order, and the lock around them.
+// One device's caching allocator: a heap, two supplies, the stream order, what is paused, and the lock around them.
 #pragma once
 
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,33 +14,42 @@
 #include "allocator/allocator.hpp"
 #include "allocator/capture_order.hpp"
 #include "allocator/heap.hpp"
-#include "allocator/host_store.hpp"
+#include "allocator/pausing.hpp"
+#include "allocator/scopes.hpp"
 #include "allocator/stream_order.hpp"
 #include "allocator/supply.hpp"
 
 namespace pac::alloc {
 
+/// Every function may be called from any thread. The groups are those of allocator.hpp, and pausing; the functions that
+/// the library for torch does not call are not virtual.
 class CachingAllocator final : public Allocator {
  public:
   /// Throws std::invalid_argument for settings out of range. A device without virtual memory always grows by malloc;
   /// config() shows the growth in use.
   explicit CachingAllocator(std::shared_ptr<Device> device, const Config& config = {});
-  ~CachingAllocator() override;
+  ~CachingAllocator();
 
+  // Allocation.
   Address allocate(Bytes size, Stream stream, Context context = {}, Tag tag = 0) override;
-  void free(Address address, Context context) override;
-  bool try_free(Address address, Context context) override;
-  bool owns(Address address) override;
+  /// Never synchronises. try_free returns false, and changes nothing, if the address is not this allocator's.
+  void free(Address address, Context context = {});
+  bool try_free(Address address, Context context = {});
+  bool owns(Address address);
   void record_stream(Address address, Stream stream) override;
   BaseAllocation base_allocation(Address address) override;
   BlockInfo block(Address address) override;
   std::optional<SharedMemory> share(Address address) override;
   void empty_cache(PoolId pool = {}, Context context = {}) override;
   Bytes largest_available() override;
-
   Config config() const override;
   void configure(const Config& config) override;
+  /// Recreates a recorded segment and allocates the blocks in use there. The device must place its next segment at the
+  /// recorded address. Throws OutOfMemory, and std::invalid_argument for an impossible or overlapping segment; the
+  /// allocator is then unusable.
+  void adopt(const SegmentInfo& info);
 
+  // PrivatePools.
   void begin_allocate_to_pool(PoolId pool, std::function<bool(Stream)> filter, Tag tag = 0,
                               bool captures = true) override;
   void end_allocate_to_pool(PoolId pool) override;
@@ -54,47 +62,47 @@ class CachingAllocator final : public Allocator {
   PoolCheckpoint checkpoint(PoolId pool) override;
   CheckpointDelta restore(const PoolCheckpoint& checkpoint) override;
 
-  void check_pause(const PauseOptions& options) override;
-  PauseReport pause(const PauseOptions& options) override;
-  ResumeReport resume(const std::vector<Tag>& tags) override;
-  std::vector<PausedInfo> paused() override;
-  std::vector<HostRange> saved(Address address, Bytes size) override;
-  void hold(PoolId pool, bool held) override;
-  void trim_host() override;
+  // Pausing. Addresses, blocks and counters of allocations stay, and the caller queues no work that touches the memory
+  // until resume(). pause() and resume() throw PauseError, and change nothing, for a tag already in the wanted state,
+  // during a capture, and without growth by virtual memory.
 
+  /// Throws what pause() would throw but for host memory.
+  void check_pause(const PauseOptions& options);
+  /// Waits for the device. Throws PauseError if the host has too little memory for the contents.
+  PauseReport pause(const PauseOptions& options);
+  /// Throws OutOfMemory, with the tags still paused, if the device has too little memory.
+  ResumeReport resume(const std::vector<Tag>& tags);
+  std::vector<PausedInfo> paused();
+  std::vector<HostRange> saved(Address address, Bytes size);
+  /// Whether a private pool stays as it is while its tag is paused, because others know the physical memory.
+  void hold(PoolId pool, bool held);
+  void trim_host() { pausing_.trim_host(); }
+
+  // Reports.
   Stats stats() override;
   void reset_peak_stats() override;
   void reset_accumulated_stats() override;
-  Fragmentation fragmentation() override;
-  std::int64_t push_scope() override;
-  ScopeStats pop_scope(std::int64_t id) override;
-
+  std::vector<SegmentInfo> segments(PoolId pool = {}) override;
   void record_history(const HistoryOptions& options) override;
   Trace trace() override;
-  std::vector<SegmentInfo> segments(PoolId pool) override;
   void set_tracker(std::function<void(const TraceEntry&)> tracker) override;
-  int add_pressure_callback(std::function<bool(Bytes)> callback) override;
-  void remove_pressure_callback(int id) override;
-  void set_growth_callback(std::function<void()> callback) override;
-  int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
-  void check_invariants() override;
+  Fragmentation fragmentation();
+  /// Opens a scope, and returns a number that no other scope of this allocator ever has.
+  std::int64_t push_scope();
+  /// Closes a scope, the latest or an earlier one; later scopes stay open. Throws std::logic_error if this scope is not
+  /// open.
+  ScopeStats pop_scope(std::int64_t id);
+  /// Throws std::logic_error naming the first broken invariant. Slow: for tests.
+  void check_invariants();
 
-  /// Recreates a recorded segment and allocates the blocks in use there. The device must place its next segment at the
-  /// recorded address. Throws OutOfMemory, and std::invalid_argument for an impossible or overlapping segment; the
-  /// allocator is then unusable.
-  void adopt(const SegmentInfo& info);
+  // Callbacks.
+  void set_growth_callback(std::function<void()> callback) override;
+  int add_pressure_callback(std::function<bool(Bytes)> callback) override;
+  void remove_pressure_callback(int id);
+  int add_oom_observer(std::function<void(Bytes, Bytes, Bytes)> observer) override;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  /// An allocation is counted in the latest scope alone; pop_scope adds later scopes' counts to the earlier ones'.
-  struct Scope {
-    std::int64_t id;
-    std::int64_t allocated;  ///< at the beginning
-    std::int64_t reserved;   ///< at the beginning
-    std::int64_t peak;
-    std::int64_t total = 0;
-    std::int64_t allocations = 0;
-  };
 
   /// Where allocations of some streams or of a thread go.
   struct Route {
@@ -102,21 +110,11 @@ class CachingAllocator final : public Allocator {
     std::function<bool(Stream)> filter;
     bool captures;  ///< the streams are captured into a graph
   };
-  /// A piece of a block's contents.
-  struct Saved {
-    Bytes offset;  ///< in the block
-    Bytes size;
-    std::shared_ptr<const HostStore::Chunk> chunk;
-    Bytes at;  ///< in the chunk
-  };
+
   /// A block freed during a capture, when no event may be recorded.
   struct Deferred {
     Block* block;
     std::optional<CaptureOrder::Marks> marks;  ///< nullopt: free after the capture only
-  };
-  struct Paused {
-    bool resume_on_allocation = false;
-    std::map<Address, std::vector<Saved>> saved;  ///< by block; a free drops the block's
   };
 
   Block& live(Address address);
@@ -125,20 +123,8 @@ class CachingAllocator final : public Allocator {
   PoolGroup& group_for(Stream stream, Tag tag);
   /// The same; PauseError if the group is paused.
   PoolGroup& running_group(Stream stream, Tag tag);
-  bool is_paused(const PoolGroup& group) const;
   void resume_for(PoolGroup& group, Lock& lock);
-  void check_can_pause(const PauseOptions& options) const;
-  void check_paused(const std::vector<Tag>& tags) const;
-  /// Copies the contents of live blocks to the host, for the tags that keep them.
-  std::map<Tag, Paused> save(const PauseOptions& options, const std::vector<PoolGroup*>& groups, PauseReport& report);
-  /// Unmaps and destroys every handle of the group; returns the bytes.
-  Bytes take_memory(PoolGroup& group);
-  /// Creates and maps every handle of the groups. False, without a change, if the device, the driver or the limit
-  /// refuses; refused_ then has the driver's words.
-  bool give_memory(const std::vector<PoolGroup*>& groups, ResumeReport& report);
   ResumeReport resume_tags(const std::vector<Tag>& tags, Lock& lock);
-  /// The paused groups of the tags, without the handles whose blocks were all freed.
-  std::vector<PoolGroup*> paused_groups(const std::vector<Tag>& tags);
   Supply& supply_for(const PoolGroup& group) { return vmm_ && !group.source && !group.by_malloc ? *vmm_ : *malloc_; }
   void free_block(Block& block, const Context& context);
   void end_sharing(Block& block);
@@ -180,15 +166,13 @@ class CachingAllocator final : public Allocator {
       captured_;  ///< live blocks that captured work allocated, under the setting
   std::list<Deferred> deferred_;
   std::vector<Block*> unordered_;  ///< deferred, on destroyed streams: released after the next device synchronisation
-  std::vector<Scope> scopes_;      ///< the latest last
-  HostStore store_;
-  std::map<Tag, Paused> paused_;
+  Pausing pausing_;
+  Scopes scopes_;
   std::vector<std::pair<int, std::function<bool(Bytes)>>> callbacks_;
   std::function<void()> before_growth_;
   std::vector<std::function<void(Bytes, Bytes, Bytes)>> observers_;
   std::string refused_;  ///< the driver's words, if it refused virtual memory during the last growth
   int next_callback_ = 0;
-  std::int64_t next_scope_ = 0;
 };
 
 }  // namespace pac::alloc

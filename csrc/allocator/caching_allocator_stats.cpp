@@ -1,7 +1,5 @@
 // Observing an allocator: counters, scopes, history, snapshots, callbacks and observers.
 #include <algorithm>
-#include <iterator>
-#include <string>
 #include <utility>
 
 #include "allocator/caching_allocator.hpp"
@@ -65,33 +63,12 @@ Fragmentation CachingAllocator::fragmentation() {
 
 std::int64_t CachingAllocator::push_scope() {
   const Lock lock(mutex_);
-  const std::int64_t allocated = heap_.stats.allocated_bytes.all().current;
-  scopes_.push_back({next_scope_, allocated, heap_.stats.reserved_bytes.all().current, allocated, 0, 0});
-  return next_scope_++;
+  return scopes_.open();
 }
 
 ScopeStats CachingAllocator::pop_scope(std::int64_t id) {
   const Lock lock(mutex_);
-  const auto scope = std::find_if(scopes_.begin(), scopes_.end(), [&](const Scope& each) { return each.id == id; });
-  if (scope == scopes_.end()) throw std::logic_error("no scope " + std::to_string(id) + " is open");
-  // Later scopes began inside this one: their counts are this scope's too.
-  Scope counts = *scope;
-  for (auto later = std::next(scope); later != scopes_.end(); ++later) {
-    counts.peak = std::max(counts.peak, later->peak);
-    counts.total += later->total;
-    counts.allocations += later->allocations;
-  }
-  // The scope before has the later scopes' counts by itself, and only lacks this scope's own.
-  if (scope != scopes_.begin()) {
-    Scope& outer = *std::prev(scope);
-    outer.peak = std::max(outer.peak, scope->peak);
-    outer.total += scope->total;
-    outer.allocations += scope->allocations;
-  }
-  scopes_.erase(scope);
-  const Stats& stats = heap_.stats;
-  return {stats.allocated_bytes.all().current - counts.allocated, counts.peak - counts.allocated, counts.total,
-          counts.allocations, stats.reserved_bytes.all().current - counts.reserved};
+  return scopes_.close(id);
 }
 
 void CachingAllocator::record_history(const HistoryOptions& options) {

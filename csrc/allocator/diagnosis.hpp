@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "allocator/heap.hpp"
+#include "allocator/segments.hpp"
 #include "device/device.hpp"
 
 namespace pac::alloc {

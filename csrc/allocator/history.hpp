@@ -1,14 +1,52 @@
-// The last events, oldest dropped first, and a tracker called with each event.
+// Events of an allocator: the last ones, oldest dropped first, and a tracker called with each.
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <utility>
+#include <vector>
 
-#include "allocator/allocator.hpp"
+#include "allocator/types.hpp"
 
 namespace pac::alloc {
+
+/// In torch's order. The core never records kSnapshot: callers make snapshots from segments() and trace().
+enum class Action : std::uint8_t {
+  kAlloc,
+  kFreeRequested,
+  kFreeCompleted,
+  kSegmentAlloc,
+  kSegmentFree,
+  kSegmentMap,
+  kSegmentUnmap,
+  kSnapshot,
+  kOutOfMemory,
+};
+
+struct TraceEntry {
+  Action action = Action::kAlloc;
+  Address address = 0;  ///< for kOutOfMemory: the device's free bytes
+  Bytes size = 0;       ///< requested, for allocations and frees; whole, for segments
+  Stream stream = 0;
+  PoolId pool;
+  std::int64_t time_us = 0;  ///< since the epoch
+  Context context;
+};
+
+struct HistoryOptions {
+  bool enabled = false;
+  std::size_t max_entries = 0;     ///< beyond this number the oldest entries are dropped
+  bool record_trace = false;       ///< false: contexts of live blocks only
+  bool clear = false;              ///< forget earlier entries
+  std::uint32_t skip_actions = 0;  ///< bit 1 << Action: not recorded
+};
+
+struct Trace {
+  std::vector<TraceEntry> entries;  ///< oldest first
+  std::uint64_t dropped = 0;
+};
 
 class History {
  public:

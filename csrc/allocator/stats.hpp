@@ -64,13 +64,4 @@ struct Stats {
   double driver_seconds = 0.0;         ///< host time inside the device's memory calls
 };
 
-/// Counts between push_scope and the pop_scope of the same scope.
-struct ScopeStats {
-  std::int64_t allocated_bytes = 0;  ///< left over: allocated at the end minus at the beginning
-  std::int64_t peak_bytes = 0;       ///< the peak above the memory allocated at the beginning
-  std::int64_t total_bytes = 0;      ///< bytes of all allocations
-  std::int64_t allocations = 0;
-  std::int64_t reserved_bytes = 0;  ///< reserved at the end minus at the beginning
-};
-
 }  // namespace pac::alloc

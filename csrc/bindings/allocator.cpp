@@ -12,7 +12,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "allocator/allocator.hpp"
 #include "allocator/caching_allocator.hpp"
 #include "allocator/config.hpp"
 #include "allocator/tags.hpp"
@@ -24,7 +23,7 @@
 #include "device/simulated_device.hpp"
 
 #if PAC_CUDA_ALLOCATOR
-#include "allocator/runtime.hpp"
+#include "allocator/cuda_runtime.hpp"
 #endif
 
 namespace py = pybind11;
@@ -40,7 +39,8 @@ using alloc::SimulatedDevice;
 /// The core for Python. Calls that may wait for the device release the GIL; callbacks acquire the GIL.
 class CachingAllocator {
  public:
-  CachingAllocator(std::shared_ptr<alloc::Allocator> core, int device) : core_(std::move(core)), device_(device) {}
+  CachingAllocator(std::shared_ptr<alloc::CachingAllocator> core, int device)
+      : core_(std::move(core)), device_(device) {}
   CachingAllocator(const CachingAllocator&) = delete;
   CachingAllocator& operator=(const CachingAllocator&) = delete;
   ~CachingAllocator() {
@@ -48,7 +48,8 @@ class CachingAllocator {
     collect_dropped();
   }
 
-  alloc::Allocator& core() const { return *core_; }
+  alloc::CachingAllocator& core() const { return *core_; }
+  alloc::PrivatePools& pools() const { return *core_; }
 
   Address allocate(const py::object& size, const py::object& stream, const std::string& tag) const {
     const Bytes bytes = to_bytes("size", size);
@@ -92,7 +93,7 @@ class CachingAllocator {
   }
 
  private:
-  std::shared_ptr<alloc::Allocator> core_;
+  std::shared_ptr<alloc::CachingAllocator> core_;
   int device_;
   bool stacks_ = false;
 };
@@ -118,17 +119,17 @@ void bind_private_pools(py::class_<CachingAllocator, std::shared_ptr<CachingAllo
           "begin_allocate_to_pool",
           [](const Self& self, const py::object& pool, const py::object& streams, const std::string& tag,
              bool captures) {
-            self.core().begin_allocate_to_pool(to_pool(pool), stream_filter(streams), alloc::tag_named(tag), captures);
+            self.pools().begin_allocate_to_pool(to_pool(pool), stream_filter(streams), alloc::tag_named(tag), captures);
           },
           py::arg("pool"), py::arg("streams") = py::none(), py::arg("tag") = "", py::arg("captures") = true)
       .def(
           "end_allocate_to_pool",
-          [](const Self& self, const py::object& pool) { self.core().end_allocate_to_pool(to_pool(pool)); },
+          [](const Self& self, const py::object& pool) { self.pools().end_allocate_to_pool(to_pool(pool)); },
           py::arg("pool"))
       .def(
           "create_or_incref_pool",
           [](const Self& self, const py::object& pool, const std::string& tag) {
-            self.core().create_or_incref_pool(to_pool(pool), nullptr, alloc::tag_named(tag));
+            self.pools().create_or_incref_pool(to_pool(pool), nullptr, alloc::tag_named(tag));
           },
           py::arg("pool"), py::arg("tag") = "")
       .def(
@@ -136,31 +137,31 @@ void bind_private_pools(py::class_<CachingAllocator, std::shared_ptr<CachingAllo
           [](const Self& self, const py::object& pool) {
             const alloc::PoolId id = to_pool(pool);
             const py::gil_scoped_release no_gil;
-            self.core().release_pool(id);
+            self.pools().release_pool(id);
           },
           py::arg("pool"))
       .def(
           "pool_use_count",
-          [](const Self& self, const py::object& pool) { return self.core().pool_use_count(to_pool(pool)); },
+          [](const Self& self, const py::object& pool) { return self.pools().pool_use_count(to_pool(pool)); },
           py::arg("pool"))
       .def(
           "set_use_on_oom",
-          [](const Self& self, const py::object& pool, bool use) { self.core().set_use_on_oom(to_pool(pool), use); },
+          [](const Self& self, const py::object& pool, bool use) { self.pools().set_use_on_oom(to_pool(pool), use); },
           py::arg("pool"), py::arg("use"))
       .def(
-          "set_no_split", [](const Self& self, const py::object& pool) { self.core().set_no_split(to_pool(pool)); },
+          "set_no_split", [](const Self& self, const py::object& pool) { self.pools().set_no_split(to_pool(pool)); },
           py::arg("pool"))
       .def(
           "live_allocations",
-          [](const Self& self, const py::object& pool) { return self.core().live_allocations(to_pool(pool)); },
+          [](const Self& self, const py::object& pool) { return self.pools().live_allocations(to_pool(pool)); },
           py::arg("pool"))
       .def(
-          "checkpoint", [](const Self& self, const py::object& pool) { return self.core().checkpoint(to_pool(pool)); },
+          "checkpoint", [](const Self& self, const py::object& pool) { return self.pools().checkpoint(to_pool(pool)); },
           py::arg("pool"))
       .def(
           "restore",
           [](const Self& self, const alloc::PoolCheckpoint& checkpoint) {
-            return delta(self.core().restore(checkpoint));
+            return delta(self.pools().restore(checkpoint));
           },
           py::arg("checkpoint"));
 }
@@ -338,19 +339,19 @@ void bind_caching_allocator(py::module_& module) {
 
 #if PAC_CUDA_ALLOCATOR
 /// One wrapper per device, because the wrapper stores whether stacks are recorded.
-std::shared_ptr<CachingAllocator> wrapped(int index, alloc::Allocator& core) {
+std::shared_ptr<CachingAllocator> wrapped(int index, alloc::CachingAllocator& core) {
   // Never destroyed: the allocators of the process outlive the interpreter, whose objects they may still hold.
   static auto* const wrappers = std::make_unique<std::map<int, std::shared_ptr<CachingAllocator>>>().release();
   std::shared_ptr<CachingAllocator>& wrapper = (*wrappers)[index];
   if (!wrapper) {
-    const std::shared_ptr<alloc::Allocator> owned_by_the_runtime(&core, [](alloc::Allocator*) {});
+    const std::shared_ptr<alloc::CachingAllocator> owned_by_the_runtime(&core, [](alloc::CachingAllocator*) {});
     wrapper = std::make_shared<CachingAllocator>(owned_by_the_runtime, index);
   }
   return wrapper;
 }
 
 std::shared_ptr<CachingAllocator> runtime_device(int index) {
-  const auto create = [index]() -> alloc::Allocator& {
+  const auto create = [index]() -> alloc::CachingAllocator& {
     const py::gil_scoped_release no_gil;
     return alloc::runtime().device(index);
   };
@@ -358,7 +359,7 @@ std::shared_ptr<CachingAllocator> runtime_device(int index) {
 }
 
 std::shared_ptr<CachingAllocator> runtime_existing(int index) {
-  alloc::Allocator* const core = alloc::runtime().existing(index);
+  alloc::CachingAllocator* const core = alloc::runtime().existing(index);
   return core == nullptr ? nullptr : wrapped(index, *core);
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "allocator/present_segments.hpp"
+#include "allocator/segments.hpp"
 #include "bindings/python_values.hpp"
 
 namespace py = pybind11;

@@ -7,7 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "allocator/allocator.hpp"
+#include "allocator/config.hpp"
+#include "allocator/history.hpp"
+#include "allocator/pausing.hpp"
+#include "allocator/scopes.hpp"
+#include "allocator/segments.hpp"
+#include "allocator/stats.hpp"
 
 namespace pac::bindings {
 

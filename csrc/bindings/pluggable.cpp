@@ -22,7 +22,7 @@
 #include <sstream>
 #include <utility>
 
-#include "allocator/runtime.hpp"
+#include "allocator/cuda_runtime.hpp"
 #include "allocator/supply.hpp"
 #include "bindings/pool_routes.hpp"
 
@@ -125,12 +125,12 @@ PAC_EXPORT void pyactcomp_init(int) { runtime().config(); }
 
 PAC_EXPORT void pyactcomp_reset() {
   for (int index = 0, count = runtime().device_count(); index < count; ++index) {
-    if (Allocator* const allocator = runtime().existing(index)) allocator->empty_cache();
+    if (CachingAllocator* const allocator = runtime().existing(index)) allocator->empty_cache();
   }
 }
 
 PAC_EXPORT void pyactcomp_memory_fraction(double fraction, int device) {
-  Allocator& allocator = runtime().device(device);
+  CachingAllocator& allocator = runtime().device(device);
   Config config = allocator.config();
   config.memory_fraction = fraction;
   allocator.configure(config);

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "allocator/present_segments.hpp"
 #include "allocator/runtime.hpp"
+#include "allocator/segments.hpp"
 #include "bindings/pool_routes.hpp"
 #include "bindings/torch_convert.hpp"
 #include "bindings/torch_devices.hpp"
@@ -156,7 +156,7 @@ class TorchAllocator final : public native::CUDAAllocator {
 
   void emptyCache(MempoolId_t pool = {0, 0}) override {
     const alloc::Context context = recorder_.origin(RecordContext::ALL);
-    devices_.for_each([&](DeviceIndex, alloc::Allocator& core) { core.empty_cache(to_core(pool), context); });
+    devices_.for_each([&](DeviceIndex, alloc::Allocation& core) { core.empty_cache(to_core(pool), context); });
     if (took_over_) native_.emptyCache(pool);
   }
 
@@ -164,7 +164,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   bool isEnabled() const override { return enabled_.load(std::memory_order_relaxed); }
 
   double getMemoryFraction(DeviceIndex device) override {
-    const alloc::Allocator* existing = devices_.find(device);
+    const alloc::Allocation* existing = devices_.find(device);
     return (existing ? existing->config() : runtime_.config()).memory_fraction;
   }
 
@@ -282,7 +282,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   // Statistics, snapshots and history.
 
   DeviceStats getDeviceStats(DeviceIndex device) override {
-    alloc::Allocator* existing = devices_.find(device);
+    alloc::Reports* existing = devices_.find(device);
     DeviceStats stats = existing ? to_torch(existing->stats()) : DeviceStats{};
     stats.max_split_size = static_cast<std::int64_t>(runtime_.config().max_split_size);
     if (took_over_) add_native(stats, native_.getDeviceStats(device));
@@ -290,18 +290,18 @@ class TorchAllocator final : public native::CUDAAllocator {
   }
 
   void resetAccumulatedStats(DeviceIndex device) override {
-    if (alloc::Allocator* existing = devices_.find(device)) existing->reset_accumulated_stats();
+    if (alloc::Reports* existing = devices_.find(device)) existing->reset_accumulated_stats();
     if (took_over_) native_.resetAccumulatedStats(device);
   }
 
   void resetPeakStats(DeviceIndex device) override {
-    if (alloc::Allocator* existing = devices_.find(device)) existing->reset_peak_stats();
+    if (alloc::Reports* existing = devices_.find(device)) existing->reset_peak_stats();
     if (took_over_) native_.resetPeakStats(device);
   }
 
   std::vector<native::StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex device) override {
     std::map<std::pair<alloc::Stream, bool>, size_t> sizes;
-    if (alloc::Allocator* existing = devices_.find(device)) {
+    if (alloc::Reports* existing = devices_.find(device)) {
       for (const alloc::SegmentInfo& segment : alloc::with_memory(existing->segments())) {
         if (segment.expandable) sizes[{segment.stream, segment.kind == alloc::PoolKind::kSmall}] += segment.size;
       }
@@ -315,7 +315,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     native::SnapshotInfo result;
     if (took_over_) result = native_.snapshot(pool, include_traces);
     result.device_traces.resize(static_cast<std::size_t>(devices_.count()));
-    devices_.for_each([&](DeviceIndex device, alloc::Allocator& core) {
+    devices_.for_each([&](DeviceIndex device, alloc::Reports& core) {
       if (include_traces) {
         auto& trace = result.device_traces[static_cast<std::size_t>(device)];
         const auto before = static_cast<std::ptrdiff_t>(trace.size());
@@ -430,7 +430,7 @@ class TorchAllocator final : public native::CUDAAllocator {
   }
 
   void* take(size_t size, DeviceIndex device, alloc::Stream stream) {
-    alloc::Allocator& core = devices_[device];
+    alloc::Allocation& core = devices_[device];
     void* block = nullptr;
     try {
       block = pointer_to(core.allocate(size, stream, recorder_.origin(RecordContext::STATE), ThreadTag::get()));

@@ -48,14 +48,14 @@ class Devices {
 
   void record_history(alloc::HistoryOptions options) {
     const std::lock_guard lock(mutex_);
-    for_each([&](c10::DeviceIndex, alloc::Allocator& allocator) { allocator.record_history(options); });
+    for_each([&](c10::DeviceIndex, alloc::Reports& reports) { reports.record_history(options); });
     history_ = std::move(options);
   }
 
   void add_tracker(Tracker tracker) {
     const std::lock_guard lock(mutex_);
     trackers_.push_back(std::move(tracker));
-    for_each([&](c10::DeviceIndex device, alloc::Allocator& allocator) { set_trackers(device, allocator); });
+    for_each([&](c10::DeviceIndex device, alloc::Reports& reports) { set_trackers(device, reports); });
   }
 
   void add_oom_observer(OutOfMemoryObserver observer) {
@@ -89,8 +89,8 @@ class Devices {
     return created;
   }
 
-  void set_trackers(c10::DeviceIndex device, alloc::Allocator& allocator) {
-    allocator.set_tracker([device, trackers = trackers_](const alloc::TraceEntry& entry) {
+  void set_trackers(c10::DeviceIndex device, alloc::Reports& reports) {
+    reports.set_tracker([device, trackers = trackers_](const alloc::TraceEntry& entry) {
       const TorchTraceEntry event = to_torch(entry, device);
       for (const Tracker& tracker : trackers) tracker(event);
     });

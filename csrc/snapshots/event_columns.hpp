@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "allocator/allocator.hpp"
+#include "allocator/history.hpp"
 
 namespace pac::alloc {
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <unordered_map>
 
-#include "allocator/allocator.hpp"
+#include "allocator/history.hpp"
 #include "common/salted_hash.hpp"
 #include "snapshots/plain_data.hpp"
 

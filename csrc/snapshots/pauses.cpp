@@ -4,7 +4,7 @@
 #include <iterator>
 #include <set>
 
-#include "allocator/allocator.hpp"
+#include "allocator/history.hpp"
 #include "snapshots/plain_data.hpp"
 
 namespace pac::alloc {

@@ -5,7 +5,7 @@
 #include <sstream>
 #include <unordered_map>
 
-#include "allocator/allocator.hpp"
+#include "allocator/history.hpp"
 #include "common/salted_hash.hpp"
 
 namespace pac::alloc {

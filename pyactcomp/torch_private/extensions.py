@@ -65,7 +65,7 @@ class Library:
 LIBRARIES = {
     "_torch_allocator": Library(
         "torch subclass",
-        ("bindings/torch_allocator.cpp", "allocator/config.cpp", "allocator/present_segments.cpp"),
+        ("bindings/torch_allocator.cpp", "allocator/config.cpp", "allocator/segments.cpp"),
         ("c10", "c10_cuda", "torch_cpu"),
         "pyactcomp build-allocator",
         "ten seconds",

@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "allocator/allocator.hpp"
+#include "allocator/caching_allocator.hpp"
 #include "allocator/sharing.hpp"
 #include "memory_model.hpp"
 #include "stress.hpp"
@@ -102,7 +102,7 @@ class Modelled {
   SimulatedDevice device_;
   MemoryModel model_;
   std::shared_ptr<WatchedDevice> watched_;
-  std::shared_ptr<Allocator> core_;
+  std::shared_ptr<CachingAllocator> core_;
   std::shared_ptr<SimulatedDevice> receiver_;  ///< another process's
   std::shared_ptr<Importer> importer_;
   std::uint64_t done_ = 0;

@@ -17,9 +17,7 @@ namespace {
 void run() {
   Config config;
   config.growth = Growth::kMalloc;
-  const std::unique_ptr<Allocator> owner =
-      std::make_unique<CachingAllocator>(std::make_shared<SimulatedDevice>(8192_MiB), config);
-  Allocator& allocator = *owner;
+  CachingAllocator allocator(std::make_shared<SimulatedDevice>(8192_MiB), config);
   const Address first = allocator.allocate(30_MiB, 0);
   const Address second = allocator.allocate(40_MiB, 0);
   allocator.free(first);

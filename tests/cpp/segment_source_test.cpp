@@ -18,7 +18,7 @@ void require(bool holds, const char* complaint) {
 
 class Reentrant final : public SegmentSource {
  public:
-  explicit Reentrant(Allocator& allocator) : allocator_(allocator) {}
+  explicit Reentrant(CachingAllocator& allocator) : allocator_(allocator) {}
 
   std::optional<Address> acquire(Bytes size, Stream) override {
     use();
@@ -47,14 +47,14 @@ class Reentrant final : public SegmentSource {
   Bytes held = 0;
 
  private:
-  Allocator& allocator_;
+  CachingAllocator& allocator_;
   Address next_ = 0x7f0000000000;
 };
 
 void run(Growth growth) {
   Config config;
   config.growth = growth;
-  std::unique_ptr<Allocator> allocator =
+  std::unique_ptr<CachingAllocator> allocator =
       std::make_unique<CachingAllocator>(std::make_shared<SimulatedDevice>(8192_MiB), config);
   auto source = std::make_shared<Reentrant>(*allocator);
   const PoolId pool{0, 1};

@@ -59,7 +59,7 @@ class Threads {
   Options options_;
   Setup setup_;
   std::shared_ptr<SimulatedDevice> device_;
-  std::shared_ptr<Allocator> core_;
+  std::shared_ptr<CachingAllocator> core_;
   std::shared_ptr<SimulatedDevice> receiver_;  ///< another process's
   std::shared_ptr<Importer> importer_;
   std::atomic<std::uint64_t> ticket_{0};

@@ -1,4 +1,4 @@
-#include "allocator/present_segments.hpp"
+#include "allocator/segments.hpp"
 
 #include <algorithm>
 #include <utility>
