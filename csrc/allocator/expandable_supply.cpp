@@ -38,13 +38,13 @@ class ExpandableSupply final : public Supply {
   std::map<std::pair<Pool*, Stream>, Unmapped> unmapped_;  ///< the native allocator's order: by stream and address
 };
 
-/// The size of a free block plus the unmapped addresses behind it.
+/// The size of a free block plus the unmapped addresses after it.
 Bytes size_with_room(const Block& block) {
   const bool grows = block.next && block.next->state == Block::State::kUnmapped;
   return block.size + (grows ? block.next->size : 0);
 }
 
-/// The native allocator's best fit counts the unmapped addresses behind a block, so a range's last block is kept for
+/// The native allocator's best fit counts the unmapped addresses after a block, so a range's last block is kept for
 /// requests that fit nowhere else.
 FreeSet::iterator ExpandableSupply::best_fit(const Pool& pool, FreeSet::iterator smallest) const {
   auto found = smallest;
@@ -183,7 +183,7 @@ void ExpandableSupply::erase_if_empty(Block* block) {
 
 void ExpandableSupply::release_unused(PoolGroup& group) {
   for (Pool* pool : {&group.large, &group.small}) {
-    // A copy: unmapping changes the set, but the free blocks left behind hold no whole page.
+    // A copy: unmapping changes the set, but the free blocks that stay hold no whole page.
     for (Block* block : std::vector<Block*>(pool->free.begin(), pool->free.end())) unmap(block);
   }
 }

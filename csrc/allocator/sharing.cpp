@@ -12,7 +12,7 @@ namespace pac::alloc {
 
 namespace {
 
-// The text: header, pieces, footer; little-endian numbers. The footer is last, so a reader finds it behind any prefix.
+// The text: header, pieces, footer; little-endian numbers. The footer is last, so a reader finds it after any prefix.
 constexpr std::string_view kMagic = "pyactcomp shares1";
 constexpr std::size_t kHeaderBytes = 7 * 8;
 constexpr std::size_t kPieceBytes = 8 + 8 + 4;
@@ -71,7 +71,7 @@ void validate(const SharedBlock& block) {
     CHECK_TEXT(piece.id != 0 && ids.insert(piece.id).second, "the handle ", piece.id, " twice");
     mapped += piece.size;
   }
-  CHECK_TEXT(block.begin - block.segment <= block.segment_size - mapped, "the handles end behind their segment");
+  CHECK_TEXT(block.begin - block.segment <= block.segment_size - mapped, "the handles end after their segment");
   CHECK_TEXT(block.offset < block.pieces.front().size && block.size > 0 && block.size <= mapped - block.offset &&
                  block.offset + block.size > mapped - block.pieces.back().size,
              block.size, " bytes at ", block.offset, " in handles of ", mapped);

@@ -37,7 +37,7 @@ struct SharedBlock {
   Address begin = 0;  ///< of the first handle
   Bytes offset = 0;   ///< of the block in the first handle
   Bytes size = 0;
-  std::vector<SharedPiece> pieces;  ///< one behind another
+  std::vector<SharedPiece> pieces;  ///< in the order of their addresses, without gaps
 };
 
 /// The block as text, for another process. Any text may stand before.

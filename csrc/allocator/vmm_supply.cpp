@@ -1,7 +1,7 @@
 // Longer than 400 lines: one way to grow, whose parts change together.
 //
 // Growth by virtual memory. Each pool has a range of addresses per stream, filled from the bottom. Physical memory
-// comes in handles. When a request fits nowhere, whole free handles are mapped anew behind another free block. The only
+// comes in handles. When a request fits nowhere, whole free handles are mapped anew after another free block. The only
 // unusable memory is then the free part of partly used handles. A handle that moves away leaves a gap between two such
 // parts; a later request that misses few bytes there fills the gap and uses both.
 //
@@ -29,9 +29,9 @@ namespace {
 // 20 MiB, the driver's time fell by 6 %, but a few small blocks kept these from large requests when memory was short.
 constexpr Bytes kLargestHandle = 64_MiB;
 
-// A free block gives its handles away only if at most a quarter of it stays behind in partly used ones: the next
+// A free block gives its handles away only if at most a quarter of it stays in partly used ones: the next
 // request of the block's size needs it whole. The bound is lifted when memory is short.
-constexpr Bytes kMostLeftBehind = 4;  ///< of a block's size, as a divisor
+constexpr Bytes kMostLeft = 4;  ///< of a block's size, as a divisor
 
 // Addresses cost nothing: twice the device's memory leaves room to move pieces up before the old addresses are free.
 constexpr Bytes kAddressesPerMemory = 2;
@@ -83,7 +83,7 @@ class VmmSupply final : public Supply {
   Bytes granularity() const { return device_.granularity(); }
   Block* add_range(const Request& request, Bytes least);
   Place find_place(const Request& request, Bytes wanted);
-  /// Unmapped addresses, at least `most` bytes, behind the largest free block with enough of them.
+  /// Unmapped addresses, at least `most` bytes, after the largest free block with enough of them.
   Block* find_room(const Request& request, Bytes most);
   template <class Visit>
   void for_each_piece(Pool& pool, Visit visit);
@@ -261,7 +261,7 @@ std::vector<Piece> VmmSupply::choose_pieces(const Request& request, const Place&
     std::unordered_map<const Block*, Bytes> whole;
     for (const Piece& piece : found) whole[piece.block] += piece.mapping.size;
     const auto leaves_much = [&](const Piece& piece) {
-      return piece.block->size - whole[piece.block] > piece.block->size / kMostLeftBehind;
+      return piece.block->size - whole[piece.block] > piece.block->size / kMostLeft;
     };
     found.erase(std::remove_if(found.begin(), found.end(), leaves_much), found.end());
   }

@@ -1,4 +1,4 @@
-// One CUDA device behind the port.
+// One CUDA device, as device.hpp asks of a device.
 //
 // Makes driver calls only, each inside the device's primary context, which torch uses too. So a call may come from any
 // thread, with any current device, and leaves the CUDA runtime's last error alone. Each call is made in relaxed capture

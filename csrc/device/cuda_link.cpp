@@ -177,7 +177,7 @@ bool CudaLink::is_capturing(Stream stream) noexcept {
 
 void* CudaLink::pin(std::size_t size) noexcept {
   void* memory = nullptr;
-  // A failed call of the driver leaves no error behind, unlike the runtime's.
+  // After a failed call of the driver no later call returns its error, unlike the runtime's.
   const CUresult status = inside([&] { return driver_.cuMemHostAlloc(&memory, size, CU_MEMHOSTALLOC_PORTABLE); });
   return status == CUDA_SUCCESS ? memory : nullptr;
 }

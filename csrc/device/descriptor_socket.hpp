@@ -1,6 +1,6 @@
 // File descriptors handed to other processes over a socket. The kernel's own way, pidfd_getfd, needs the right to trace
-// the owner: a child lacks it under Yama's default, and every process in Docker's. The socket and the thread behind it
-// begin with the first offer.
+// the owner: a child lacks it under Yama's default, and every process in Docker's. The socket and its thread begin
+// with the first offer.
 #pragma once
 
 #include "device/process.hpp"

@@ -23,7 +23,7 @@ constexpr Bytes kSegmentAlignment = Bytes{2} << 20;  // of cudaMalloc's segments
 
 bool is_given_back(Action action) { return action == Action::kSegmentFree || action == Action::kSegmentUnmap; }
 
-/// A free block of the large pool has more than 1 MiB: a smaller gap behind a block in use belongs to this block.
+/// A free block of the large pool has more than 1 MiB: a smaller gap after a block in use belongs to this block.
 SegmentInfo with_slack(SegmentInfo segment) {
   if (segment.kind == PoolKind::kSmall) return segment;
   for (std::size_t i = 0; i < segment.blocks.size(); ++i) {

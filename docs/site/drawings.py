@@ -144,7 +144,7 @@ def segments() -> str:
         note(
             10,
             160,
-            "pyactcomp: whole free handles are mapped behind each other, at addresses that cost nothing",
+            "pyactcomp: whole free handles are mapped one after another, at addresses that cost nothing",
             color=INK,
         ),
     ]

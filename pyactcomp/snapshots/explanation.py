@@ -69,8 +69,7 @@ class Crossing:
     oldest
         The step of the oldest block, from 1.
     steps
-        The number of different steps the blocks are from: if this is nearly all steps, each step leaves something
-        behind.
+        The number of different steps that made the blocks: nearly all steps if each of them leaks.
     """
 
     label: str
