@@ -203,8 +203,8 @@ __device__ __noinline__ void decode_carefully(const DecodeArguments& a, std::int
   }
 }
 
-/// Restores a full tile as if no group were flagged, and returns whether no group of the warp is. A check before would
-/// put the loads of the codes behind a branch on the parameters: twice the latency.
+/// Restores a full tile as if no group were flagged, and returns whether no group of the warp is. With a
+/// check before, the loads of the codes would wait for a branch on the parameters: twice the latency.
 ///
 /// A lane writes 16 consecutive bytes at a time, so a warp's store covers whole sectors. With eight float32 a lane,
 /// each store left half of every sector to the next store, and decode ran at 0.53 of the copy's rate.
@@ -252,7 +252,7 @@ constexpr int kBooleans = 32;
 
 /// Packs eight booleans; any nonzero byte is true.
 __device__ std::uint32_t pack_booleans(std::uint32_t first, std::uint32_t second) {
-  // One bit of each byte, then the sum of the bytes in the top one.
+  // Keep one bit of each byte, another in each; the product has the sum of the four bytes in its top byte.
   const std::uint32_t low = (__vcmpne4(first, 0) & 0x08040201u) * 0x01010101u >> 24;
   const std::uint32_t high = (__vcmpne4(second, 0) & 0x08040201u) * 0x01010101u >> 24;
   return low | high << 4;

@@ -25,7 +25,7 @@ enum class DType : std::int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBo
 enum class Encoding : std::int32_t {
   kCodes,           ///< codes of 8, 4 or 2 bits and the parameters of groups: kFloat32, kBFloat16, kFloat16
   kBooleans,        ///< one bit an element: kBool
-  kComparison,      ///< one bit an element, the answer to a comparison: every float
+  kComparison,      ///< one bit an element, the answer to a comparison: every dtype of floats
   kCast,            ///< the dtype `narrow`, which holds every value of the tensor: kFloat32, kFloat64
   kBFloat16,        ///< bfloat16; a finite value stays finite: kFloat32, kFloat64
   kFloat16,         ///< float16, saturating: kFloat32, kFloat64

@@ -75,7 +75,7 @@ struct CudaDriver {
   EventElapsedTime event_elapsed_time = nullptr;
   StreamCaptureInfo stream_capture_info = nullptr;  ///< null where the driver does not have it
   NodeDependencies node_dependencies = nullptr;     ///< likewise
-  bool virtual_memory = false;                      ///< all calls of virtual memory are there
+  bool virtual_memory = false;                      ///< the driver has all functions of virtual memory
   bool sharing = false;                             ///< and those that share virtual memory between processes
 };
 

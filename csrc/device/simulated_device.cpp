@@ -48,8 +48,8 @@ constexpr double kShareUs = 10;
 constexpr double kRecordUs = 0.19;
 constexpr double kQueryUs = 0.11;
 
-/// Linear in the logarithm of the size between two rows. Beyond the last row: several calls of the row's size, at least
-/// the time of one call.
+/// The time of a call in microseconds. Between two rows it is linear in the logarithm of the size; beyond the last row
+/// it grows with the size.
 template <std::size_t N>
 double cost(const Cost (&rows)[N], Bytes size) {
   const Cost* above = std::find_if(rows, rows + N, [size](const Cost& row) { return row.size >= size; });

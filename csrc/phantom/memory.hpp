@@ -99,7 +99,7 @@ inline Ledger& ledger() {
 
 inline c10::Device device() { return {c10::DeviceType::CUDA, 0}; }
 
-/// A block of the ledger, which a storage's pointer owns.
+/// A block of the ledger. The pointer of a storage owns it.
 class Block {
  public:
   explicit Block(std::int64_t size) : address_(ledger().take(size)), size_(size) {}

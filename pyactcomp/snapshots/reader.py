@@ -27,7 +27,8 @@ from .wrapped import unwrapped
 
 __all__ = ["DeviceTrace", "Frame", "Settings", "Snapshot", "read_snapshot"]
 
-_OF_ANY_FILE = 1 << 14  # lists and objects, however short the file
+# A file may have so many lists and objects, however short it is.
+_OF_ANY_FILE = 1 << 14
 _TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line (\d{1,9}), in ([^\n]+)')
 LIMIT = 1 << 62  # bytes; older versions write a larger number for no limit
 _Q, _I = array("q"), array("i")

@@ -26,7 +26,8 @@ _NAMED = 3
 # This share of the intervals must be within this factor of their median. On five recorded trainings, of random shapes,
 # with evaluation or offloading between, at least 92 % of the valleys' intervals are.
 _REGULAR_SHARE, _REGULAR_FACTOR = 0.6, 1.5
-# Setup and teardown, which reach far below and above a step's valley, are less than this share of a recording's events.
+# Setup and teardown have far fewer and far more live blocks than the valleys between steps. They are less than this
+# share of a recording's events.
 _UNUSUAL = 0.05
 _SAMPLES = 100_000
 # A loop with fewer allocations per turn is no training step.
