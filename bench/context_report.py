@@ -142,9 +142,10 @@ def draw(found: Panels, docs: Path) -> None:
     for axes in grid[:, 0]:
         axes.set_ylabel("tokens per second")
     first = next(row for methods in found.values() for own in methods.values() for row in own)
+    out = any(row["status"] == "oom" for methods in found.values() for own in methods.values() for row in own)
     figure.suptitle(
-        f"Long sequences on one card, {first['memory_gib']:g} GiB ({first['origin']['device']}); a cross is where a "
-        "method runs out of memory",
+        f"Long sequences within {first['memory_gib']:g} GiB of an {first['origin']['device']}"
+        + "; a cross is where a method runs out of memory" * out,
         color=INK, fontsize=11,
     )  # fmt: skip
     # Of plots without a line there is nothing to explain.
