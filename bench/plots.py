@@ -122,14 +122,14 @@ def allocator_timeline(lines: dict[str, list[int]], trace: str, path: Path) -> N
     share = [100 * i / (len(lines["requested"]) - 1) for i in range(len(lines["requested"]))]
     gib = {name: [value / GIB for value in values] for name, values in lines.items()}
     axes.fill_between(share, gib["requested"], color=MUTED, alpha=0.35, linewidth=0, label="requested")
-    for name in ("native", "pyactcomp"):
-        axes.plot(share, gib[name], color=ALLOCATORS[name], linewidth=1.6, label=f"reserved, {name}")
+    for name, owner in (("native", "PyTorch's allocator"), ("pyactcomp", "pyactcomp's")):
+        axes.plot(share, gib[name], color=ALLOCATORS[name], linewidth=1.6, label=f"reserved by {owner}")
     axes.set_ylim(0, 1.08 * max(gib["native"]))
     axes.set_xlim(0, 100)
     axes.set_xlabel("allocations and frees so far, %")
     axes.set_ylabel("GiB")
-    axes.legend(frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
-    axes.set_title(f"{trace}, replayed", loc="left", color=INK)
+    axes.legend(frameon=False, labelcolor=INK, loc="upper left", fontsize=9)
+    axes.set_title(f"Random sequence lengths ({trace}), a recorded training replayed", loc="left", color=INK)
     figure.tight_layout()
     save(figure, path)
 
