@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HIDDEN, SEQ = 256, 1024, 64
+NARROW = 64
 
 
 def perceptron(batch: int, seq: int = SEQ) -> tuple[nn.Module, Tensor, object]:
@@ -215,10 +216,14 @@ def fixed() -> tuple[nn.Module, Tensor]:
     return asking(4)
 
 
+# Samples of ``deep`` whose bytes, stored so, are more than the smallest window of a tape, 64 MiB.
+SAMPLES = {"int8": 81920, "lossless": 24576}
+
+
 def deep(batch: int) -> tuple[nn.Module, Tensor, object]:
-    """Store more than the smallest window of a tape, 64 MiB, in each mode: 16 times what a GELU takes."""
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
-    return nn.Sequential(layers, nn.Linear(WIDTH, 1)), torch.randn(batch, WIDTH), lambda out: out.square().mean()
+    """Store 16 times what a GELU takes. It is narrow: the bytes count, and a product would take the time."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(NARROW, NARROW), nn.GELU()) for _ in range(16)))
+    return nn.Sequential(layers, nn.Linear(NARROW, 1)), torch.randn(batch, NARROW), lambda out: out.square().mean()
 
 
 class _Groups(nn.Module):

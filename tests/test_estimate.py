@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from estimate_children import forked  # noqa: F401
 from torch import Tensor, nn
 
 import pyactcomp

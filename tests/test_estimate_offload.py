@@ -6,30 +6,38 @@ from pathlib import Path
 
 import estimate_models
 import pytest
+from estimate_children import forked  # noqa: F401
+from estimate_models import SAMPLES
 from offload_programs import Delayed, delayed_fixture, only  # noqa: F401
 
 import pyactcomp
 from pyactcomp.errors import PyactcompError
-from pyactcomp.estimate import Estimate
+from pyactcomp.estimate.result import ModeEstimate
 from pyactcomp.estimate.training import STEPS
 
 MODELS = Path(__file__).with_name("estimate_models.py")
-BATCH = 32768
-CODECS = ("int8", "lossless")
+BATCH = SAMPLES["int8"]
+CODECS = tuple(SAMPLES)
 
 
 @pytest.fixture(scope="module")
-def deep() -> Estimate:
-    modes = [*CODECS, *(f"{codec}+offload" for codec in CODECS), "int8+checkpoint", "int8+checkpoint+offload"]
-    return pyactcomp.estimate(f"{MODELS}:deep", batch=BATCH, modes=modes, gpu="4090")
+def deep() -> dict[str, ModeEstimate]:
+    modes = {"int8": ["int8", "int8+checkpoint"], "lossless": ["lossless"]}
+    found = [
+        pyactcomp.estimate(
+            f"{MODELS}:deep", batch=samples, modes=[*modes[codec], *(f"{m}+offload" for m in modes[codec])], gpu="4090"
+        )
+        for codec, samples in SAMPLES.items()
+    ]
+    return {each.mode: each for of_codec in found for each in of_codec.modes}
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_bytes_that_leave_and_bytes_pinned_are_those_of_a_tape_that_copies(
-    codec: str, deep: Estimate, delayed: Delayed
+    codec: str, deep: dict[str, ModeEstimate], delayed: Delayed
 ) -> None:
     delayed.use("early", window=0)
-    model, batch, loss = estimate_models.deep(BATCH)
+    model, batch, loss = estimate_models.deep(SAMPLES[codec])
     pyactcomp.compress(model, mode=codec, offload=1.0)
     left = []
     for _ in range(STEPS):
@@ -46,7 +54,7 @@ def test_bytes_that_leave_and_bytes_pinned_are_those_of_a_tape_that_copies(
 
 
 @pytest.mark.parametrize("mode", ["int8", "lossless", "int8+checkpoint"])
-def test_offload_lowers_the_peak_of_a_step_and_no_other_part(mode: str, deep: Estimate) -> None:
+def test_offload_lowers_the_peak_of_a_step_and_no_other_part(mode: str, deep: dict[str, ModeEstimate]) -> None:
     kept, offloaded = deep[mode], deep[f"{mode}+offload"]
     assert offloaded.peak_allocated < kept.peak_allocated
     for part in ("weights", "gradients", "optimizer", "inputs", "workspaces"):
@@ -59,7 +67,7 @@ def test_offload_without_stored_bytes_is_refused() -> None:
             pyactcomp.estimate(f"{MODELS}:deep", modes=[mode])
 
 
-def test_the_table_tells_the_pinned_memory_of_the_host(deep: Estimate) -> None:
+def test_the_table_tells_the_pinned_memory_of_the_host(deep: dict[str, ModeEstimate]) -> None:
     for name in ("typer", "rich"):
         pytest.importorskip(name)
     from typer.testing import CliRunner

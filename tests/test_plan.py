@@ -17,6 +17,7 @@ from typing import Any
 import plan_models
 import pytest
 import torch
+from estimate_children import forked  # noqa: F401
 from torch import nn
 
 import pyactcomp

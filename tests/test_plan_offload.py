@@ -13,6 +13,7 @@ import estimate_models
 import plan_models
 import pytest
 import torch
+from estimate_children import forked  # noqa: F401
 from offload_programs import DATA, KIB, WHEN, Delayed, Model, check_clean, delayed_fixture, only  # noqa: F401
 from torch import nn
 
@@ -94,7 +95,7 @@ def test_copies_of_a_session_offload_the_same_blocks(delayed: Delayed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_simulated_bytes_are_those_of_a_tape_that_copies(codec: Any, delayed: Delayed) -> None:
-    batch = 32768
+    batch = 2 * estimate_models.SAMPLES[codec]  # half of the blocks send what they store
     half = [codec if number % 2 else f"{codec}+offload" for number in range(16)]
     layouts = [_layout(codec, choices, "0") for choices in ([codec] * 16, half)]
     model, rows, loss = estimate_models.deep(batch)
