@@ -183,10 +183,9 @@ def tensor_parallel(rank: int, backend: str) -> dict[str, Any]:
 
 def tiled_mlp(rank: int, backend: str) -> dict[str, Any]:
     """Take one step of models whose MLPs run in tiles of tokens, under DDP and with sharded parameters."""
-    from test_fusions_tiles import OPTIONS, phi3
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from works_with_text import built, llama, text
+    from works_with_text import built, llama, phi3, text
 
     from pyactcomp.fusions.families.transformers import tiles
 
@@ -200,7 +199,7 @@ def tiled_mlp(rank: int, backend: str) -> dict[str, Any]:
         for wrapped in ("ddp", "fsdp2"):
             calls.clear()
             found = []
-            for options in (OPTIONS, None):
+            for options in ({"min_bytes": 0, "tile": 16}, None):
                 model = built(build).to(device)
                 if wrapped == "fsdp2":
                     for block in model.model.layers:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from functional_checks import EPS, assert_within, normal
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyactcomp.functional import linear_cross_entropy
 
@@ -94,3 +96,22 @@ def relative_errors(
         tuple(float((t.cpu().double() - e).norm() / e.norm()) for t in pair)
         for *pair, e in zip(ours, torchs, exact, strict=True)
     ]
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for part in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(part, Tensor):
+                self.numel = max(self.numel, part.numel())
+        return out
+
+
+def largest_numel(compute: Callable[[], Tensor]) -> int:
+    with Largest() as mode:
+        compute().backward()
+    return mode.numel

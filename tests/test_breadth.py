@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-import torch
+from breadth_checks import quietly  # noqa: F401
 
 import pyactcomp
-from bench.breadth_measure import DROPOUT, MIN_BYTES, differing, error, gradients, quiet
+from bench.breadth_measure import DROPOUT, MIN_BYTES, differing, error, gradients
 from bench.breadth_models import Pair, build
 from bench.breadth_report import LIMIT
 
@@ -45,18 +43,6 @@ CASES = [
     )
     for pair in PAIRS
 ]
-
-
-@pytest.fixture(autouse=True)
-def quietly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no library look for files elsewhere, nor fail a test by what it warns of; use one thread."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings():
-        quiet()
-        yield
-    torch.set_num_threads(threads)
 
 
 def test_there_are_forty_architectures() -> None:

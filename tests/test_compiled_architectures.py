@@ -6,11 +6,9 @@ from importlib.util import find_spec
 
 import compiled_architectures
 import pytest
-from test_breadth import quietly
+from breadth_checks import quietly  # noqa: F401
 
 from bench.breadth_models import Pair
-
-__all__ = ["quietly"]
 
 PAIRS = [
     Pair("transformers", "llama", "CAUSAL_LM"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compiled_graphs import Block, Llama
+from compiled_blocks import Block, Llama
 from torch import Tensor, nn
 
 import pyactcomp

@@ -16,23 +16,13 @@ from snapshot_cases import BASE, block, content, event, segment, write
 for _name in ("typer", "rich"):
     pytest.importorskip(_name)
 
-from click.testing import Result  # noqa: E402
+from explain_cli_checks import run, said  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from pyactcomp.cli.commands import app  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def run(*arguments: object) -> Result:
-    # Wide enough that no table is folded.
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["explain", *map(str, arguments)])
-
-
-def said(ran: Result) -> str:
-    """Return an error without its box."""
-    return " ".join(ran.output.replace("│", " ").split())
 
 
 def devices(tmp_path: Path, *traces: list[dict[str, Any]], **others: Any) -> Path:

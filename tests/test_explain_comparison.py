@@ -19,7 +19,7 @@ for _name in ("typer", "rich"):
     pytest.importorskip(_name)
 
 from click.testing import Result  # noqa: E402
-from test_explain_cli import run, said  # noqa: E402
+from explain_cli_checks import run, said  # noqa: E402
 
 PUBLISHED = Path(__file__).parent / "data" / "published"
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from child_pytest import run_cases
 from functional_checks import normal, saved_by
-from head_checks import check, inputs, relative_errors
+from head_checks import Largest, check, inputs, largest_numel, relative_errors
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyactcomp.errors import PyactcompError
 from pyactcomp.functional.head.linear_cross_entropy import RowLoss, linear_cross_entropy
@@ -143,23 +142,6 @@ def test_autocast_casts_as_torch() -> None:
     for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(torchs, leaves), strict=True):
         assert a.dtype is torch.float32
         assert float((a - b).norm() / b.norm()) <= torch.finfo(torch.bfloat16).eps / 2
-
-
-class Largest(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for part in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(part, Tensor):
-                self.numel = max(self.numel, part.numel())
-        return out
-
-
-def largest_numel(compute: Callable[[], Tensor]) -> int:
-    with Largest() as mode:
-        compute().backward()
-    return mode.numel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

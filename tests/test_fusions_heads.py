@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_functional_head import largest_numel
+from head_checks import largest_numel
 from torch import Tensor, nn
 from works_with_text import transformers
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from functional_checks import Passing, normal
 from live_bytes import LiveBytes
-from test_fusions_transformers import SIZES, WIDTH, qwen3
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from works_with import GRADIENT_BOUND, relative_error
-from works_with_text import BATCH, LENGTH, VOCABULARY, built, llama, step, text, transformers
+from works_with_text import BATCH, LENGTH, MORE, WIDTH, built, llama, phi3, qwen3, step, text, transformers
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
@@ -24,17 +23,11 @@ from pyactcomp.fusions.families.transformers import tiles as tiled
 
 TILE = 16
 OPTIONS: dict[str, Any] = {"min_bytes": 0, "tile": TILE}
-MORE = {**SIZES, "vocab_size": VOCABULARY, "intermediate_size": 192}
 
 
 def gemma(attention: str) -> nn.Module:
     config = transformers.GemmaConfig(**MORE, head_dim=16, num_key_value_heads=2, attn_implementation=attention)
     return transformers.GemmaForCausalLM(config)
-
-
-def phi3(attention: str) -> nn.Module:
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**MORE, **tokens, attn_implementation=attention))
 
 
 BUILDERS = [llama, qwen3, gemma, phi3]

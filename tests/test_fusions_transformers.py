@@ -15,7 +15,7 @@ import torch
 from functional_checks import normal
 from torch import Tensor, nn
 from works_with import GRADIENT_BOUND, relative_error
-from works_with_text import BATCH, LENGTH, VOCABULARY, built, gpt2, llama, step, transformers
+from works_with_text import BATCH, LENGTH, SIZES, VOCABULARY, WIDTH, built, gpt2, llama, qwen3, step, transformers
 
 import pyactcomp
 from pyactcomp.config import Config
@@ -28,26 +28,11 @@ from pyactcomp.fusions.tampering import tampering_reason
 
 INT8 = Config(min_bytes=0)
 LOSSLESS = Config(mode="lossless", min_bytes=0)
-WIDTH = 64
-SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def bert(attention: str) -> nn.Module:
     return transformers.BertForMaskedLM(
         transformers.BertConfig(**SIZES, vocab_size=VOCABULARY, intermediate_size=256, attn_implementation=attention)
-    )
-
-
-def qwen3(attention: str) -> nn.Module:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            **SIZES,
-            vocab_size=VOCABULARY,
-            intermediate_size=192,
-            num_key_value_heads=2,
-            head_dim=16,
-            attn_implementation=attention,
-        )
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from observer_checks import leaf, library
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -21,15 +22,8 @@ import pyactcomp
 from pyactcomp.cli import examine
 from pyactcomp.engine.packing import Packing
 from pyactcomp.readers.forms import AS_CODES, ITSELF, POSITIVE, PROBABILITY, Form, Reading
-from pyactcomp.readers.observer import Observer, observer
+from pyactcomp.readers.observer import Observer
 from pyactcomp.torch_private import extensions
-
-
-def library() -> Observer:
-    built, reason = extensions.load("_observer")
-    if built is None:
-        pytest.skip(f"needs the observer: {reason}")
-    return observer()
 
 
 @pytest.fixture
@@ -61,10 +55,6 @@ def named(call: Callable[[], object]) -> list[tuple[str, str]]:
     with saves(library()) as seen:
         call()
     return [(reading.operator, reading.operand) for _, reading in seen if reading is not None]
-
-
-def leaf(*shape: int) -> Tensor:
-    return (torch.rand(*shape) + 0.5).requires_grad_()
 
 
 def distance(got: list[Tensor], exact: list[Tensor]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_observer import leaf, library
+from observer_checks import leaf, library
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -13,6 +13,9 @@ transformers = pytest.importorskip("transformers", reason="Hugging Face transfor
 
 VOCABULARY = 128
 BATCH, LENGTH = 4, 32
+WIDTH = 64
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+MORE = {**SIZES, "vocab_size": VOCABULARY, "intermediate_size": 192}
 
 Inputs = dict[str, torch.Tensor]
 
@@ -46,6 +49,24 @@ def llama(attention: str) -> nn.Module:
             attn_implementation=attention,
         )
     )
+
+
+def qwen3(attention: str) -> nn.Module:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SIZES,
+            vocab_size=VOCABULARY,
+            intermediate_size=192,
+            num_key_value_heads=2,
+            head_dim=16,
+            attn_implementation=attention,
+        )
+    )
+
+
+def phi3(attention: str) -> nn.Module:
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**MORE, **tokens, attn_implementation=attention))
 
 
 def built(build: Callable[[str], nn.Module], attention: str = "sdpa") -> nn.Module:
