@@ -17,6 +17,7 @@ from pyactcomp.errors import PyactcompError
 from pyactcomp.functional.head.linear_cross_entropy import RowLoss, linear_cross_entropy
 
 
+@pytest.mark.slow
 def test_compiled_kernel() -> None:
     run_cases("head_ptx_cases.py", interpret=False)
 
