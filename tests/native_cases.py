@@ -50,6 +50,8 @@ CASES = {
     "huge": lambda n: _normal(n) * 2.0**120,
     "around_the_largest": lambda n: _normal(n).clamp(-1, 1) * 2.0**126,
     "beyond_the_largest": lambda n: _normal(n).clamp(-1, 1) * 3e38,
+    # Steps down and up from here are beyond float16, whose finite values stay finite.
+    "largest_of_float16": lambda n: _normal(n).clamp(-1, 1) * 65504,
     "subnormal": lambda n: _normal(n) * 1e-41,
     "smallest_step": _subnormal_and_smallest_step,
     "specials": _with_specials,
