@@ -72,7 +72,7 @@ wheel: $(VENV)/package $(VENV)/tools $(VENV)/wheel
 	  rm -rf build/lib* build/bdist*; PAC_CUDA=ON $(PIP_COMMAND) wheel --no-deps --no-build-isolation --wheel-dir dist .; \
 	fi
 	$(RUN) -m twine check --strict dist/*
-	$(RUN) -m pytest -q tests/test_wheel.py
+	$(PYTEST) -q tests/test_wheel.py
 	ls -l dist
 
 bench: $(VENV)/package

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,9 +24,10 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
-# In a process of its own: it imports this tree's package, with the module that was just built beside it.
+# In a process of its own: it imports this tree's package, with the module that was just built beside it. What a command
+# has compiled of the same sources is kept: the editable installation and both wheels have the same libraries.
 BUILD_FOR_TORCH = """
-import pathlib, sys
+import hashlib, pathlib, shutil, sys
 name, root, output, package = sys.argv[1], *map(pathlib.Path, sys.argv[2:])
 sys.path.insert(0, str(root))
 try:
@@ -33,10 +35,19 @@ try:
     pyactcomp.__path__.append(str(output))
     from pyactcomp.torch_private import extensions
     from pyactcomp.allocator.build import build_torch_allocator
-    if name == "_torch_allocator":
-        build_torch_allocator(package / "torch_libraries", source=root / "csrc")
+    source = root / "csrc"
+    command = " ".join(extensions.compile_command(name, source))
+    kept = root / "build" / "torch_libraries" / hashlib.sha256(command.encode()).hexdigest()[:12]
+    found = list(kept.glob(f"{extensions.folder_of(name, source)}/{name}.*"))
+    if found:
+        [module] = found
+    elif name == "_torch_allocator":
+        module = build_torch_allocator(kept, source=source)
     else:
-        extensions.build(name, package / "torch_libraries", source=root / "csrc")
+        module = extensions.build(name, kept, source=source)
+    folder = package / "torch_libraries" / module.parent.name
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(module, folder / module.name)
 except Exception as error:
     sys.exit(str(error))
 """
@@ -79,14 +90,18 @@ def _readme() -> str:
 
 
 class CMakeBuild(build_ext):
-    """Configures and builds in ``build/<interpreter>-<cuda>``, which later builds reuse."""
+    """Configures and builds in ``build/<interpreter>-<cuda>``, which later builds reuse.
+
+    A build that finds nvcc by itself has the folder of one that was told to: their objects are the same.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         cuda = os.environ.get("PAC_CUDA", "AUTO")
-        build = ROOT / "build" / f"{sys.implementation.cache_tag}-{cuda.lower()}"
+        kernels = {"AUTO": "on" if os.environ.get("CUDACXX") or shutil.which("nvcc") else "off"}.get(cuda, cuda.lower())
+        build = ROOT / "build" / f"{sys.implementation.cache_tag}-{kernels}"
         ninja = _tool("ninja")
         configure = [
             _tool("cmake"),
@@ -104,11 +119,18 @@ class CMakeBuild(build_ext):
         subprocess.run([_tool("cmake"), "--build", str(build)], check=True)
         # An editable install copies back only the extensions that setuptools knows, so there it goes where it stays.
         package = ROOT / "pyactcomp" if self.editable_mode else output
-        for name in ("_torch_allocator", "_observer", "_phantom"):
+
+        def build_for_torch(name: str) -> str:
             library = [sys.executable, "-c", BUILD_FOR_TORCH, name, str(ROOT), str(output), str(package)]
             done = subprocess.run(library, stderr=subprocess.PIPE, text=True, env=_seeing_torch())
-            if done.returncode != 0:
-                self.warn(f"pyactcomp.{name} was not built, and its first use will try: {done.stderr.strip()}")
+            return done.stderr.strip() if done.returncode != 0 else ""
+
+        # Each takes half a minute of one core and a gigabyte.
+        names = ("_observer", "_phantom", "_torch_allocator")
+        with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+            for name, failed in zip(names, pool.map(build_for_torch, names), strict=True):
+                if failed:
+                    self.warn(f"pyactcomp.{name} was not built, and its first use will try: {failed}")
 
 
 class BuildWithSources(build_py):

@@ -219,6 +219,11 @@ def _digest(name: str, source: Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
+def folder_of(name: str, source: Path | None = None) -> str:
+    """Return the name of the folder of a library for the running torch."""
+    return f"{torch.__version__}-{_digest(name, source)}"
+
+
 @contextlib.contextmanager
 def _one_process(place: Path) -> Iterator[None]:
     """Let one process at a time into the block, where the file system has locks."""
@@ -262,7 +267,7 @@ def build(
     """
     library = LIBRARIES[name]
     command = compile_command(name, source, headers)
-    target = (directory or _place()) / f"{torch.__version__}-{_digest(name, source)}"
+    target = (directory or _place()) / folder_of(name, source)
     target.mkdir(parents=True, exist_ok=True)
     module = target / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     with tempfile.TemporaryDirectory(dir=target) as scratch:
