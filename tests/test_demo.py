@@ -35,7 +35,7 @@ def command() -> ModuleType:
 @pytest.fixture(scope="module")
 def result() -> demo.Result:
     """Return a run with activations twice the smallest size that is compressed."""
-    return demo.run(demo.Config(CPU, width=64, depth=2, heads=2, sequence=128, batch=8, steps=60, learning_rate=2e-3))
+    return demo.run(demo.Config(CPU, width=64, depth=2, heads=2, sequence=128, batch=8, steps=40, learning_rate=2e-3))
 
 
 def test_demo_int8_loss_is_within_two_hundredths_of_plain(result: demo.Result) -> None:
