@@ -6,7 +6,9 @@ import functools
 import importlib
 import itertools
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +255,17 @@ def test_the_rule_knows_every_function_of_the_package() -> None:
     # Of a loss: one number.
     own.remove("pyactcomp.functional.head.linear_cross_entropy._LinearCrossEntropy")
     assert own == {name for name in rule.FUNCTION_KINDS if name.startswith("pyactcomp.")}
+
+
+def test_the_rule_knows_every_function_of_the_library() -> None:
+    """Otherwise what reads the function's result is kept, for want of a layer that made it."""
+    sources = (Path(__file__).parents[1] / "csrc" / "functions").glob("*.hpp")
+    names = [
+        name for path in sources for name in re.findall(r"struct (\w+) : torch::autograd::Function<", path.read_text())
+    ]
+    assert "BatchNorm" in names
+    kinds = {name: rule.kind_of_node(f"torch::autograd::CppNode<pac::functions::{name}>") for name in names}
+    assert [name for name, kind in kinds.items() if kind is rule.Kind.OTHER] == []
 
 
 def test_a_models_operands_take_the_forms_that_the_rule_says() -> None:

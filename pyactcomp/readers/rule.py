@@ -122,7 +122,8 @@ _NODE = re.compile(r"(\w+?)Backward\d*")
 _BY_NODE = {name.replace("_", ""): kind for name, kind in KINDS.items()}
 _OWN_NODES = {
     f"torch::autograd::CppNode<pac::functions::{name}>": kind
-    for name, kind in (("Dropout", Kind.ACTIVATES), ("Gelu", Kind.ACTIVATES), ("Norm", Kind.LAYER))
+    for kind, names in ((Kind.ACTIVATES, "Dropout Gelu"), (Kind.LAYER, "Norm BatchNorm"))
+    for name in names.split()
 }
 """What this package's autograd functions in C++ do (csrc/functions)."""
 
