@@ -56,62 +56,63 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         asked = dataclasses.replace(question, batch=batch, seq=seq)
-        _write(answers, _in_forks(native, build, asked, mode, operators))
+        _run(native, build, asked, mode, operators, answers)
 
 
 @dataclasses.dataclass
-class _Run:
-    """What a run of a mode answered, the events of memory until then, and the last boolean that was true, or None."""
+class _Raised:
+    """An error of the program's own: its words, the events of memory until then, and the last true boolean, if any."""
 
-    answer: tuple[str, Any]
-    events: int = 0
-    last_true: int | None = None
+    said: str
+    events: int
+    last_true: int | None
 
 
-def _in_forks(native: Any, build: Any, asked: Question, mode: Any, operators: Operators) -> tuple[str, Any]:
-    """Run a mode in a fork and return its answer.
+def _run(native: Any, build: Any, asked: Question, mode: Any, operators: Operators, answers: BinaryIO) -> None:
+    """Run a mode in a fork, which writes its answer.
 
     A program that raises may have asked whether something is wrong, such as a label out of range: then the last boolean
     should have been false, and another fork reads it so. If it gets no further, the error is the program's own.
     """
     denied: set[int] = set()
-    furthest = _in_fork(native, build, asked, mode, operators, denied)
-    while furthest.last_true is not None and len(denied) < _MOST_DENIED:
+    raised = furthest = _in_fork(native, build, asked, mode, operators, answers, denied)
+    while furthest is not None and furthest.last_true is not None and len(denied) < _MOST_DENIED:
         denied.add(furthest.last_true)
-        run = _in_fork(native, build, asked, mode, operators, denied)
-        if run.answer[0] != "raised":
-            return run.answer
-        if run.events <= furthest.events:
+        raised = _in_fork(native, build, asked, mode, operators, answers, denied)
+        if raised is None or raised.events <= furthest.events:
             break
-        furthest = run
-    kind, found = furthest.answer
-    return ("refused" if kind == "raised" else kind), found
+        furthest = raised
+    if raised is not None and furthest is not None:
+        _write(answers, ("refused", furthest.said))
 
 
-def _in_fork(native: Any, build: Any, asked: Question, mode: Any, operators: Operators, denied: set[int]) -> _Run:
+def _in_fork(
+    native: Any, build: Any, asked: Question, mode: Any, operators: Operators, answers: BinaryIO, denied: set[int]
+) -> _Raised | None:
+    """Return the error if the program raised one, else None: the answer is written."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         _end_with_parent()
         native.deny(denied)
-        answer = _answer(native, build, asked, mode, operators)
-        run = _Run(answer)
-        if answer[0] == "raised":
+        kind, found = _answer(native, build, asked, mode, operators)
+        if kind == "raised":
             true = [each for each in range(native.answers()) if each not in denied]
-            run = _Run(answer, native.count(), true[-1] if true else None)
-        with open(writing, "wb") as answers:
-            pickle.dump(run, answers)
+            with open(writing, "wb") as told:
+                pickle.dump(_Raised(found, native.count(), true[-1] if true else None), told)
+        else:
+            _write(answers, (kind, found))
         sys.stderr.flush()
         os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as answers:
-        told = answers.read()
+    with open(reading, "rb") as told:
+        error = told.read()
     _, status = os.waitpid(process, 0)
     if status != 0:
-        return _Run(("failed", f"the process of mode {mode} ended with status {status}"))
-    run = pickle.loads(told)
-    assert isinstance(run, _Run)
-    return run
+        _write(answers, ("failed", f"the process of mode {mode} ended with status {status}"))
+    raised = pickle.loads(error) if error and status == 0 else None
+    assert raised is None or isinstance(raised, _Raised)
+    return raised
 
 
 def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Operators) -> tuple[str, Any]:
