@@ -176,11 +176,11 @@ struct Stored {
   bool written_over = false;  ///< whether it is autograd's copy of what an operator in place has written over since
   Stored() {
     ++counts().alive;
-    if (newest) {
-      before_ = newest;
-      after_ = newest->after_;
+    if (newest_) {
+      before_ = newest_;
+      after_ = newest_->after_;
     }
-    before_->after_ = after_->before_ = newest = this;
+    before_->after_ = after_->before_ = newest_ = this;
   }
   Stored(const Stored&) = delete;
   Stored& operator=(const Stored&) = delete;
@@ -189,7 +189,7 @@ struct Stored {
     --counts().alive;
     before_->after_ = after_;
     after_->before_ = before_;
-    if (newest == this) newest = before_ == this ? nullptr : before_;
+    if (newest_ == this) newest_ = before_ == this ? nullptr : before_;
   }
   /// Return a tensor with the values, layout, dtype and device of the saved one.
   virtual at::Tensor restore() = 0;
@@ -209,15 +209,17 @@ struct Stored {
   /// Return all that are alive.
   static Ref all() {
     Ref found = checked(PyList_New(0));
-    const Stored* each = newest;
+    if (!newest_) return found;
+    const Stored* each = newest_;
     do {
-      if (each && each->is_whole() && PyList_Append(found.get(), each->self) != 0) throw PythonError();
-    } while (each && (each = each->before_) != newest);
+      if (each->is_whole() && PyList_Append(found.get(), each->self) != 0) throw PythonError();
+      each = each->before_;
+    } while (each != newest_);
     return found;
   }
 
  private:
-  static inline Stored* newest = nullptr;
+  static inline Stored* newest_ = nullptr;
   Stored *before_ = this, *after_ = this;
   std::shared_ptr<Stored*> handle_;
 };
