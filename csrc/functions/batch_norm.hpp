@@ -169,12 +169,10 @@ inline PyMethodDef batch_norm_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-/// Add the class to the module.
 inline void add_batch_norm(PyObject* module) {
-  PyTypeObject* const type = engine::class_of<BatchNormBody>("pyactcomp._observer.BatchNorm",
-                                                             "The kernels of a batch norm, and its autograd function.",
-                                                             nullptr, batch_norm_init, batch_norm_methods, nullptr);
-  if (PyModule_AddType(module, type) != 0) throw engine::PythonError();
+  add_kernels<BatchNormBody>(module, "pyactcomp._observer.BatchNorm",
+                             "The kernels of a batch norm, and its autograd function.", batch_norm_init,
+                             batch_norm_methods);
 }
 
 }  // namespace pac::functions

@@ -132,4 +132,12 @@ struct KernelsBody {
   std::shared_ptr<Kind> kernels;
 };
 
+/// Add the class of such objects to the module.
+template <class Body>
+void add_kernels(PyObject* module, const char* name, const char* doc, initproc init, PyMethodDef* methods) {
+  if (PyModule_AddType(module, engine::class_of<Body>(name, doc, nullptr, init, methods, nullptr)) != 0) {
+    throw engine::PythonError();
+  }
+}
+
 }  // namespace pac::functions

@@ -170,12 +170,9 @@ inline PyMethodDef gelu_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-/// Add the class to the module.
 inline void add_gelu(PyObject* module) {
-  PyTypeObject* const type =
-      engine::class_of<GeluBody>("pyactcomp._observer.Gelu", "The kernels of GELU, and its autograd function.", nullptr,
-                                 gelu_init, gelu_methods, nullptr);
-  if (PyModule_AddType(module, type) != 0) throw engine::PythonError();
+  add_kernels<GeluBody>(module, "pyactcomp._observer.Gelu", "The kernels of GELU, and its autograd function.",
+                        gelu_init, gelu_methods);
 }
 
 }  // namespace pac::functions

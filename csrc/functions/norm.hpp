@@ -239,12 +239,9 @@ inline PyMethodDef norm_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-/// Add the class to the module.
 inline void add_norm(PyObject* module) {
-  PyTypeObject* const type = engine::class_of<NormBody>("pyactcomp._observer.Norm",
-                                                        "The kernels of a norm of rows, and its autograd function.",
-                                                        nullptr, norm_init, norm_methods, nullptr);
-  if (PyModule_AddType(module, type) != 0) throw engine::PythonError();
+  add_kernels<NormBody>(module, "pyactcomp._observer.Norm", "The kernels of a norm of rows, and its autograd function.",
+                        norm_init, norm_methods);
 }
 
 }  // namespace pac::functions

@@ -117,10 +117,8 @@ class _Form(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def batch_norm_of(channels: int, itemsize: int, how: Saving) -> BatchNormKernels | None:
-    """Return the kernels of a batch norm of elements of ``itemsize`` bytes, or None of codes that they do not write."""
-    if how.bits != 8 or channels % how.group_size != 0:
-        return None
+def batch_norm_of(channels: int, itemsize: int, how: Saving) -> BatchNormKernels:
+    """Return the kernels of a batch norm of elements of ``itemsize`` bytes, with 8-bit codes of whole groups."""
     form = _Form(channels, itemsize, how.group_size, how.stochastic)
     planner, restore = functools.partial(_plan, form), functools.partial(_restored, how)
     tiling, keys = (form.width, form.blocks, form.rows), (*how.keys, *how.second().keys)

@@ -40,9 +40,6 @@ def _normalise(
     norm: nn.BatchNorm2d, x: Tensor, codes: Codes, *, relu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
     """Apply a batch norm in training mode, with the module's update of running statistics."""
-    made = _by_kernels(norm, x, codes, relu, residual)
-    if made is not None:
-        return made
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
     few = x.numel() < _GROUPS_PER_CHANNEL * codes.group_size * norm.num_features
     if few or x.shape[1] != norm.num_features or not of_one_dtype(x, *parameters, mixed=True):
@@ -56,6 +53,12 @@ def _normalise(
         if momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
     momentum = 0.0 if momentum is None else momentum
+    # Without the questions of `batch_norm` where nothing unusual surrounds the call.
+    kernels = _kernels(norm, x, codes) if observer().is_ordinary() and x.requires_grad else None
+    if kernels is not None:
+        made = kernels.apply_where_served(x, residual, norm.weight, norm.bias, *running, momentum, norm.eps, relu)
+        if made is not None:
+            return made
     return batch_norm(
         x, *running, norm.weight, norm.bias, momentum, norm.eps, relu=relu, residual=residual, codes=codes
     )
@@ -64,19 +67,6 @@ def _normalise(
 def _running(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
     """Return the running statistics that a norm updates."""
     return (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
-
-
-def _by_kernels(norm: nn.BatchNorm2d, x: Tensor, codes: Codes, relu: bool, residual: Tensor | None) -> Tensor | None:
-    """Return the same where kernels serve the norm, and nothing unusual surrounds the call."""
-    kernels = _kernels(norm, x, codes) if observer().is_ordinary() and x.requires_grad else None
-    momentum = norm.momentum
-    if kernels is None or momentum is None or x.numel() < _GROUPS_PER_CHANNEL * codes.group_size * norm.num_features:
-        return None
-    running = _running(norm)
-    made = kernels.apply_where_served(x, residual, norm.weight, norm.bias, *running, momentum, norm.eps, relu)
-    if made is not None and norm.track_running_stats and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    return made
 
 
 def _kernels(norm: nn.BatchNorm2d, x: Tensor, codes: Codes) -> BatchNormKernels | None:
