@@ -6,6 +6,8 @@ SHELL := bash
 
 # Hundreds of processes, most of them tests, import the package: none of them should compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
+# For the libraries for torch, too, which a user's compiler builds without: a later one may warn of more.
+export CXXFLAGS += -Werror
 
 PYTHON ?= python3
 VENV := .venv

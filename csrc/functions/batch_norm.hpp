@@ -25,7 +25,7 @@ struct BatchNormCall : FusedCall {
 
 /// The autograd function. Its backward has no derivative.
 struct BatchNorm : torch::autograd::Function<BatchNorm> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const MaybeTensor&, const MaybeTensor&,
+  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const MaybeTensor&, const MaybeTensor&,
                             const MaybeTensor&, const c10::intrusive_ptr<BatchNormCall>& call) {
     context->set_materialize_grads(false);
     const auto saved = call->kernels->forward(call->of, call->now);

@@ -40,7 +40,7 @@ class BatchNormKernels : public Kernels {
     const at::Tensor& x = of.x;
     // A tile may not straddle a multiple of 2**32, where the high half of an element's index changes.
     constexpr std::int64_t kMost = std::int64_t{1} << 32;
-    if (x.dim() != 4 || x.size(1) != channels || x.element_size() != static_cast<size_t>(element_size)) return false;
+    if (x.dim() != 4 || x.size(1) != channels || x.element_size() != element_size) return false;
     if ((stochastic && x.numel() > kMost) || !is_channels_last(x) || !serves(x)) return false;
     if (const at::Tensor& residual = of.residual; residual.defined()) {
       const bool alike = residual.scalar_type() == x.scalar_type() && residual.device() == x.device();

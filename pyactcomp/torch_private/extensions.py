@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -312,6 +313,8 @@ def compile_command(
 ) -> list[str]:
     """Return the compiler command for a library's sources, without link options and output.
 
+    It has the options of ``CXXFLAGS``.
+
     Parameters
     ----------
     name, source, headers
@@ -354,6 +357,7 @@ def compile_command(
         # Without NDEBUG torch's classes have other members.
         *("-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
         *("-Wall", "-Wextra", "-Wconversion", "-Wshadow"),
+        *shlex.split(os.environ.get("CXXFLAGS", "")),
         # Messages show file paths relative to the repository.
         f"-ffile-prefix-map={source.parent}/=",
         f'-DPAC_BUILT_FOR="{release}"',
