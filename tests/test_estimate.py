@@ -426,6 +426,24 @@ def test_cells_of_recurrent_layers_run(name: str, gates: int, kept: int) -> None
     assert found.activations >= 8 * 4 * BATCH * WIDTH * (kept + 1)
 
 
+def test_modes_share_the_imports_of_a_function_that_builds_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "layers_of_mine.py").write_text(
+        "import os\nfrom torch import nn\n"
+        "with open(os.path.join(os.path.dirname(__file__), 'imports'), 'a') as file:\n    file.write('again ')\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\ndef build(batch):\n    from layers_of_mine import nn\n"
+        "    return nn.Linear(8, 8), torch.ones(batch, 8), lambda out: out.sum()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    modes = ["plain", "lossless", "int8", "int8+offload"]
+    pyactcomp.estimate("mine:build", batch=4, modes=modes)
+    # The process of the first mode, and the one that it forked from: the others fork later.
+    assert (tmp_path / "imports").read_text().split() == ["again"] * 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_an_estimate_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     told = tmp_path / "processes"

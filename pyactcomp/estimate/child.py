@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import importlib
 import os
 import pickle
 import signal
@@ -30,7 +32,8 @@ def answer(native: Any, requests: BinaryIO, answers: BinaryIO) -> None:
     """Read a :class:`Question` and then (mode or Layout, batch, seq) until the end, and write an answer to each.
 
     An answer is ``("recorded", Recorded)``, ``("refused", str)`` or ``("failed", str)``, pickled. Each mode runs in a
-    fork: so it starts with the addresses, workspaces and classes of a fresh process, and modules are imported once.
+    fork: so it starts with the addresses, workspaces and classes of a fresh process. Modules are imported once: this
+    process imports what a fork did, before the next.
     """
     _end_with_parent()
     quiet()
@@ -68,6 +71,14 @@ class _Raised:
     last_true: int | None
 
 
+@dataclasses.dataclass
+class _Told:
+    """What a fork tells this process: the error if the program raised one, and the modules that it imported."""
+
+    raised: _Raised | None
+    imported: list[str]
+
+
 def _run(native: Any, build: Any, asked: Question, mode: Any, operators: Operators, answers: BinaryIO) -> None:
     """Run a mode in a fork, which writes its answer.
 
@@ -91,28 +102,35 @@ def _in_fork(
 ) -> _Raised | None:
     """Return the error if the program raised one, else None: the answer is written."""
     reading, writing = os.pipe()
+    known = set(sys.modules)
     process = os.fork()
     if process == 0:
         _end_with_parent()
         native.deny(denied)
         kind, found = _answer(native, build, asked, mode, operators)
+        raised = None
         if kind == "raised":
             true = [each for each in range(native.answers()) if each not in denied]
-            with open(writing, "wb") as told:
-                pickle.dump(_Raised(found, native.count(), true[-1] if true else None), told)
+            raised = _Raised(found, native.count(), true[-1] if true else None)
         else:
             _write(answers, (kind, found))
+        with open(writing, "wb") as telling:
+            pickle.dump(_Told(raised, [name for name in sys.modules if name not in known]), telling)
         sys.stderr.flush()
         os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as told:
-        error = told.read()
+    with open(reading, "rb") as telling:
+        said = telling.read()
     _, status = os.waitpid(process, 0)
     if status != 0:
         _write(answers, ("failed", f"the process of mode {mode} ended with status {status}"))
-    raised = pickle.loads(error) if error and status == 0 else None
-    assert raised is None or isinstance(raised, _Raised)
-    return raised
+        return None
+    told = pickle.loads(said)
+    assert isinstance(told, _Told)
+    for name in told.imported:
+        with contextlib.suppress(Exception):  # a module that the program made, or found by a path that it added
+            importlib.import_module(name)
+    return told.raised
 
 
 def _answer(native: Any, build: Any, asked: Question, mode: Any, operators: Operators) -> tuple[str, Any]:
