@@ -343,6 +343,8 @@ class _Validates(nn.Module):
             raise ValueError("a label is out of range")
         if not x.isfinite().all():
             raise ValueError("a value is not finite")
+        if not (labels >= 0).all().cpu() or max(labels.tolist()) >= 8:
+            raise ValueError("a label is out of range on the host")
         if self.wrong:
             raise ValueError("always")
         return nn.functional.cross_entropy(self.layer(x), labels)

@@ -315,6 +315,8 @@ def test_a_model_that_asks_whether_something_is_wrong_is_told_no() -> None:
     """And still yes where it asks whether all is well."""
     found = pyactcomp.estimate(f"{MODELS}:validating", batch=4, modes=["plain"], gpu="4090")["plain"]
     assert found.weights == (8 * WIDTH + 8 + 120) * 4  # the bias fills a block of 512 bytes
+    # In each of three steps two booleans by bool(), one by a copy, and the four labels by tolist().
+    assert "read 21 values on the host" in found.notes[0]
     with pytest.raises(pyactcomp.PyactcompError, match="always"):
         pyactcomp.estimate(f"{MODELS}:doomed", batch=4, modes=["plain"], gpu="4090")
 

@@ -104,10 +104,12 @@ inline at::Scalar value(const at::Tensor& self) {
   return at::isIntegralType(self.scalar_type(), false) ? at::Scalar(std::int64_t{0}) : at::Scalar(0.0);
 }
 
-/// A copy moves nothing; on the host there is memory, which must not stay uninitialised.
-inline at::Tensor& copy(at::Tensor& self, const at::Tensor&, bool) {
-  if (self.is_cpu()) self.zero_();
-  return self;
+/// A copy moves nothing. One to the host reads values: zeros, or as value() answers.
+inline at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool) {
+  if (!self.is_cpu()) return self;
+  if (!from.is_cpu()) reads() += from.numel();
+  if (self.scalar_type() != at::kBool) return self.zero_();
+  return self.fill_(self.numel() != 1 || answers().next());
 }
 
 inline void record_stream(at::Tensor&, c10::Stream) {}
