@@ -13,8 +13,8 @@ from .tables import conditions, figure, latest, on_gpu, on_gpus, reasons, sectio
 
 TITLES = {
     "bert_large_amp": "BERT-large", "llama_1b_bf16": "Llama, 1.2 B", "gpt2_medium_amp": "GPT-2 medium",
-    "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50", "plain_gpt_amp": "GPT, plain PyTorch",
-    "plain_vit_amp": "ViT-L, plain PyTorch",
+    "swin_base_amp": "Swin-B", "resnet50_tf32": "ResNet-50", "plain_gpt_amp": "GPT, hand-written",
+    "plain_vit_amp": "ViT-L, hand-written",
 }  # fmt: skip
 METHOD_ORDER = (
     "vanilla", "vanilla-again", "lossless", "int8", "int8-attention", "int8+offload", "int8-nohead", "int8-unfused",
