@@ -257,7 +257,7 @@ def summary_of(rows: Iterable[Row], name: str = "error") -> str:
     within = sum(each <= 0.01 for each in sizes)
     what = "peak allocated" if name == "error" else "peak reserved"
     return (
-        f"{what}, {len(errors)} rows: median error {statistics.median(sizes):.2%}, worst "
+        f"{what}, {len(errors)} cases: median error {statistics.median(sizes):.2%}, worst "
         f"{max(errors, key=abs):+.2%}, {within} within 1 %."
     )
 
@@ -276,6 +276,7 @@ def estimate_table(rows: Iterable[Row]) -> str:
         "model",
         "batch",
         "mode",
+        "optimizer",
         "measured GiB",
         "estimated GiB",
         "error",
@@ -289,13 +290,14 @@ def estimate_table(rows: Iterable[Row]) -> str:
         reserved = {each["allocator"]: each["reserved_error"] for each in group if "reserved_error" in each}
         lines.append(
             [
-                *(f"`{row['model']}`", str(row["batch"]), row["mode"]),
+                *(f"`{row['model']}`", str(row["batch"]), row["mode"], row["optimizer"]),
                 *(f"{row['measured'] / GIB:.2f}", f"{row['allocated'] / GIB:.2f}", f"{row['error']:+.2%}"),
                 ", ".join(f"{reserved[name]:+.1%}" for name in ALLOCATORS if name in reserved),
                 *(row["device_of"].removeprefix("NVIDIA ").split()[0], (row["measured_at"] or "")[:7]),
             ]
         )
     sentences = [summary_of(everything), summary_of(everything, "reserved_error")]
-    note = f"Reserved: the errors under {', '.join(ALLOCATORS)}, where they were measured."
+    names = ", ".join(ALLOCATORS)
+    note = f"A case is an estimate under one allocator. Reserved: the errors under {names}, where they were measured."
     rows_of_all = folded(f"All {len(lines)} estimates, the closest first", section(table(header, lines), note))
     return section(" ".join(each.capitalize() for each in sentences if each), rows_of_all)

@@ -39,7 +39,7 @@ struct PoolId {
 /// The caller's data beside an event or a memory block, such as the call stack of the allocation. Opaque to the core.
 using Context = std::shared_ptr<void>;
 
-/// Every remedy failed. The text begins as PyTorch's does and names the remedy.
+/// Every fallback failed. The text begins as PyTorch's does and names the setting that would help.
 class OutOfMemory : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -252,7 +252,7 @@ constexpr int kBooleans = 32;
 
 /// Packs eight booleans; any nonzero byte is true.
 __device__ std::uint32_t pack_booleans(std::uint32_t first, std::uint32_t second) {
-  // Keep one bit of each byte, another in each; the product has the sum of the four bytes in its top byte.
+  // Keep bit i of byte i; the product adds the four bytes into its top byte.
   const std::uint32_t low = (__vcmpne4(first, 0) & 0x08040201u) * 0x01010101u >> 24;
   const std::uint32_t high = (__vcmpne4(second, 0) & 0x08040201u) * 0x01010101u >> 24;
   return low | high << 4;

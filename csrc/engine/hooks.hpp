@@ -449,8 +449,8 @@ class Hooks {
     return object;
   }
 
-  /// Return whether a form is for the result of one operator: the rest of the base may be out of its range, or share a
-  /// group that rounds a small positive element to zero.
+  /// Return whether a form is for one operator's result alone: other elements of the base may exceed its range, or
+  /// share a group in which a small positive element rounds to zero.
   static bool is_of_one_result(const Form& form) {
     return PySequence_Contains(constant("OF_ONE_RESULT"), form.object.get()) == 1;
   }

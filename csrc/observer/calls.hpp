@@ -119,8 +119,7 @@ inline bool is_decision(const Thread& here, const Operator& op, c10::ArrayRef<co
   return !op.asks || depth < 2 || here.calls[depth - 2].op->name.rfind("aten::", 0) != 0;
 }
 
-/// Note the size of a divisor; a whole power from 0 on, or any power from 1 on, divides by
-/// nothing.
+/// Note the size of a divisor; a whole power from 0 on, or any power from 1 on, divides by nothing.
 inline void note_divisor(Thread& here, const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
   const auto index = static_cast<size_t>(op.divisor);
   if (index >= inputs.size() || !is_floating(inputs[index])) return;

@@ -129,7 +129,8 @@ struct Found {
   bool is_argument;
 };
 
-/// Return the operand of a call that a tensor is: an argument by identity, else by the same view, else the result.
+/// Find which operand of a call a tensor is: the argument that is this tensor, else one that views the same elements,
+/// else the result.
 Found match(const Call& call, const c10::TensorImpl& tensor) {
   const Operator& op = *call.op;
   Found found{&op.result, 0, false};

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Float32 has no smaller probability above zero (exp(-88)), and none nearer to one (the logit is 16.6).
+# Below exp(-88) float32 is subnormal; the largest logit below a probability of one is 16.6. The grid
+# is coarser below MIDDLE.
 LOWEST, MIDDLE = -88.0, -16.0
 # Logit 0 has a code of its own, so that two equal probabilities add up to one. The last code stands for logit 17.
 COARSE, FINE = (MIDDLE - LOWEST) / 16384, -MIDDLE / 23830

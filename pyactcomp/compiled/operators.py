@@ -54,9 +54,9 @@ class Operator:
     nodes : list of fx.Node
         The nodes that it was decomposed into; the only one if it was not.
     operands : dict of str to list of fx.Node
-        What it reads, by the names of all values that this is a view, copy, cast or part of.
+        The values read, by the name of each value that the operand is a view, copy, cast or part of.
     results : dict of str to int
-        What the forward reads of its nodes, with the number of the result.
+        The nodes whose results other operators of the forward read, with the number of the result.
     """
 
     def __init__(self, target: torch._ops.OpOverload) -> None:
@@ -104,15 +104,15 @@ class Operator:
             strictest(named) if named else Reading(self.name, "operand", ITSELF, "backward is not known to need less")
         )
 
-    def read(self) -> list[fx.Node]:
-        """Return what it reads, as it reads it."""
+    def inputs(self) -> list[fx.Node]:
+        """Return the values that it reads."""
         return list(dict.fromkeys(each for operands in self.operands.values() for each in operands))
 
     def arguments(self) -> list[tuple[Reading, fx.Node]]:
         """Return the readings of the operands, one more than once where it is given more than once."""
         readings = self.row[0]
         if not self.is_whole:
-            return [(self.decomposed, operand) for operand in self.read()]
+            return [(self.decomposed, operand) for operand in self.inputs()]
         given = dict(enumerate(self.node.args))
         names = [argument.name for argument in self.schema.arguments]
         given |= {names.index(name): each for name, each in self.node.kwargs.items() if name in names}
@@ -251,11 +251,11 @@ class Operators:
         found: fx.Node = self._nodes.get(name, node)
         return found
 
-    def operands(self, operator: Operator, node: fx.Node) -> list[fx.Node]:
-        """Return the operands of an operator that are made of a value; if none is, those that it is made with."""
+    def operands_from(self, operator: Operator, node: fx.Node) -> list[fx.Node]:
+        """Return the operands that are views, copies or casts of a value, or else those that the value is one of."""
         return next((operator.operands[name] for name in self._views(node) if name in operator.operands), [])
 
-    def reading(self, node: fx.Node) -> list[Operator]:
+    def readers_of(self, node: fx.Node) -> list[Operator]:
         """Return the operators that read a value."""
         return next((self._reading[name] for name in self._views(node) if name in self._reading), [])
 
@@ -269,7 +269,7 @@ class Operators:
             return normalized or operator.row[1]
         if made is not None:
             return exact
-        operands = self.operands(operator, node)
+        operands = self.operands_from(operator, node)
         if not operands:
             return self._read_between(operator, node) or exact
         if operator.is_whole:
@@ -277,7 +277,7 @@ class Operators:
         tensors = [argument for argument in operator.schema.arguments if "Tensor" in str(argument.type)]
         named = [each for each in operator.row[0] or () if each.form is not ITSELF]
         # Of several operands, the table names the one with as many elements as the result has.
-        data = [each for each in operator.read() if each.name in self.known.data and each.name in self.known.learns]
+        data = [each for each in operator.inputs() if each.name in self.known.data and each.name in self.known.learns]
         most = max((_elements(each) for each in data), default=0)
         largest = [each for each in data if _elements(each) == most]
         return operator.decomposed if len(named) == len(tensors) or set(largest) <= set(operands) else exact
@@ -287,13 +287,13 @@ class Operators:
         reading = operator.decomposed
         if reading.use in _NORMS:
             # Normalized values serve where the norm's input does; statistics do not.
-            return reading if _elements(node) == max(map(_elements, operator.read())) else None
+            return reading if _elements(node) == max(map(_elements, operator.inputs())) else None
         # As the exponential of a sigmoid, beside codes of the operand.
         return replace(reading, form=BFLOAT16) if reading.use is None and reading.form is AS_CODES else None
 
     def partner(self, operator: Operator, node: fx.Node) -> Partner:
         """Return what an operator multiplies a value by."""
-        operands = self.operands(operator, node)
+        operands = self.operands_from(operator, node)
         found, given = Partner.NOTHING, [each for argument, each in operator.arguments() if argument.need <= CODES]
         for other in given:
             if other.name not in self.known.learns or value(other) is None:
@@ -328,7 +328,7 @@ class Operators:
         if operator.base == "mul":
             return any(map(self._is_gain, self._learning(operator.node.args[:2])))
         gains = operator.base in _GAINS and operator.results.get(node.name, 1) == 0
-        return gains and any(map(self._is_gain, operator.read()[1:]))
+        return gains and any(map(self._is_gain, operator.inputs()[1:]))
 
     def _is_gain(self, node: fx.Node) -> bool:
         """Return whether a value is a parameter of several numbers, which may differ by orders of magnitude."""
@@ -343,7 +343,7 @@ class Operators:
             operator = self._own.get(node.name)
             if operator is None:
                 return Maker.OTHER
-            kind, operands = operator.kind, operator.read()
+            kind, operands = operator.kind, operator.inputs()
             if kind is Kind.LAYER:
                 return made if operator.results.get(node.name, 1) == 0 else Maker.OTHER
             if kind in (Kind.BOUNDS, Kind.SOFTMAX):
@@ -395,7 +395,7 @@ class Operators:
         if not activated and Maker.LOGARITHM in makers:
             return Maker.LOGARITHM
         if len(learning) < len(given) and depth < _DEEPEST:
-            # The tokens of a frozen embedding have no gradient, and are a layer's as those of others are.
+            # A frozen embedding's tokens have no gradient, and still count as a layer's result.
             fixed = [each for each in given if isinstance(each, fx.Node) and each not in learning]
             makers += [maker for each in fixed if (maker := self.maker(each, depth + 1)) in LAYERS]
         if len(makers) < len(given):
@@ -417,7 +417,7 @@ class Operators:
         source = self.source(node)
         operator = self._own.get(source.name)
         if operator is not None and operator.kind is Kind.SUM:
-            learning = [each for each in operator.read() if each.name in self.known.learns]
+            learning = [each for each in operator.inputs() if each.name in self.known.learns]
             source = self.source(learning[0]) if len(learning) == 1 else source
         return source.op == "placeholder" and source.name in self.known.learns and source.name not in self.known.data
 
@@ -426,9 +426,9 @@ class Operators:
         while True:
             node = self.source(node)
             operator = self._own.get(node.name)
-            if operator is None or not (operator.kind is Kind.MOVES or operator.is_multiple) or not operator.read():
+            if operator is None or not (operator.kind is Kind.MOVES or operator.is_multiple) or not operator.inputs():
                 return node
-            node = operator.read()[0]
+            node = operator.inputs()[0]
 
 
 _PARTNERS = {Maker.GATE: Partner.GATE, Maker.RECTIFIED: Partner.GATE, Maker.LOGARITHM: Partner.LOGARITHM}

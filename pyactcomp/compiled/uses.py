@@ -198,7 +198,7 @@ class Uses:
         """Return how the derivative of an operator reads a value."""
         reading, partner = self.operators.read_by(operator, node), self.operators.partner(operator, node)
         readings = []
-        for read in self.operators.operands(operator, node) or [node]:
+        for read in self.operators.operands_from(operator, node) or [node]:
             if operator.is_elementwise and is_fewer(read, operator.node):
                 return _exact(operator.node, "a statistic, one number for many elements")
             readings.append(self._form(reading, read, partner))
@@ -222,7 +222,7 @@ class Uses:
         name = name_of(user)
         read = [
             self._derived(node, operator)
-            for operator in self.operators.reading(node)
+            for operator in self.operators.readers_of(node)
             if operator.may_have_derivative(name)
         ]
         if read:
@@ -233,7 +233,7 @@ class Uses:
         return Reading(name, "operand", ITSELF, "", known=False)
 
     def _read_by_rerun(self, node: fx.Node, reader: Reader, result: Reading) -> Reading:
-        """Return how an operator that backward runs again reads a value, whose result is read as ``result``."""
+        """Return how backward reads a value to run an operator again; ``result`` is how it reads that result."""
         operator = reader.operator
         assert reader.result is not None
         if result.form is GAINED and not self.operators.is_gained(node):
@@ -265,12 +265,12 @@ class Uses:
         return _exact(operator.node, "what runs again from it amplifies errors")
 
     def _is_first(self, operator: Operator, node: fx.Node) -> bool:
-        return operator.node.args[0] in self.operators.operands(operator, node)
+        return operator.node.args[0] in self.operators.operands_from(operator, node)
 
     def _is_linear(self, operator: Operator, node: fx.Node) -> bool:
         """Return whether an operand's error is the result's error, times a constant of moderate size."""
-        erring = self.operators.operands(operator, node)
-        exact = [each for each in operator.read() if each not in erring]
+        erring = self.operators.operands_from(operator, node)
+        exact = [each for each in operator.inputs() if each not in erring]
         fixed = [each for each in exact if each.name not in self.known.data or each.name not in self.known.learns]
         if operator.kind is Kind.SCALES:
             return fixed == exact and (operator.base == "mul" or self._is_first(operator, node))
@@ -293,7 +293,7 @@ def _layout(tensor: Tensor) -> Layout:
 
 
 def _order_before(user: fx.Node, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return the order of a value's dimensions, given that of what a node makes of it."""
+    """Return the order of a value's dimensions before a node that copies or permutes it, given the order after."""
     if order is None or name_of(user) in {"clone"} | CASTS:
         return order
     dims = user.args[1] if name_of(user) == "permute" else None

@@ -163,7 +163,7 @@ class Waits:
                     self._decide(self._worked)
 
     def _decide(self, worked: float) -> None:
-        """Lower the share if the step stalled, given the part of its worse pass in which the stream did not wait."""
+        """Lower the share if the step stalled; ``worked`` is the part of the worse pass in which no stream waited."""
         self._stalled = [*self._stalled, worked] if worked < 1 - _STALL_TOLERANCE else []
         if self._stalled and (self._steps == 2 or len(self._stalled) == _STALLED_STEPS):
             self._tape.share *= _RATE_MARGIN * max(self._stalled)

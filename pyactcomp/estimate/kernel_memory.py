@@ -64,7 +64,7 @@ class _Dim(NamedTuple):
 
 
 def _merged(dims: Iterable[_Dim]) -> list[_Dim]:
-    """Return the dimensions, each next one merged into the last where both together have one stride."""
+    """Return the dimensions with neighbours merged where one stride covers both."""
     found: list[_Dim] = []
     for dim in dims:
         if found and found[-1].size * found[-1].stride == dim.stride:

@@ -367,7 +367,7 @@ class _UnclaimedGradients:
         self.computed = computed
 
     def serves(self, incoming: tuple[Tensor | None, ...], asked: tuple[bool, ...]) -> bool:
-        """Return whether they belong to ``incoming``, provably the same memory, and are all that is asked for."""
+        """Return whether they belong to ``incoming`` (the same memory, unchanged) and are all that is asked for."""
         known = all(grad is not None for grad, want in zip(self.computed, asked, strict=True) if want)
         return known and all(
             grad is None

@@ -135,7 +135,7 @@ def _with_losses(model: Module) -> list[Module]:
 
 
 def _headless(model: Module, alone: list[LeftAlone]) -> LeftAlone:
-    """Return the module with the loss to take in chunks, and the reason against it: in ``alone`` if it was changed."""
+    """Return the module with the loss, and why its head is not fused; ``alone`` says so of a changed module."""
     losses = _with_losses(model)
     name, module = next((name, module) for name, module in model.named_modules() if module in losses)
     changed = next((each.reason for each in alone if each.name == name), "it is skipped")

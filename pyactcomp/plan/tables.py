@@ -15,7 +15,7 @@ from .chain import Chain, Choice
 
 _ROUNDING = 512  # bytes, of PyTorch's allocator
 _CHANGE = 0.01  # of a block's time
-_CHANCE = 0.001  # of a step: less than steps differ by, so the order of choices alone
+_CHANCE = 0.001  # of a step, below the scatter of measurements, so it only breaks ties
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def roofline(keep: Recorded, tables: Mapping[str, Table], gpu: Gpu) -> dict[str,
 
 
 def shared_out(keep: Recorded, steps: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of each block by choice, from measured steps: the shares are those that are estimated.
+    """Return the seconds of each block by choice: the measured step, divided among the blocks as the estimate is.
 
-    Offload is never faster than the same without: where two steps differ by chance alone, nothing need leave.
+    Offload counts as no faster than the same choice without: if two steps differ by chance alone, nothing need leave.
     """
     total = sum(sum(run.seconds) for run in keep.blocks)
     least = {

@@ -42,7 +42,7 @@ on_change: list[Callable[[], None]] = []
 
 _registered: dict[str, dict[str, Reading]] = {}
 _registered_functions: dict[type, dict[int, Reading]] = {}
-# Functions' classes and operators' names.
+# Registered layers: classes of functions, names of operators.
 _layers: set[object] = set()
 
 

@@ -142,7 +142,7 @@ def _writes_only(schema: Any) -> bool:
 
 
 def serve_others(handler: Callable[..., Any], whole: list[str]) -> list[Any]:
-    """Let a function serve operators without a composite kernel on the neutral backend of csrc/phantom, and ``whole``.
+    """Let ``handler`` serve, on csrc/phantom's backend, operators without a composite kernel, and those in ``whole``.
 
     Returns
     -------

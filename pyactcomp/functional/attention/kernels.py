@@ -23,13 +23,17 @@ def _store(pointer, values, mask):
     do_not_specialize=["numel", "heads", "tokens", "x0", "x1", "x2", "out0", "out1", "out2", "table0", "table1"]
 )
 def rope_kernel(
+    # Tensors read, and the one written.
     x,
     cos,
     sin,
     out,
+    # Elements of x, and two of its sizes.
     numel: tl.int64,
     heads: tl.int32,
     tokens: tl.int32,
+    # Strides of batch, tokens and heads, then of batch and tokens of cos and sin; in units of eight elements, so that
+    # the compiler knows accesses to be aligned.
     x0: tl.int64,
     x1: tl.int64,
     x2: tl.int64,
@@ -38,15 +42,15 @@ def rope_kernel(
     out2: tl.int64,
     table0: tl.int64,
     table1: tl.int64,
+    # Half a head, the power of two from there on, and the heads of a program.
     HALF: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Rotate x [batch, tokens, heads, 2 HALF], or a gradient backwards, with the roundings of torch's operators.
+    """Rotate x [batch, tokens, heads, 2 HALF] by cos and sin [batch, tokens, 2 HALF], or a gradient backwards.
 
-    All strides are in units of eight elements, so the compiler knows accesses to be aligned. ``table0`` and ``table1``
-    are the strides of cos and sin [batch, tokens, 2 HALF].
+    It rounds where torch's operators do.
     """
     X: tl.constexpr = out.dtype.element_ty if BACKWARD else x.dtype.element_ty
     # The promoted dtype of a product of x and cos.

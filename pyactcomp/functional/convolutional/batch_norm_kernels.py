@@ -269,26 +269,33 @@ def _pack(
 
 @triton.jit(do_not_specialize=["numel", "width", "key0", "key1", "second0", "second1"])
 def batch_norm_apply_kernel(
+    # Tensors read. Another tensor takes the place of an absent residual, weight or bias.
     x,
     residual,
     mean,
     rstd,
     weight,
     bias,
+    # Tensors written: the output, a bit for each element above zero (RELU), the codes of the normalised images, and of
+    # the output (HAS_RESIDUAL).
     out,
     signs,
     packed,
     packed_out,
+    # Elements; groups of channels in a row.
     numel: tl.int64,
     width: tl.int32,
+    # Keys of stochastic rounding: of packed, and of packed_out.
     key0: tl.uint32,
     key1: tl.uint32,
     second0: tl.uint32,
     second1: tl.uint32,
+    # Which tensors are present, and whether a ReLU follows.
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
+    # The tile, as the module describes it, and rounding.
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,

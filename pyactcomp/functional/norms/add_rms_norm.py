@@ -18,7 +18,7 @@ from .rms_norm import check_rows, rms_norm
 
 
 def _keeps_itself(x: Tensor, residual: Tensor | None) -> bool:
-    """Return whether to save the normalised tensor unpacked.
+    """Return whether to save the norm's input unpacked.
 
     A sum is in memory anyway, for the next addition. Under torch.utils.checkpoint saved tensors live for one block
     only: packing 16-bit rows to half their size is not worth the time.

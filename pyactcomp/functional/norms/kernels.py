@@ -147,9 +147,9 @@ def norm_forward_kernel(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Normalise rows and pack the normalised tensor (nothing if BITS is 0); ROWS rows a program, the last ones first.
+    """Normalise rows and pack the norm's input (nothing if BITS is 0); ROWS rows a program, the last ones first.
 
-    The normalised tensor is x, or x + residual in the wider of their dtypes. QUADS > 0 applies dropout to x first: kept
+    The input is x, or x + residual in torch's promoted dtype. QUADS > 0 applies dropout to x first: kept
     elements are multiplied by ``gain``. CENTRED is layer norm; otherwise rows are divided by their root mean square and
     rounded to the dtype of x before the product with the weight. N is the length of a row. INDEXED reads the rows of x
     in ``indices``. ``packed`` gets the codes, or a copy of the rows if BITS is COPY; ``rstd`` the reciprocal

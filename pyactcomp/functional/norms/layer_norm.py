@@ -50,7 +50,7 @@ def _reads(x: Tensor, tensor: Tensor | None) -> bool:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """In torch's operators."""
+    """Layer norm as an autograd function, computed by torch's operators."""
 
     @staticmethod
     def forward(

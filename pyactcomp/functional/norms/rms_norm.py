@@ -43,7 +43,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """In torch's operators."""
+    """RMS norm as an autograd function, computed by torch's operators."""
 
     @staticmethod
     def forward(

@@ -129,21 +129,27 @@ def _attend(
 
 @triton.jit(do_not_specialize=["numel", "windows", "key0", "key1"])
 def window_attention_forward_kernel(
+    # Tensors read: qkv [windows, N, 3, HEADS, HEAD], bias [HEADS, N, N], mask [windows of an image, N, N].
     qkv,
     bias,
     mask,
+    # Tensors written: out [windows, N, HEADS, HEAD], and the codes of qkv.
     out,
     packed,
+    # Elements of qkv, windows of an image, and the factor of the scores.
     numel: tl.int64,
     windows: tl.int32,
     scale: tl.float32,
+    # Keys of stochastic rounding.
     key0: tl.uint32,
     key1: tl.uint32,
+    # Tokens of a window, and the power of two from there on; heads and their width.
     N: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    # Elements of a group, and rounding.
     GROUP: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):

@@ -114,20 +114,24 @@ def _silu_mul_gradients(gate, up, grad, DTYPE: tl.constexpr, EXACT: tl.constexpr
 
 @triton.jit(do_not_specialize=["numel", "key0", "key1", "up_key0", "up_key1"])
 def silu_mul_forward_kernel(
+    # Tensors read, and tensors written: the product, and the codes of each operand.
     gate,
     up,
     out,
     packed_gate,
     packed_up,
     numel: tl.int64,
+    # Keys of stochastic rounding: of gate, and of up.
     key0: tl.uint32,
     key1: tl.uint32,
     up_key0: tl.uint32,
     up_key1: tl.uint32,
+    # Codes: bits of a code, elements of a group, groups of a tile, and rounding.
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    # Whether up is packed too; the elements of a program.
     PACK_UP: tl.constexpr,
     UNIT: tl.constexpr,
 ):

@@ -17,7 +17,7 @@ Approximate = Literal["none", "tanh"]
 
 
 class _Gelu(torch.autograd.Function):
-    """In torch's operators."""
+    """GELU as an autograd function, computed by torch's operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
