@@ -58,7 +58,7 @@ def test_demo_of_an_installed_package_says_where_it_is(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit) as ended:
         commands.demo()
-    assert ended.value.exit_code == 1
+    assert ended.value.exit_code == 2
     assert "examples/demo" in capsys.readouterr().err
     (tmp_path / "examples" / "demo").mkdir(parents=True)
     with pytest.raises(commands.Program) as program:

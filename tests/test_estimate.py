@@ -428,6 +428,17 @@ def test_cells_of_recurrent_layers_run(name: str, gates: int, kept: int) -> None
     assert found.activations >= 8 * 4 * BATCH * WIDTH * (kept + 1)
 
 
+def test_usual_modes_that_a_model_does_not_support_are_left_out() -> None:
+    found = pyactcomp.estimate(f"{MODELS}:validating", batch=4)
+    assert [each.mode for each in found.modes] == ["plain", "int8"]
+    assert found.notes == (
+        "int8+checkpoint is left out: mode 'checkpoint' needs blocks that repeat, in a ModuleList or Sequential, and "
+        "there are none",
+    )
+    with pytest.raises(PyactcompError, match="needs blocks that repeat"):
+        pyactcomp.estimate(f"{MODELS}:validating", batch=4, modes=["plain", "int8+checkpoint"])
+
+
 def test_modes_share_the_imports_of_a_function_that_builds_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

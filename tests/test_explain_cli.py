@@ -120,6 +120,7 @@ def test_command_names_what_the_picture_needs(tmp_path: Path, monkeypatch: pytes
         (("--device", "3"), "--device: recorded are [0], got 3"),
         (("--plot", "picture.jpg"), "--plot: a picture is written as .png, .svg, .pdf"),
         (("--capacity", "potato"), "--capacity: capacity: expected a size"),
+        (("--capacity", "0"), "--capacity: capacity is 1 to 2**62 bytes, got 0"),
         (("--capacity", "1GiB"), "'--capacity': capacity needs the moment of an out-of-memory event"),
     ],
 )
@@ -139,7 +140,7 @@ def test_command_fails_with_one_line_for_a_file_it_cannot_explain(tmp_path: Path
     picture = tmp_path / "timeline.png"
     for arguments in ((), ("--plot", picture)):
         ran = run(path, *arguments)
-        assert ran.exit_code == 1
+        assert ran.exit_code == 2
         assert re.fullmatch(rf"Error: [^\n]*{path.name}: [^\n]+", ran.output.strip())
     assert not picture.exists()
 
@@ -150,7 +151,7 @@ def test_command_fails_with_one_line_where_it_cannot_write_the_picture(tmp_path:
     (tmp_path / "folder").mkdir()
     for traces in ([alloc(0, MIB)],), ([alloc(0, MIB)], [alloc(0, MIB)]):
         ran = run(devices(tmp_path, *traces), "--plot", tmp_path / place)
-        assert ran.exit_code == 1
+        assert ran.exit_code == 2
         assert re.fullmatch(rf"Error: {tmp_path}/folder[^ ]*: [^\n]+", ran.output.strip())
     assert {file.name for file in tmp_path.rglob("*")} == {"folder", "snapshot.pickle"}
 
@@ -173,7 +174,7 @@ def test_command_explains_a_recording_without_events_before_it_says_why_there_is
     path = write(tmp_path, content([], [segment(BASE, block(BASE, MIB))]))
     for more in ((), ("--json",)):
         ran = run(path, "--plot", picture, *more)
-        assert (ran.exit_code, picture.exists()) == (1, False)
+        assert (ran.exit_code, picture.exists()) == (2, False)
         assert ran.stdout == run(path, *more).stdout
         assert "no picture: there are no events to draw" in ran.stderr
 

@@ -205,7 +205,7 @@ def test_command_refuses_what_belongs_to_one_snapshot_and_names_the_file_at_faul
     gone = tmp_path / "gone"
     for bad, words in ((empty, "neither events nor segments"), (folder, "no files"), (gone, "No such file")):
         ran = run(path, bad)
-        assert ran.exit_code == 1
+        assert ran.exit_code == 2
         assert re.fullmatch(rf"Error: [^\n]*{bad.name}: [^\n]*{words}[^\n]*", ran.output.strip())
 
 

@@ -178,15 +178,15 @@ def test_one_is_not_many(tmp_path: Path) -> None:
         (b"\x80\x04}(", "cut off"),
         (b'{"segments": []}', "has no 'device_traces'"),
         (b'{"segments": [], "device_traces": []}', "nothing can be replayed|nothing to replay"),
-        (None, "No such file"),
+        (None, "No such file or directory; write one with torch.cuda.memory._dump_snapshot"),
     ],
 )
-def test_bad_file_is_one_line_and_exit_code_1(command: str, data: bytes | None, told: str, tmp_path: Path) -> None:
+def test_bad_file_is_one_line_and_exit_code_2(command: str, data: bytes | None, told: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.pickle"
     if data is not None:
         path.write_bytes(data)
     ran = run(command, path, "--capacity", "1GiB")
-    assert ran.exit_code == 1
+    assert ran.exit_code == 2
     assert isinstance(ran.exception, SystemExit)
     error = ran.stderr.strip().splitlines()
     assert len(error) == 1

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..errors import PyactcompError
 from ..sizes import budget_of, size_text
-from .shared import AsJson, console, numbers_table, print_notes, progress_bar
+from .shared import AsJson, console, fail, numbers_table, print_notes, progress_bar
 
 if TYPE_CHECKING:
     from ..estimate import Estimate, ModeEstimate
@@ -45,12 +45,13 @@ def estimate(
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16; by default no autocast.")] = None,
     mode: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Some of plain, lossless, int8, int8+head, checkpoint, int8+checkpoint, int8+head+checkpoint; "
-            "+offload after one with lossless or int8: int8+offload."
+            "+offload after one with lossless or int8: int8+offload. By default plain,int8,int8+checkpoint, without "
+            "what the model does not support."
         ),
-    ] = "plain,int8,int8+checkpoint",
+    ] = None,
     gpu: Annotated[
         str, typer.Option(help="h100, h200, a100-40, a100-80, 4090, 3090, l4, t4, or a size: 24GiB.")
     ] = "h100",
@@ -74,7 +75,7 @@ def estimate(
         try:
             budget_of(budget)
         except ValueError as error:
-            _refuse(str(error))
+            fail(str(error))
     drawing = _drawing(plot)
     progress = progress_bar()
     task = progress.add_task("", total=None)
@@ -90,7 +91,7 @@ def estimate(
             optimizer=optimizer,
             dtype=dtype,
             autocast=autocast,
-            modes=[each.strip() for each in mode.split(",")],
+            modes=None if mode is None else [each.strip() for each in mode.split(",")],
             gpu=gpu,
             largest=largest,
             progress=lambda what: progress.update(task, description=what),
@@ -105,7 +106,7 @@ def estimate(
                 dtype=dtype,
                 autocast=autocast,
                 gpu=gpu,
-                fuse_head="head" in mode,
+                fuse_head="head" in (mode or ""),
                 progress=lambda what: progress.update(task, description=f"plan: {what}"),
             )
     except PyactcompError as error:
@@ -116,21 +117,18 @@ def estimate(
         if progress.live.is_started:
             progress.stop()
     if found is None:
-        _refuse(reason)
+        fail(reason)
     if drawing is not None:
         drawing(found)
     if as_json:
         plan = {} if planned is None else {"plan": planned.to_dict()}
         typer.echo(json.dumps({**found.as_dict(), **plan}, indent=2))
     else:
-        _print(found)
+        precision = "" if dtype is None else f", {dtype} weights"
+        precision += "" if autocast is None else f", autocast {autocast}"
+        _print(found, f"{optimizer}{precision}")
         if planned is not None:
             console.print(str(planned), soft_wrap=True)
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(2)
 
 
 def _drawing(plot: Path | None) -> Callable[[Estimate], None] | None:
@@ -138,19 +136,20 @@ def _drawing(plot: Path | None) -> Callable[[Estimate], None] | None:
     if plot is None:
         return None
     if not plot.resolve().parent.is_dir():
-        _refuse(f"--plot: there is no folder {plot.resolve().parent}")
+        fail(f"--plot: there is no folder {plot.resolve().parent}")
     try:
         from ..estimate.plot import draw
     except ImportError as error:
-        _refuse(f"--plot needs matplotlib ({error}): pip install matplotlib")
+        fail(f"--plot needs matplotlib ({error}): pip install matplotlib")
     return lambda found: draw(found, plot)
 
 
-def _print(found: Estimate) -> None:
+def _print(found: Estimate, training: str) -> None:
     first = found.modes[0]
     length = "" if first.seq is None else f" x {first.seq} tokens"
+    named = f"{found.gpu} with " if " " in found.gpu else ""  # a size names itself
     console.print(
-        f"{found.model}, batch {first.batch}{length}, on {found.gpu} with {size_text(found.memory)}", soft_wrap=True
+        f"{found.model}, batch {first.batch}{length}, {training}, on {named}{size_text(found.memory)}", soft_wrap=True
     )
     table = numbers_table([""], *(each.mode for each in found.modes))
     for title, name in (
@@ -175,6 +174,7 @@ def _print(found: Estimate) -> None:
     console.print(table)
     for each in found.modes:
         console.print(Group(f"alive at the peak, {each.mode}:", _alive(each)))
+    print_notes(found.notes)
     print_notes(dict.fromkeys(note for each in found.modes for note in each.notes))
     print_notes([_UNKNOWN])
 

@@ -24,9 +24,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def fail(message: object) -> NoReturn:
-    """Print an error and end the command with exit code 1."""
+    """Print an error and end the command with exit code 2, as for an argument that is refused."""
     typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(2)
 
 
 def read(path: Path) -> Snapshot:
@@ -35,6 +35,8 @@ def read(path: Path) -> Snapshot:
 
     try:
         return read_snapshot(path)
+    except FileNotFoundError:
+        fail(f'{path}: No such file or directory; write one with torch.cuda.memory._dump_snapshot("{path.name}")')
     except OSError as error:
         fail(f"{path}: {error.strerror or error}")
     except ValueError as error:
@@ -48,7 +50,8 @@ def capacity_bytes(text: str) -> int:
     try:
         size = SimulatedDevice(text).capacity
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--capacity") from error
+        said = str(error).partition(" (csrc/")[0]  # the line that raised is of no use to who typed the number
+        raise typer.BadParameter(said, param_hint="--capacity") from error
     if size < 2 << 20:
         raise typer.BadParameter(f"at least 2 MiB, got {text}", param_hint="--capacity")
     return size

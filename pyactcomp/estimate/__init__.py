@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from .sending import send
 __all__ = ["ALLOCATORS", "MODES", "Estimate", "ModeEstimate", "estimate"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+_USUAL = ("plain", "int8", "int8+checkpoint")
 
 
 def estimate(
@@ -30,7 +32,7 @@ def estimate(
     optimizer: str = "adamw",
     dtype: str | None = None,
     autocast: str | None = None,
-    modes: Sequence[str] = ("plain", "int8", "int8+checkpoint"),
+    modes: Sequence[str] | None = None,
     gpu: str = "h100",
     largest: bool = False,
     progress: Callable[[str], object] | None = None,
@@ -57,11 +59,12 @@ def estimate(
         Of the weights; by default as the model is built.
     autocast : {"bfloat16", "float16"}, optional
         Of the regions of :class:`torch.autocast`; by default none.
-    modes : sequence of str
+    modes : sequence of str, optional
         Of ``plain``, ``lossless``, ``int8``, ``checkpoint``, ``int8+checkpoint``; ``int8+head`` and
         ``int8+head+checkpoint`` are :func:`pyactcomp.compress` with ``fuse_head=True``. ``+offload`` after a mode with
         ``lossless`` or ``int8`` is its ``offload=1.0``: all stored bytes leave the GPU. ``offload="auto"`` takes a part
-        of that, by waits that only a GPU shows.
+        of that, by waits that only a GPU shows. By default ``plain``, ``int8`` and ``int8+checkpoint``, without those
+        that the model does not support.
     gpu : str
         ``h100``, ``h200``, ``a100-40``, ``a100-80``, ``4090``, ``3090``, ``l4``, ``t4``, or a size such as ``24GiB``.
     largest : bool
@@ -94,32 +97,40 @@ def estimate(
             f"model is a name or a function that builds the model; got a {type(model).__name__}, which pyactcomp.plan "
             "takes"
         )
-    if isinstance(modes, str) or not modes:
+    if isinstance(modes, str) or (modes is not None and not modes):
         raise PyactcompError(f"modes is a list of {', '.join(MODES)}; got {modes!r}")
-    for mode in modes:
+    for mode in modes or ():
         if mode not in MODES:
             raise PyactcompError(f"mode is one of {', '.join(MODES)}; got {mode!r}")
     card = gpu_named(gpu)
     question = question_of(model, batch, seq, optimizer, dtype, autocast, card)
     tell = progress or (lambda _: None)
     tell("loading the model")
-    found = []
+    found: dict[str, ModeEstimate] = {}
+    notes = []
     with Child(question) as child:
-        for mode in modes:
+
+        def run(mode: str, size: int, length: int | None) -> ModeEstimate:
+            return estimated(child.record(mode, size, length), mode, card)
+
+        # Before the searches, so a mode that the model does not support ends the call soon.
+        for mode in modes or _USUAL:
             tell(mode)
-
-            def run(size: int, length: int | None, mode: str = mode) -> ModeEstimate:
-                return estimated(child.record(mode, size, length), mode, card)
-
-            one = run(batch, seq)
-            if largest:
+            try:
+                found[mode] = run(mode, batch, seq)
+            except PyactcompError as error:
+                if modes is not None or not found:
+                    raise
+                notes.append(f"{mode} is left out: {str(error).splitlines()[0]}")
+        if largest:
+            for mode, one in found.items():
                 tell(f"{mode}: the largest batch")
-                one = largest_batch(one, run, card)
+                one = largest_batch(one, partial(run, mode), card)
                 if one.seq is not None:
                     tell(f"{mode}: the longest sequence")
-                    one = longest_seq(one, run, card)
-            found.append(one)
-    return Estimate(str(question.model), card.name, card.memory, tuple(found))
+                    one = longest_seq(one, partial(run, mode), card)
+                found[mode] = one
+    return Estimate(str(question.model), card.name, card.memory, tuple(found.values()), tuple(notes))
 
 
 def question_of(

@@ -153,12 +153,15 @@ class Estimate:
     memory : int
         The GPU's memory, in bytes.
     modes : tuple of ModeEstimate
+    notes : tuple of str
+        The usual modes that are left out, each with the reason.
     """
 
     model: str
     gpu: str
     memory: int
     modes: tuple[ModeEstimate, ...]
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, mode: str) -> ModeEstimate:
         """Return the estimate of a mode.

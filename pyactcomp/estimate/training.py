@@ -149,7 +149,7 @@ def _checkpoint(model: nn.Module) -> None:
     blocks = list(repeating(model))
     if not blocks:
         raise PyactcompError(
-            "mode 'checkpoint' takes blocks that repeat, in a ModuleList or Sequential: there are none"
+            "mode 'checkpoint' needs blocks that repeat, in a ModuleList or Sequential, and there are none"
         )
     checkpoint_blocks(blocks)
 
