@@ -186,6 +186,30 @@ def truncated(batch: int) -> tuple[nn.Module, Tensor]:
     return _Truncated(), torch.randn(batch, 8)
 
 
+class _Warms(nn.Module):
+    """Takes many more tensors in its first step, as a model that tunes itself does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.warm = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(0 if self.warm else 100_000):
+            x.neg()
+        self.warm = True
+        return self.layer(x).sum()
+
+
+def warming(batch: int, warm: bool = False) -> tuple[nn.Module, Tensor]:
+    model = _Warms()
+    model.warm = warm
+    return model, torch.randn(batch, WIDTH)
+
+
+def warm(batch: int) -> tuple[nn.Module, Tensor]:
+    return warming(batch, warm=True)
+
+
 class _Waits(nn.Module):
     """Halves a number until it is small, which it never is."""
 

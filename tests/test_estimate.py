@@ -428,6 +428,15 @@ def test_cells_of_recurrent_layers_run(name: str, gates: int, kept: int) -> None
     assert found.activations >= 8 * 4 * BATCH * WIDTH * (kept + 1)
 
 
+def test_a_first_step_of_many_more_tensors_leaves_the_steady_one_exact() -> None:
+    found, other = (
+        pyactcomp.estimate(f"{MODELS}:{name}", batch=BATCH, modes=["plain"], optimizer="sgd")["plain"]
+        for name in ("warming", "warm")
+    )
+    assert found.peak_allocated == other.peak_allocated
+    assert sum(size for _, size in found.at_peak) == found.peak_allocated
+
+
 def test_usual_modes_that_a_model_does_not_support_are_left_out() -> None:
     found = pyactcomp.estimate(f"{MODELS}:validating", batch=4)
     assert [each.mode for each in found.modes] == ["plain", "int8"]

@@ -86,6 +86,7 @@ PYBIND11_MODULE(_phantom, m) {
   m.def("count", [] { return ledger().count(); }, "Return the number of events.");
   m.def("reads", [] { return reads().load(); }, "Return how many values the program has read on the host.");
   m.def("answers", [] { return answers().given.load(); }, "Return how many booleans the program has read on the host.");
+  m.def("waiting", [] { return answers().waiting.load(); }, "Return whether a loop seemed to wait for another answer.");
   m.def(
       "deny", [](const std::set<std::int64_t>& denied) { answers().denied = denied; },
       "Set the numbers of booleans that are false when they are read; all others are true.");

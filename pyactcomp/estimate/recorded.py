@@ -15,7 +15,7 @@ from .result import ALLOCATORS, ModeEstimate, Recorded
 _LAST = 2  # the steady step's number
 # More than a training takes: one of 671 billion parameters in float32 takes 10 TiB, and a replay that runs out stops.
 _BOUNDLESS = 1 << 48
-_POINTS = 4000
+_POINTS = 1 << 20  # of the curve: each event has one, unless three steps have more than a million
 _DRAWN = 400
 _WORKSPACE = -2  # the label of csrc/phantom/operators.hpp
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -32,7 +32,8 @@ def estimated(recorded: Recorded, mode: str, gpu: Gpu) -> ModeEstimate:
     first = peak = 0
     curve: tuple[tuple[int, int], ...] = ()
     for allocator in ALLOCATORS:
-        result, points = columns.replay(allocator, _BOUNDLESS, points=_POINTS if allocator == "native" else 0)
+        wanted = min(len(columns.action), _POINTS) if allocator == "native" else 0
+        result, points = columns.replay(allocator, _BOUNDLESS, wanted)
         reserved[allocator] = result["peak_reserved"]
         if points:
             first = max(each[0] for each in _within(points, marks["built"], marks["step0"]))
@@ -74,10 +75,10 @@ def estimated(recorded: Recorded, mode: str, gpu: Gpu) -> ModeEstimate:
 
 
 def _within(points: list[tuple[int, int, int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return allocated and reserved bytes of the points of a timeline between two events."""
+    """Return allocated and reserved bytes of the points of a timeline that have events between two."""
     found, before = [], 0
     for until, allocated, _, reserved in points:
-        if before >= begin and until <= end:
+        if until > begin and before < end:
             found.append((allocated, reserved))
         before = until
     return found
