@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from pyactcomp.errors import PyactcompError
 from pyactcomp.estimate import Estimate
 from pyactcomp.estimate.gpus import GPUS, gpu_named
 from pyactcomp.estimate.kernel_memory import RULES, reduction
-from pyactcomp.estimate.largest import largest_batch
+from pyactcomp.estimate.largest import largest_batch, longest_seq
 from pyactcomp.estimate.operators import _key
 from pyactcomp.estimate.optimizers import AdamW8bit
+from pyactcomp.estimate.programs import _length
 from pyactcomp.estimate.result import ModeEstimate
 from pyactcomp.layout import repeating
 from pyactcomp.torch_private.phantom import SHAPES_FOR_CUDA_ALONE, SHAPES_OF_KERNELS
@@ -244,6 +246,35 @@ def test_largest_batch_is_the_last_that_fits(fixed: int, each: int) -> None:
     assert found == (expected or None)
     assert found is None or found in asked
     assert len(asked) <= 7  # the first, one for the line, and what the line misses by rounding
+
+
+@pytest.mark.parametrize(
+    ("positions", "seq", "expected"), [(512, None, 512), (4096, None, 1024), (None, 2048, 2048), (-1, None, 1024)]
+)
+def test_sequences_are_as_long_as_the_model_has_positions(
+    positions: int | None, seq: int | None, expected: int
+) -> None:
+    """Models with relative positions, and recurrent ones, have no number of them; XLNet has -1."""
+    assert _length(types.SimpleNamespace(max_position_embeddings=positions), seq) == expected
+    with pytest.raises(PyactcompError, match="the model has 512 positions; got --seq 513"):
+        _length(types.SimpleNamespace(max_position_embeddings=512), 513)
+
+
+@pytest.mark.parametrize(("room", "limited"), [(64 << 30, True), (1 << 30, False)])
+def test_longest_sequence_says_where_the_positions_end_it(room: int, limited: bool) -> None:
+    gpu = dataclasses.replace(GPUS["4090"], memory=room, context=0)
+
+    def run(size: int, seq: int | None) -> ModeEstimate:
+        assert seq is not None
+        if seq > 512:
+            raise PyactcompError(f"the model has 512 positions; got --seq {seq}")
+        return dataclasses.replace(_with_reserved(size, 3 * MIB * seq, room), seq=seq)
+
+    found = longest_seq(run(8, 100), run, gpu)
+    assert found.longest_seq == (512 if limited else room // (3 * MIB))
+    assert [note for note in found.notes if "positions" in note] == (
+        ["plain: the model's positions limit the longest sequence, not the memory"] if limited else []
+    )
 
 
 def test_checkpointing_takes_blocks_of_stages_and_not_stages() -> None:

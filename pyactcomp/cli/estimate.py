@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 _QUICK = 2.0  # seconds without a progress bar
 _ROWS_AT_PEAK = 8
 
+_ALLOCATORS = (
+    "reserved: native is PyTorch's allocator, expandable the same with expandable_segments:True; pyactcomp is this "
+    "package's"
+)
+
 # The limits of every estimate.
 _UNKNOWN = (
     "not counted: workspaces of cuDNN's convolutions, recurrent layers and attention, other libraries' buffers (NCCL), "
@@ -129,6 +134,10 @@ def estimate(
         _print(found, f"{optimizer}{precision}")
         if planned is not None:
             console.print(str(planned), soft_wrap=True)
+            console.print(
+                f'in your training: pyactcomp.compress(model, plan=pyactcomp.plan(model, batch, budget="{budget}"))',
+                soft_wrap=True,
+            )
 
 
 def _drawing(plot: Path | None) -> Callable[[Estimate], None] | None:
@@ -176,7 +185,7 @@ def _print(found: Estimate, training: str) -> None:
         console.print(Group(f"alive at the peak, {each.mode}:", _alive(each)))
     print_notes(found.notes)
     print_notes(dict.fromkeys(note for each in found.modes for note in each.notes))
-    print_notes([_UNKNOWN])
+    print_notes([_ALLOCATORS, _UNKNOWN])
 
 
 def _reserved(each: ModeEstimate, allocator: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from ..errors import PyactcompError
@@ -10,6 +11,7 @@ from .gpus import Gpu
 from .result import ModeEstimate
 
 Run = Callable[[int, "int | None"], ModeEstimate]
+_At = Callable[[int], "tuple[int, ModeEstimate | None]"]
 
 _ALLOCATOR = "pyactcomp"
 _MOST_RUNS = 8
@@ -17,30 +19,38 @@ _MOST_RUNS = 8
 
 def largest_batch(one: ModeEstimate, run: Run, gpu: Gpu) -> ModeEstimate:
     """Return an estimate with the largest batch that fits at the same length; None if not even one sample does."""
-    found = _largest(one.batch, one, lambda size: run(size, one.seq), gpu)
+    found = _largest(one.batch, one, lambda size: (size, run(size, one.seq)), gpu)
     return dataclasses.replace(one, largest_batch=found)
 
 
 def longest_seq(one: ModeEstimate, run: Run, gpu: Gpu) -> ModeEstimate:
     """Return an estimate with the longest sequence that fits at the same batch, as far as the model has positions."""
     assert one.seq is not None
+    positions: int | None = None
 
-    def at(length: int) -> ModeEstimate | None:
+    def at(length: int) -> tuple[int, ModeEstimate | None]:
+        nonlocal positions
         try:
-            return run(one.batch, length)
+            return length, run(one.batch, length)
         except PyactcompError as error:
-            if "positions" in str(error):
-                return None
-            raise
+            told = re.search(r"the model has (\d+) positions", str(error))
+            if told is None:
+                raise
+            positions = int(told[1])
+            return positions + 1, None
 
     found = _largest(one.seq, one, at, gpu)
-    return dataclasses.replace(one, longest_seq=found)
+    notes = one.notes
+    if found is not None and found == positions:
+        notes += (f"{one.mode}: the model's positions limit the longest sequence, not the memory",)
+    return dataclasses.replace(one, longest_seq=found, notes=notes)
 
 
-def _largest(start: int, one: ModeEstimate, at: Callable[[int], ModeEstimate | None], gpu: Gpu) -> int | None:
+def _largest(start: int, one: ModeEstimate, at: _At, gpu: Gpu) -> int | None:
     """Return the largest size that was run and fits; the next one does not fit, by a run or by the line.
 
-    A line through two runs tells the next size to run.
+    ``at`` runs a size and returns it; or the first size that the model does not take, and None. A line through two runs
+    tells the next size to run.
     """
     room = gpu.memory - gpu.context
     fits: int | None = None
@@ -71,7 +81,7 @@ def _largest(start: int, one: ModeEstimate, at: Callable[[int], ModeEstimate | N
         guess = max(guess, low + 1)
         if high is not None:
             guess = min(guess, high - 1)
-        note(guess, at(guess))
+        note(*at(guess))
     return fits
 
 

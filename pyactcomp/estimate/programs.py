@@ -217,6 +217,16 @@ def _config(name: str) -> Any:
     return _config(cached)
 
 
+def _length(config: Any, seq: int | None) -> int:
+    """Return the tokens of a sequence, no more than the model has positions."""
+    most = getattr(config, "max_position_embeddings", None) or -1
+    if most < 0:  # the positions are relative, or the model is recurrent
+        most = sys.maxsize
+    if seq is not None and seq > most:
+        raise PyactcompError(f"the model has {most} positions; got --seq {seq}")
+    return seq or min(_SEQ, most)
+
+
 def _class_of(config: Any) -> tuple[Any, str]:
     """Return transformers' automatic class for a configuration, and the kind of its batch: tokens, images."""
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -259,17 +269,13 @@ def _of_config(config: Any) -> Build:
             setattr(config, name, 0)
 
     def build(batch: int, seq: int | None, dtype: torch.dtype | None) -> Program:
+        length = _length(config, seq) if kind == "tokens" else None
         with torch.device("cuda"):
             model: nn.Module = auto.from_config(config, dtype=dtype or torch.float32)
-            if kind == "tokens":
-                most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or _SEQ
-                length = min(_SEQ, most) if seq is None else seq
-                if length > most:
-                    raise PyactcompError(f"the model has {most} positions; got --seq {length}")
+            if length is not None:
                 tokens = torch.zeros(batch, length, dtype=torch.int64)
                 values = {"input_ids": tokens, "labels": torch.zeros_like(tokens)}
             else:
-                length = None
                 images = torch.randn(batch, *_image_of(config), dtype=dtype or torch.float32)
                 values = {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.int64)}
         return Program(model, _loss_of(model, values, None), tuple(values.values()), length)
