@@ -273,7 +273,7 @@ def test_longest_sequence_says_where_the_positions_end_it(room: int, limited: bo
     found = longest_seq(run(8, 100), run, gpu)
     assert found.longest_seq == (512 if limited else room // (3 * MIB))
     assert [note for note in found.notes if "positions" in note] == (
-        ["plain: the model's positions limit the longest sequence, not the memory"] if limited else []
+        ["the model's positions limit the longest sequence, not the memory"] if limited else []
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -184,8 +184,15 @@ def _print(found: Estimate, training: str) -> None:
     for each in found.modes:
         console.print(Group(f"alive at the peak, {each.mode}:", _alive(each)))
     print_notes(found.notes)
-    print_notes(dict.fromkeys(note for each in found.modes for note in each.notes))
+    print_notes(_notes(found.modes))
     print_notes([_ALLOCATORS, _UNKNOWN])
+
+
+def _notes(modes: Sequence[ModeEstimate]) -> Iterator[str]:
+    """Return each note once, with the modes that it is about where it is not about all."""
+    for note in dict.fromkeys(note for each in modes for note in each.notes):
+        about = [each.mode for each in modes if note in each.notes]
+        yield note if len(about) == len(modes) else f"{', '.join(about)}: {note}"
 
 
 def _reserved(each: ModeEstimate, allocator: str) -> str:

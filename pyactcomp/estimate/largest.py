@@ -42,7 +42,7 @@ def longest_seq(one: ModeEstimate, run: Run, gpu: Gpu) -> ModeEstimate:
     found = _largest(one.seq, one, at, gpu)
     notes = one.notes
     if found is not None and found == positions:
-        notes += (f"{one.mode}: the model's positions limit the longest sequence, not the memory",)
+        notes += ("the model's positions limit the longest sequence, not the memory",)
     return dataclasses.replace(one, longest_seq=found, notes=notes)
 
 

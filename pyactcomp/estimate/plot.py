@@ -33,8 +33,10 @@ def draw(found: Estimate, path: Path) -> None:
         axes.axhline(room, color="black", linewidth=1, linestyle="--", label=f"{found.gpu}: {room:.2f} GiB")
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("a steady step, by the allocator's events")
+    axes.set_xticks([])
+    axes.set_xlabel("a steady step, from forward to the optimizer, by the allocator's events")
     axes.set_ylabel("GiB (dotted: reserved, PyTorch's allocator)")
-    axes.set_title(f"{Path(found.model).name}, batch {first.batch}")
+    length = "" if first.seq is None else f" x {first.seq} tokens"
+    axes.set_title(f"{Path(found.model).name}, batch {first.batch}{length}")
     axes.legend(loc="best", frameon=False)
     figure.savefig(path, dpi=120)
