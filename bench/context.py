@@ -15,14 +15,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from .context_methods import METHODS, reason_unavailable
-from .context_worker import STEPS, WARM_UP, Job
+from .context_worker import LONG_S, STEPS, WARM_UP, Job
 from .rows import GIB, ROOT, Options, Row
 from .training import LOSS_TOLERANCE
 
 MEMORY_GIB = 80.0
 SHAPES = ("llama8b", "qwen8b")
 TRAINS = ("full", "lora")
-LENGTHS = tuple(1024 * count for count in (4, 8, 16, 32, 64, 128))
+LENGTHS = tuple(1024 * count for count in (4, 8, 16, 32, 64, 128, 256, 384))
 TINY_LENGTHS = (64, 128)
 ROW_S = 45.0
 """Seconds after which a row begins no further step, so that a call of nine minutes measures several."""
@@ -67,7 +67,7 @@ def expected_s(job: Job) -> float:
         return 0.0
     method = METHODS[job.method]
     step = job.sizes.seconds(job.tokens, job.train == "full", method.reruns)
-    steps = min(WARM_UP + STEPS, max(WARM_UP + 1, ROW_S / step))
+    steps = 1.0 if step > LONG_S else min(WARM_UP + STEPS, max(WARM_UP + 1, ROW_S / step))
     return READY_S + method.compile_s + steps * step
 
 

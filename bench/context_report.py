@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .context_methods import METHODS, PLAIN
+from .context_worker import LONG_S
 from .plots import INK, MUTED, pyplot, save
 from .rows import GIB, Row
 from .tables import conditions, latest, on_gpu, reasons, section, table
@@ -84,10 +85,11 @@ def context_table(rows: Iterable[Row]) -> str:
     errors = {row["method"]: row["grad_error"] for row in on_gpu(everything) if row.get("grad_error") is not None}
     compared = ", ".join(f"{METHODS[name].title} {error:.2%}" for name, error in errors.items())
     note = (
-        "Tokens a second; the peak on the device, of steps 3 and later, + what was pinned on the host, in GiB. One "
-        f"sequence a step, on a device capped to {caps} GiB. A method that ran out of memory is not tried on longer "
-        "sequences. All methods take the loss in chunks of tokens: Liger and pyactcomp by their own head, the others "
-        "by one of the bench. Unsloth's way is a peer implementation in the bench, not the package."
+        "Tokens a second; the peak on the device, of steps 3 and later (of the first, where it takes over "
+        f"{LONG_S:.0f} s), + what was pinned on the host, in GiB. One sequence a step, on a device capped to {caps} "
+        "GiB. A method that ran out of memory is not tried on longer sequences. All methods take the loss in chunks of "
+        "tokens: Liger and pyactcomp by their own head, the others by one of the bench. Unsloth's way is a peer "
+        "implementation in the bench, not the package."
     )
     if optimizers:
         note += f" 8-bit AdamW: {optimizers}."

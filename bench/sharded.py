@@ -10,26 +10,46 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import training
+from . import context_models, training
 from .methods import METHODS, VANILLA
 from .rows import Options, Row, failure
 from .tables import conditions, figure, latest, on_gpus, reasons, section, table
-from .workloads import WORKLOADS
+from .tuned import TUNED, tokens
+from .workload import LanguageModelLoss, Workload
 
-WORKLOAD = "llama_1b_bf16"
 SHARDED = (VANILLA, "int8", "int8+offload", "compile-blocks", "compile-blocks+int8")
 BESIDE = {"int8": VANILLA, "int8+offload": "int8", "compile-blocks+int8": "compile-blocks"}
 """What each of ours is compared with."""
 TINY = (VANILLA, "int8")
 """Without the compiler, whose C++ for a CPU takes minutes."""
 RANKS, STEPS = 2, 8
+
+
+def _wide_llama(tiny: bool) -> nn.Module:
+    shapes = context_models.TINY if tiny else context_models.SHAPES
+    device = torch.get_default_device().type
+    return LanguageModelLoss(context_models.build(shapes["llama8b"], 16384, device, layers=8, vocabulary=32000))
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        TUNED["llama_1b_bf16"],
+        # Whether offload hides depends on how much a layer computes for each byte that it saves: its width.
+        Workload(
+            "llama_8b_widths_bf16", _wide_llama, tokens(32000, 16384, True), lambda m: list(m.model.model.layers), 1,
+            "LlamaForCausalLM, 8 layers of Llama-3.1-8B, 1 x 16384 tokens, pure bf16", language_model=True,
+        ),
+    )
+}  # fmt: skip
 
 
 def _whole(gradients: list[Tensor]) -> list[Tensor]:
@@ -88,52 +108,53 @@ def measure(workload: str, method: str, device: str, tiny: bool) -> Row:
 
 
 def run(options: Options) -> None:
-    """Measure each method once."""
+    """Measure each method once for each workload."""
     if options.device == "cuda" and torch.cuda.device_count() < RANKS:
         print(f"sharded: needs {RANKS} GPUs, found {torch.cuda.device_count()}")
         return
     store = options.store("sharded")
     longest = 0.0
-    for method in TINY if options.tiny else SHARDED:
-        key: Row = {"workload": WORKLOAD, "method": method, "scale": options.scale}
-        if not options.selects(WORKLOAD, method) or (store.has(**key) and not options.again):
+    for workload, method in product(WORKLOADS, TINY if options.tiny else SHARDED):
+        key: Row = {"workload": workload, "method": method, "scale": options.scale}
+        if not options.selects(workload, method) or (store.has(**key) and not options.again):
             continue
         if not options.budget.allows(longest):
-            print(f"sharded {method}: not started, the budget is used up")
+            print(f"sharded {workload} {method}: not started, the budget is used up")
             return
         begin = options.budget.clock()
         try:
-            row: Row = {"status": "ok", **measure(WORKLOAD, method, options.device, options.tiny)}
+            row: Row = {"status": "ok", **measure(workload, method, options.device, options.tiny)}
         except Exception as problem:  # whatever a process does wrong is the row
             row = failure(problem)
         longest = max(longest, options.budget.clock() - begin)
         store.append({"suite": "sharded", **key, **row})
         names = ("median_ms", "act_bytes", "peak_minus_base_bytes", "grad_error")
         figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
-        print(f"sharded {method:20} {row['status']:6} {figures}{row.get('reason', '')}", flush=True)
+        print(f"sharded {workload:20} {method:20} {row['status']:6} {figures}{row.get('reason', '')}", flush=True)
 
 
 def sharded_table(rows: Iterable[Row]) -> str:
     """Return the table of sharded steps, each beside the same form without us."""
-    found = latest(on_gpus(rows), "gpu", "method")
+    found = latest(on_gpus(rows), "gpu", "workload", "method")
     good = {key: row for key, row in found.items() if row["status"] == "ok"}
     lines = []
-    for (gpu, method), row in sorted(good.items(), key=lambda each: each[0][0]):
-        plain = good.get((gpu, BESIDE.get(method, "")))
+    for (gpu, workload, method), row in sorted(good.items(), key=lambda each: each[0][:2]):
+        plain = good.get((gpu, workload, BESIDE.get(method, "")))
         cells = [figure(row, "median_ms", ".1f")]
         for name, unit in (("median_ms", 0), ("act_bytes", 2**30), ("peak_minus_base_bytes", 2**30)):
             if unit:
                 cells.append(f"{row[name] / unit:.2f}")
             cells.append(f"{row[name] / plain[name]:.2f}" if plain else "")
-        lines.append([gpu, method, *cells, f"{row['grad_error']:.2%}"])
+        lines.append([gpu, workload, method, *cells, f"{row['grad_error']:.2%}"])
     if not lines:
         return ""
-    header = ["GPU", "method", "step ms", "x", "act GiB", "x", "peak - base GiB", "x", "gradient error"]
+    header = ["GPU", "model", "method", "step ms", "x", "act GiB", "x", "peak - base GiB", "x", "gradient error"]
     ranks = next(iter(good.values()))["ranks"]
+    models = "; ".join(f"`{name}`: {WORKLOADS[name].conditions}" for name in sorted({key[1] for key in good}))
     note = (
-        f"`{WORKLOAD}` over {ranks} GPUs, each block a group of FSDP2. Of the slowest and of the fullest process. "
+        f"Over {ranks} GPUs, each block a group of FSDP2. Of the slowest and of the fullest process. "
         "x: times the same without pyactcomp, or of int8+offload times int8. Error: against the unsharded, uncompiled "
-        "model."
+        f"model. {models}."
     )
     everything = list(found.values())
     return section(table(header, lines), note, conditions(everything), reasons(everything))

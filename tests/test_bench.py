@@ -441,3 +441,10 @@ def test_peaks_and_pinned_memory_of_each_timed_step_are_noted() -> None:
     assert row["peak_bytes"] == max(row["samples_peak_bytes"]) > row["base_bytes"]
     assert row["reserved_bytes"] >= row["peak_bytes"]
     assert row["host_bytes"] >= 2 * 128 * 64 * 2  # two of three blocks' inputs
+
+
+def test_a_first_step_that_takes_long_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_worker, "step_clock", lambda step, device: step() or 2e3 * context_worker.LONG_S)
+    row = context_worker.measure(replace(JOB, device="cpu", method="plain"))
+    assert row["samples_ms"] == [2e3 * context_worker.LONG_S]
+    assert row["tokens_per_s"] == JOB.tokens / (2 * context_worker.LONG_S)

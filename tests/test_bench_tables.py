@@ -452,7 +452,7 @@ def test_the_table_has_a_column_for_each_length_and_the_picture_is_drawn(tmp_pat
 def test_sharded_steps_stand_beside_the_same_without_us() -> None:
     origin = {"commit": "c0ffee", "device": "NVIDIA H200", "command": "python -m bench sharded", "dirty": False}
     base = {
-        "workload": sharded.WORKLOAD,
+        "workload": "llama_1b_bf16",
         "scale": "full",
         "status": "ok",
         "ranks": 2,
@@ -467,8 +467,9 @@ def test_sharded_steps_stand_beside_the_same_without_us() -> None:
     assert "| compile-blocks+int8 | 103.0 | 1.03 | 2.00 | 0.25 | 4.00 | 0.25 | 1.23% |" in drawn
     other = {**base, "origin": {**origin, "device": "NVIDIA H100"}}
     drawn = sharded.sharded_table([{**other, **figures, "method": "vanilla"}, {**base, **ours, "method": "int8"}])
-    assert "| NVIDIA H100 | vanilla | 100.0 |" in drawn
-    assert "| NVIDIA H200 | int8 | 103.0 |  | 2.00 |  | 4.00 |  | 1.23% |" in drawn  # not beside another GPU's step
+    assert "| NVIDIA H100 | llama_1b_bf16 | vanilla | 100.0 |" in drawn
+    # Not beside another GPU's step.
+    assert "| NVIDIA H200 | llama_1b_bf16 | int8 | 103.0 |  | 2.00 |  | 4.00 |  | 1.23% |" in drawn
     assert sharded.sharded_table([]) == ""
 
 
