@@ -206,6 +206,16 @@ def test_gradients_that_are_not_wanted_are_not_computed(centred: bool) -> None:
                     assert_within(leaf.grad, exact, 256 * EPS * (exact.abs() + 1))
 
 
+def test_only_the_gradient_of_x_reads_the_weight_of_an_rms_norm() -> None:
+    c = case(8, 256, centred=False, device=DEVICE)
+    weight = c.weight.detach().requires_grad_()
+    out = c.run([c.x.detach(), None, weight, None], "triton")
+    before = torch.autograd.grad(out, weight, c.grad, retain_graph=True)[0]
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(torch.autograd.grad(out, weight, c.grad)[0], before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
 def test_rows_that_are_not_finite_stay_visible(special: float, centred: bool) -> None:

@@ -241,7 +241,7 @@ def test_recipe_outlives_the_graph_and_holds_none_of_it() -> None:
 def test_weights_edited_before_backward_raise() -> None:
     weight = normal(64).requires_grad_()
     for function in (lambda t: layer_norm(t, 64, weight), lambda t: rms_norm(t, weight, 1e-6)):
-        out = function(normal(4, 64)).sum()
+        out = function(normal(4, 64).requires_grad_()).sum()
         with torch.no_grad():
             weight.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -249,6 +249,16 @@ def test_weights_edited_before_backward_raise() -> None:
 
 
 # Callers.
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_only_the_gradient_of_x_reads_the_weight_of_an_rms_norm(bits: int | None) -> None:
+    x, weight = normal(3, 64), normal(64).requires_grad_()
+    out = rms_norm(x, weight, 1e-6, codes=Codes(bits=bits))
+    before = torch.autograd.grad(out.square().sum(), weight, retain_graph=True)[0]
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), weight)[0], before, rtol=0, atol=0)
 
 
 def test_output_has_the_dtype_asked_for() -> None:

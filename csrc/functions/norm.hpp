@@ -99,7 +99,8 @@ struct NormOperands {
 };
 
 /// Return the norm, in the graph. A write to x or the bias, if watched, raises autograd's error in backward, as torch's
-/// own norm saves them; so does a write to the weight, which is read.
+/// own norm saves them. So does a write to the weight, but for an RMS norm of what needs no gradient: torch's chain of
+/// operators saves no weight then.
 inline PyObject* applied(const c10::intrusive_ptr<NormCall>& call, const NormOperands& of, bool watches_x,
                          bool watches_bias) {
   call->of_x = of.x.scalar_type();
@@ -107,7 +108,7 @@ inline PyObject* applied(const c10::intrusive_ptr<NormCall>& call, const NormOpe
   if (call->summed) call->of_residual = of.residual.scalar_type();
   call->weight = lasting(of.weight);
   call->bias = lasting(of.bias);
-  call->watch(of.weight);
+  if (call->kernels->centred || of.x.requires_grad() || call->summed) call->watch(of.weight);
   if (watches_x) call->watch(of.x);
   if (watches_bias) call->watch(of.bias);
   at::Tensor out;

@@ -70,7 +70,9 @@ class _RmsNorm(torch.autograd.Function):
         rstd = _reciprocal_deviation(wide, eps)
         # With bits=None backward differentiates torch's chain of operators, rstd included.
         ctx.exact = how.bits is None
-        ctx.save_for_backward(kept, None if ctx.exact else rstd, weight)
+        # Only the gradient of x reads the weight: without it torch lets the weight change before backward.
+        read = weight if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(kept, None if ctx.exact else rstd, read)
         out = _scaled(wide, rstd, weight, x.dtype).to(dtype) if result is None else result
         if out.is_contiguous():
             parameters = () if gamma is None else (gamma,)
@@ -88,6 +90,8 @@ class _RmsNorm(torch.autograd.Function):
         kept, rstd, weight = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:2])
         if ctx.exact:
+            if weight is None and needs[1]:
+                weight = kept.new_ones(kept.shape[-1:], dtype=ctx.dtypes[1])
             grad_x, grad_weight = _differentiated(kept, weight, ctx.eps, grad, needs)
         else:
             row, g = _wide(ctx.restore(kept)) * rstd, _wide(grad)
