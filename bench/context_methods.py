@@ -180,6 +180,10 @@ METHODS = {
             _stored_inputs(store="int8", offload="auto"), reruns=1, ours=True, needs_gpu=True, leaves=1.1,
         ),
         _ours("int8-compiled", "pyactcomp int8, compiled blocks", _compress(compile_blocks=True), compile_s=90.0),
+        _ours(
+            "int8-compiled+offload", "pyactcomp int8, compiled blocks, offload",
+            _compress(compile_blocks=True, offload="auto"), needs_gpu=True, leaves=11, compile_s=90.0,
+        ),
     )
 }  # fmt: skip
 
