@@ -48,7 +48,7 @@ def _kind(name: str) -> str:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Return the name of every model class with what it is."""
+    """Return the name and the kind of each model class of diffusers."""
     import diffusers
 
     found = []

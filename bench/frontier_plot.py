@@ -48,7 +48,7 @@ class Point:
 
 
 def place(row: Row) -> Point:
-    """Return where a row is drawn."""
+    """Return a row's point: its place, cut at the edges of the plot, its name and its marker."""
     x, y, name, marker = row["peak_x"], row["time_x"], row["method"], "o"
     if y > TOP:
         name, marker = f"{name} {y:.1f}x", "^"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyactcomp
 from pyactcomp import codec
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.fusions import fused_modules
 
 from .rows import Row
@@ -250,7 +250,7 @@ def implementation(module: nn.Module) -> Row:
     """Return what serves a compressed model: codec, fused modules of each kind, fused functions; and what it stores."""
     device = next(module.parameters()).device
     report = pyactcomp.report(module)
-    counted = [tensor for tensor in report.tensors if tensor.kept not in policy.ALIVE_ANYWAY]
+    counted = [tensor for tensor in report.tensors if tensor.kept not in reasons.ALIVE_ANYWAY]
     return {
         "saved_tensors": len(counted),
         "saved_bytes": report.unique_bytes,

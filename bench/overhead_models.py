@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 from .measure import interleave
 from .rows import Row, quantile
@@ -65,7 +65,7 @@ def measure(
         tasks = {name: _step(each, x, device, clock) for name, each in (("plain", plain), ("int8", ours))}
         for task in (*tasks.values(), *tasks.values()):  # the first forward records what a report needs
             task()
-        tensors = [t for t in pyactcomp.report(ours).tensors if t.kept not in policy.ALIVE_ANYWAY]
+        tensors = [t for t in pyactcomp.report(ours).tensors if t.kept not in reasons.ALIVE_ANYWAY]
         samples = interleave(tasks, rounds)
     finally:
         torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ from torch.nn import Module
 from .compiled.graphs import GraphRecord
 from .compiled.marks import graphs_of
 from .compress import Compressed, compressed_model
-from .engine import policy
+from .engine import reasons
 from .engine.offloading import Sample
 from .engine.record import SavedTensor, of_graph
 from .engine.session import Session
@@ -105,7 +105,7 @@ class Report:
     def __post_init__(self) -> None:
         total = Line("total")
         for tensor in self.tensors:
-            if tensor.kept not in policy.ALIVE_ANYWAY:
+            if tensor.kept not in reasons.ALIVE_ANYWAY:
                 total.add(tensor)
         object.__setattr__(self, "_total", total)
 
@@ -139,7 +139,7 @@ class Report:
         that leave for the host, at most a window is on the device.
         """
         stored = peak = 0
-        shared = sorted((t.restored_bytes for t in self.tensors if t.kept not in policy.ALIVE_ANYWAY), reverse=True)
+        shared = sorted((t.restored_bytes for t in self.tensors if t.kept not in reasons.ALIVE_ANYWAY), reverse=True)
         later_gradients = sum(self.gradient_bytes.values())
         for line in self.modules:
             stored += line.stored_bytes - line.host_bytes
@@ -161,7 +161,7 @@ class Report:
         lines: dict[str, Line] = {}
         for tensor in self.tensors:
             name = key(tensor)
-            if name is not None and (alive_anyway or tensor.kept not in policy.ALIVE_ANYWAY):
+            if name is not None and (alive_anyway or tensor.kept not in reasons.ALIVE_ANYWAY):
                 lines.setdefault(name, Line(name)).add(tensor)
         return tuple(lines.values())
 
@@ -251,7 +251,7 @@ class Report:
         row_of = {line.name: index for index, (_, _, lines) in enumerate(rows) for line in lines}
         widths = {part: [0] * len(rows) for part, _ in _BARS}
         for tensor in self.tensors:
-            if tensor.kept not in policy.ALIVE_ANYWAY:
+            if tensor.kept not in reasons.ALIVE_ANYWAY:
                 part, size = _bar_of(tensor)
                 widths[part][row_of[tensor.module]] += size
         scale, unit = unit_of(max(line.unique_bytes for _, line, _ in rows))
@@ -274,7 +274,7 @@ _BARS = (("coded", "#2e6f95"), ("kept", "#e3c567"), ("on the host", "#8d3b72"), 
 
 def _bar_of(tensor: SavedTensor) -> tuple[str, int]:
     """Return which part of a bar shows a tensor, and the bytes there."""
-    if tensor.kept in policy.HOLDS_NOTHING:
+    if tensor.kept in reasons.HOLDS_NOTHING:
         return "recomputed, not held", tensor.unique_bytes
     if tensor.where == "host":
         return "on the host", tensor.stored_bytes

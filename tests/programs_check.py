@@ -16,9 +16,9 @@ from pyactcomp.engine import packing
 from pyactcomp.engine.marks import FUSING
 from pyactcomp.engine.rare import ModifiedError
 
-# Errors of int8 gradients, over all of them together: this much is right at all times, and so many times what rounding
-# the same tensors to bfloat16 costs. A step of 8-bit codes is the range of a group of 64 normal numbers, five
-# deviations, over 255; one of bfloat16 is 2 to 4 thousandths of each number.
+# Errors of int8 gradients, over all of them together: a program passes if its error is below ALLOWED, or below
+# TIMES_BFLOAT16 times the error that rounding the same tensors to bfloat16 gives. A step of 8-bit codes is the range of
+# a group of 64 normal numbers, five deviations, over 255; one of bfloat16 is 2 to 4 thousandths of each number.
 ALLOWED, TIMES_BFLOAT16 = 0.05, 8
 # Further runs of plain torch before a failure counts. Some operators of torch read memory that nobody wrote, or choose
 # among equal numbers, and give the same twice in a quarter of the cases.

@@ -411,7 +411,7 @@ def test_copies_are_independent_and_compressed(how: str) -> None:
     twin(activation(16)).sum().backward()
     shapes = {t.shape for t in pyactcomp.report(twin).tensors if t.kept is None}
     assert shapes == {(16, 64)}
-    assert {t.module for t in pyactcomp.report(twin).tensors if t.kept == pyactcomp.engine.policy.SKIPPED} == {"1"}
+    assert {t.module for t in pyactcomp.report(twin).tensors if t.kept == pyactcomp.engine.reasons.SKIPPED} == {"1"}
     pyactcomp.decompress(twin)
     assert len(pyactcomp.report(model).tensors) > 0
 

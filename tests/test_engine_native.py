@@ -176,8 +176,8 @@ def test_python_can_look_at_stored_forms() -> None:
     assert kept.is_leaf
     assert kept.has_its_memory
     assert (kept.version, kept.unchanged) == (0, True)
-    # An error of half a step; a group of 64 normal numbers ranges over less than 8.
-    assert (region.restore() - hidden).abs().max() <= 8 / 255
+    # Half a step of a group of 64 normal numbers, which spans less than 8; beside it float32's rounding is nothing.
+    assert (region.restore() - hidden).abs().max() <= 4 / 255
     assert weakref.ref(region)() is region
     with torch.no_grad():
         hidden.mul_(2)

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 import pyactcomp
 from pyactcomp.codec import format as fmt
 from pyactcomp.config import Config
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.engine.session import Session
 from pyactcomp.report import Report
 
 
-def reasons(report: Report) -> dict[str, int]:
+def reasons_of(report: Report) -> dict[str, int]:
     return {line.name: line.tensors for line in report.kept}
 
 
@@ -91,7 +91,7 @@ def test_parameters_their_views_and_buffers_are_kept() -> None:
     model(x).sum().backward()
     report = pyactcomp.report(model)
     # Four operands are the model's own; what is compressed has 48 rows, and x is a leaf that requires grad.
-    assert reasons(report) == {policy.PARAMETER: 4, policy.LEAF: 1}
+    assert reasons_of(report) == {reasons.PARAMETER: 4, reasons.LEAF: 1}
     assert all(shape[0] == 48 for shape in compressed_shapes(report))
     # The gradient of x passes only through exact weights and the buffer.
     w, s = model.weight.detach(), model.scale
@@ -104,7 +104,7 @@ def test_parameters_are_recognised_without_a_model() -> None:
     with pyactcomp.compressed(min_bytes=0) as c:
         model(torch.randn(48, 64)).sum().backward()
     # The first product needs no gradient for its left operand and saves no weight.
-    kept = [t.shape for t in pyactcomp.report(c).tensors if t.kept == policy.PARAMETER]
+    kept = [t.shape for t in pyactcomp.report(c).tensors if t.kept == reasons.PARAMETER]
     assert kept == [(64, 64), (64, 32)]
 
 
@@ -113,7 +113,7 @@ def test_integers_are_never_changed() -> None:
     table = nn.Embedding(100, 32)
     model = pyactcomp.compress(nn.Sequential(table), min_bytes=0)
     model(index).sum().backward()
-    assert reasons(pyactcomp.report(model))["dtype torch.int64"] == 1
+    assert reasons_of(pyactcomp.report(model))["dtype torch.int64"] == 1
     assert torch.equal(table.weight.grad[:, 0], torch.bincount(index, minlength=100).float())
 
 
@@ -122,7 +122,7 @@ def test_tensors_below_min_bytes_are_kept_and_at_it_compressed() -> None:
         with pyactcomp.compressed(min_bytes=1024) as c:
             x = torch.randn(elements, requires_grad=True) * 2
             x.exp()
-        assert [t.kept == policy.SMALL for t in pyactcomp.report(c).tensors] == [kept]
+        assert [t.kept == reasons.SMALL for t in pyactcomp.report(c).tensors] == [kept]
 
 
 def test_four_bit_weights_held_as_bytes_are_kept() -> None:
@@ -177,7 +177,7 @@ def test_autocast_copies_are_cast_again_and_not_held(dtype: torch.dtype) -> None
     pyactcomp.compress(model, min_bytes=0)
     got = input_gradient()
     report = pyactcomp.report(model)
-    copies = [t for t in report.tensors if t.kept == policy.RECAST]
+    copies = [t for t in report.tensors if t.kept == reasons.RECAST]
     # The first layer's and the second layer's weight, each as a transposed view of its copy.
     assert [t.shape for t in copies] == [(256, 256)] * 2
     assert sum(t.stored_bytes for t in copies) == 0
@@ -242,8 +242,8 @@ def test_a_cast_of_a_parameter_is_made_again_only_where_it_is_one(
         loss = nn.functional.conv2d(x.bfloat16(), cast(weight)).sum()
     # The weight is all that the gradient of the input reads.
     assert torch.equal(torch.autograd.grad(loss, x)[0], exact)
-    assert reasons(pyactcomp.report(c)).get(policy.RECAST, 0) == again
-    assert reasons(pyactcomp.report(c)).get(policy.OTHER_LAYOUT, 0) == (not again)
+    assert reasons_of(pyactcomp.report(c)).get(reasons.RECAST, 0) == again
+    assert reasons_of(pyactcomp.report(c)).get(reasons.OTHER_LAYOUT, 0) == (not again)
 
 
 @pytest.mark.parametrize("options", [{"mode": "int8"}, {"mode": "lossless"}, {"fuse": False}], ids=str)
@@ -276,7 +276,7 @@ def test_keep_weight_copies_holds_them() -> None:
     with torch.no_grad():
         model.weight.add_(1)
     loss.backward()
-    assert policy.RECAST not in reasons(pyactcomp.report(model))
+    assert reasons.RECAST not in reasons_of(pyactcomp.report(model))
 
 
 def test_a_parameter_changed_before_backward_raises_and_is_named() -> None:
@@ -304,7 +304,7 @@ def test_frozen_weights_copies_are_kept_exact_and_reported() -> None:
     exact = input_gradient()
     pyactcomp.compress(model, min_bytes=0)
     got = input_gradient()
-    assert reasons(pyactcomp.report(model))[policy.NO_GRAD] == 2
+    assert reasons_of(pyactcomp.report(model))[reasons.NO_GRAD] == 2
     assert torch.equal(got, exact)
 
 
@@ -323,7 +323,7 @@ def test_additive_masks_and_softmax_statistics_are_kept_exact(masked: float) -> 
     with pyactcomp.compressed(min_bytes=0) as c:
         got = gradients()
     # q, k and v are leaves, so the mask, the log-sum-exp and the output are all there is to lose.
-    assert {t.kept for t in pyactcomp.report(c).tensors} <= {None, policy.LEAF, policy.NO_GRAD, "dtype torch.int64"}
+    assert {t.kept for t in pyactcomp.report(c).tensors} <= {None, reasons.LEAF, reasons.NO_GRAD, "dtype torch.int64"}
     for a, b in zip(got, exact, strict=True):
         # The output takes part in the gradient of the scores; its relative error is that of randn, 0.0055.
         assert (a - b).norm() <= 2 * 0.0055 * b.norm()
@@ -337,7 +337,7 @@ def test_searches_for_weight_copies_are_limited(monkeypatch: pytest.MonkeyPatch)
         for layer in layers:
             x = layer(x)
     copies = [t for t in pyactcomp.report(c).tensors if t.shape == (64, 64)]
-    assert [t.kept == policy.RECAST for t in copies].count(True) < len(copies)
+    assert [t.kept == reasons.RECAST for t in copies].count(True) < len(copies)
 
 
 def test_a_dtensor_is_compressed_by_its_local_tensor() -> None:
@@ -371,7 +371,7 @@ def test_skipped_modules_keep_everything_exact() -> None:
         model(torch.randn(32, 64, requires_grad=True) * 1).sum().backward()
         by_module = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (32, 64)}
         # GELU's result is computed again, exactly, from its input.
-        assert by_module == {"0": None, "1": policy.SKIPPED, "2": policy.RECOMPUTED}
+        assert by_module == {"0": None, "1": reasons.SKIPPED, "2": reasons.RECOMPUTED}
         pyactcomp.decompress(model)
 
 
@@ -389,7 +389,7 @@ def test_a_skipped_list_of_modules_keeps_the_modules_exact() -> None:
     model = pyactcomp.compress(Listed(), min_bytes=0, skip=["layers"])
     model(torch.randn(32, 64, requires_grad=True) * 1).sum().backward()
     by_module = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (32, 64)}
-    assert by_module == {"first": None, "layers.0": policy.SKIPPED, "layers.1.0": policy.SKIPPED}
+    assert by_module == {"first": None, "layers.0": reasons.SKIPPED, "layers.1.0": reasons.SKIPPED}
 
 
 NUMEL = 256 * 64
@@ -576,7 +576,7 @@ def test_nested_tensors_are_kept(layout: torch.layout) -> None:
     exact = gradient()
     pyactcomp.compress(model, min_bytes=0)
     assert torch.equal(gradient(), exact)
-    reason = policy.NESTED if layout is torch.strided else "tensor subclass NestedTensor"
+    reason = reasons.NESTED if layout is torch.strided else "tensor subclass NestedTensor"
     kept = [tensor for tensor in pyactcomp.report(model).tensors if tensor.kept == reason]
     # In the shape that its elements have in memory.
     assert {tensor.shape for tensor in kept} == {(8 * 64,) if layout is torch.strided else (8, 64)}

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from works_with import GRADIENT_BOUND
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_checkpointed_block_that_routes_takes_the_same_routes_again(use_reentr
         (each(x) * w).sum().backward()
     got, exact = (tuple(p.grad for p in each.parameters() if p.grad is not None) for each in (model, plain))
     assert distance(got, exact) <= GRADIENT_BOUND
-    inputs = [t for t in pyactcomp.report(model).tensors if t.shape == (1024, 64) and t.kept != policy.NO_GRAD]
+    inputs = [t for t in pyactcomp.report(model).tensors if t.shape == (1024, 64) and t.kept != reasons.NO_GRAD]
     whole = 1024 * 64 * 4
     # The inputs of the blocks that route, and of those that do not.
     assert [t.stored_bytes == whole for t in inputs] == [False, True, False, True]
@@ -101,7 +101,7 @@ def test_a_draw_decides_only_where_values_give_the_probabilities() -> None:
     model = Network([DropsPaths(False), DropsPaths(True)], use_reentrant=False)
     pyactcomp.compress(model, min_bytes=0)
     model(torch.randn(1024, 64)).square().sum().backward()
-    of_blocks = [t for t in pyactcomp.report(model).tensors if t.shape == (1024, 64) and t.kept != policy.NO_GRAD]
+    of_blocks = [t for t in pyactcomp.report(model).tensors if t.shape == (1024, 64) and t.kept != reasons.NO_GRAD]
     assert [t.kept is None for t in of_blocks] == [True, False]
 
 

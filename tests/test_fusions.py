@@ -16,7 +16,7 @@ from works_with import GRADIENT_BOUND, WIDTH, Transformer, gradients, regression
 import pyactcomp
 from pyactcomp import PyactcompError
 from pyactcomp.config import Config
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.fusions import fuse, fused_modules, left_alone, unfuse
 from pyactcomp.fusions.families import torch_modules
 from pyactcomp.fusions.formulas import children_fed, definition, formula
@@ -308,7 +308,7 @@ def test_dropout_of_a_stored_result_is_torchs_own(device: str) -> None:
     model = pyactcomp.compress(Probabilities(), mode="lossless", min_bytes=0)
     model(x, changed=False)
     assert ("pac::functions::Dropout" in model.node) == (device == "cpu")
-    assert (policy.RECOMPUTED in [t.kept for t in pyactcomp.report(model).tensors]) == (device == "cuda")
+    assert (reasons.RECOMPUTED in [t.kept for t in pyactcomp.report(model).tensors]) == (device == "cuda")
     model(x, changed=True)
     assert ("pac::functions::Dropout" in model.node) == (device == "cpu")
 
@@ -568,7 +568,7 @@ def test_norm_at_the_end_of_a_sharded_block_is_computed_again(
     report = pyactcomp.report(model)
     model(x)
     # Of the first two blocks at least.
-    assert sum(tensor.kept == policy.RECOMPUTED for tensor in report.tensors) >= 2
+    assert sum(tensor.kept == reasons.RECOMPUTED for tensor in report.tensors) >= 2
 
 
 @pytest.mark.usefixtures("one_process")

@@ -10,7 +10,7 @@ from derivatives import saved_by_operator
 from torch import Tensor
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.readers import lookup as readers
 from pyactcomp.readers.forms import AS_SHAPE
 from pyactcomp.readers.table import DECIDING, ELEMENTWISE, READERS
@@ -133,4 +133,4 @@ def test_a_gradient_that_needs_a_shape_alone_is_that_of_torch(operator: str) -> 
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
     assert torch.equal(gradient, exact)
     saved = pyactcomp.report(c).tensors
-    assert [tensor.stored_bytes for tensor in saved if tensor.kept == policy.SHAPE_ALONE] == [0]
+    assert [tensor.stored_bytes for tensor in saved if tensor.kept == reasons.SHAPE_ALONE] == [0]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from works_with import GRADIENT_BOUND, relative_error
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.engine.marks import RECIPE
 from pyactcomp.engine.saved import library
 
@@ -26,7 +26,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def reasons(c: object) -> list[str | None]:
+def reasons_of(c: object) -> list[str | None]:
     return [tensor.kept for tensor in pyactcomp.report(c).tensors]  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_dropped_probabilities_are_those_of_the_forward(dtype: torch.dtype, p: f
     (exact,) = torch.autograd.grad(gradient(), v)
     with pyactcomp.compressed(**LOSSLESS) as c:
         loss = gradient()
-    assert (policy.RECOMPUTED in reasons(c)) == (device == "cuda" or dtype.itemsize >= 4)
+    assert (reasons.RECOMPUTED in reasons_of(c)) == (device == "cuda" or dtype.itemsize >= 4)
     # The gradient of the factor is the dropped tensor itself.
     assert torch.equal(torch.autograd.grad(loss, v)[0], exact)
 
@@ -124,9 +124,9 @@ def test_dropped_probabilities_are_those_of_the_forward(dtype: torch.dtype, p: f
 def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tensor], made_again: int) -> None:
     with pyactcomp.compressed(**LOSSLESS) as c:
         compute(leaf(16, 32), leaf(32, 32, seed=1))
-    assert reasons(c).count(policy.RECOMPUTED) == made_again
+    assert reasons_of(c).count(reasons.RECOMPUTED) == made_again
     report = pyactcomp.report(c)
-    recomputed = [t for t in report.tensors if t.kept == policy.RECOMPUTED]
+    recomputed = [t for t in report.tensors if t.kept == reasons.RECOMPUTED]
     assert sum(t.stored_bytes for t in recomputed) == 0
     assert sum(t.unique_bytes for t in recomputed) == made_again * 16 * 32 * 4
 
@@ -134,7 +134,7 @@ def test_an_output_whose_operands_are_stored_is_not(compute: Callable[..., Tenso
 def test_pieces_of_an_output_are_made_of_the_whole() -> None:
     with pyactcomp.compressed(**LOSSLESS) as c:
         through_pieces(leaf(16, 32), leaf(32, 32, seed=1))
-    pieces = [t for t in pyactcomp.report(c).tensors if t.kept == policy.RECOMPUTED]
+    pieces = [t for t in pyactcomp.report(c).tensors if t.kept == reasons.RECOMPUTED]
     assert [t.shape for t in pieces] == [(16, 8), (16, 24)]
     assert sum(t.stored_bytes for t in pieces) == 0
 
@@ -180,7 +180,7 @@ def test_a_norm_of_what_is_stored_narrower_is_kept() -> None:
     pyactcomp.compress(model, **LOSSLESS, fuse=False)
     assert_same(gradients_of_a_step(), exact)
     kept = {t.module: t.kept for t in pyactcomp.report(model).tensors if t.shape == (64, 32)}
-    assert kept == {"0": None, "1": policy.LOSSLESS, "2": policy.RECOMPUTED}
+    assert kept == {"0": None, "1": reasons.LOSSLESS, "2": reasons.RECOMPUTED}
 
 
 def test_a_cast_that_was_written_to_is_stored_as_it_is() -> None:
@@ -262,7 +262,7 @@ def test_a_layer_norm_is_made_again_once_with_its_own_eps(block: Block) -> None:
     before = library().counts()[2]
     pyactcomp.compress(block, **LOSSLESS, fuse=False)
     assert_same(step(block, autocast=False), exact)
-    assert reasons_in_projections(block).count(policy.RECOMPUTED) == 3
+    assert reasons_in_projections(block).count(reasons.RECOMPUTED) == 3
     assert library().counts()[2] - before == 1
 
 
@@ -270,7 +270,7 @@ def test_casts_of_a_layer_norm_are_stored_once(block: Block) -> None:
     exact = step(block)
     pyactcomp.compress(block, mode="lossless", min_bytes=0, fuse=False)
     assert_same(step(block), exact)
-    assert reasons_in_projections(block).count(policy.SAME_CAST) == 2
+    assert reasons_in_projections(block).count(reasons.SAME_CAST) == 2
     inputs = [t for t in pyactcomp.report(block).tensors if t.shape == (32, 64)]
     assert [t.unique_bytes for t in inputs] == [32 * 64 * 2] * 3
     assert [bool(t.stored_bytes) for t in inputs] == [True, False, False]
@@ -280,7 +280,7 @@ def test_casts_of_a_layer_norm_are_made_again_from_codes_of_its_input(block: Blo
     exact = step(block)
     pyactcomp.compress(block, min_bytes=0, fuse=False)
     got = step(block)
-    assert reasons_in_projections(block).count(policy.RECOMPUTED) == 3
+    assert reasons_in_projections(block).count(reasons.RECOMPUTED) == 3
     assert relative_error(dict(enumerate(got)), dict(enumerate(exact))) <= GRADIENT_BOUND
 
 
@@ -289,8 +289,8 @@ def test_casts_of_a_checkpointed_norm_are_stored_once(block: Block) -> None:
     block.norm.forward = functools.partial(checkpoint, block.norm.forward, use_reentrant=False)  # type: ignore[method-assign]
     step(block)
     # Its codes are thrown away with the rest of its first run, so it is stored: one of its casts.
-    assert reasons_in_projections(block).count(policy.SAME_CAST) == 2
-    assert reasons_in_projections(block).count(policy.RECOMPUTED) == 0
+    assert reasons_in_projections(block).count(reasons.SAME_CAST) == 2
+    assert reasons_in_projections(block).count(reasons.RECOMPUTED) == 0
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -313,7 +313,7 @@ def test_a_layer_norm_is_made_again_with_the_weights_that_it_read(mixed: bool) -
     assert_same(gradients_of_a_step(), exact)
     # GELU's input is the norm's output.
     assert [t.kept for t in pyactcomp.report(model).tensors if t.module == "1"] == [
-        policy.LOSSLESS if mixed else policy.RECOMPUTED
+        reasons.LOSSLESS if mixed else reasons.RECOMPUTED
     ]
 
 
@@ -417,7 +417,7 @@ def test_casts_of_a_layer_norm_that_was_written_to_are_kept(block: Block) -> Non
     exact = step(block)
     pyactcomp.compress(block, **LOSSLESS, fuse=False)
     assert_same(step(block), exact)
-    assert not {policy.RECOMPUTED, policy.SAME_CAST} & {t.kept for t in pyactcomp.report(block).tensors}
+    assert not {reasons.RECOMPUTED, reasons.SAME_CAST} & {t.kept for t in pyactcomp.report(block).tensors}
 
 
 class Halves(nn.Module):
@@ -453,7 +453,7 @@ def test_a_layer_norm_that_others_changed_is_not_made_again(block: Block, patche
     exact = step(block, autocast=False)
     pyactcomp.compress(block, **LOSSLESS)
     assert_same(step(block, autocast=False), exact)
-    assert policy.RECOMPUTED not in reasons_in_projections(block)
+    assert reasons.RECOMPUTED not in reasons_in_projections(block)
 
 
 def test_eight_bits_compute_again_from_what_is_packed() -> None:
@@ -462,7 +462,7 @@ def test_eight_bits_compute_again_from_what_is_packed() -> None:
         y = x * 2
         out = F.gelu(y) @ w
     (gradient,) = torch.autograd.grad(out.sum(), w)
-    assert policy.RECOMPUTED in reasons(c)
+    assert reasons.RECOMPUTED in reasons_of(c)
     restored = pyactcomp.codec.dequantize(pyactcomp.codec.quantize(y))
     assert torch.equal(gradient, F.gelu(restored).t() @ torch.ones(64, 64))
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from works_with import GRADIENT_BOUND
 
 import pyactcomp
-from pyactcomp.engine import policy, saved
+from pyactcomp.engine import reasons, saved
 
 CHANNELS, SIDE = 16, 16
 SCALES = torch.logspace(-1, 1, CHANNELS)
@@ -59,7 +59,7 @@ def gradients(norm: Norm, given: list[Tensor], mode: str | None = None) -> tuple
     else:
         with pyactcomp.compressed(mode=mode, min_bytes=1) as c:
             out = forward(norm, *given)
-        again = [tensor.kept for tensor in pyactcomp.report(c).tensors].count(policy.RECOMPUTED)
+        again = [tensor.kept for tensor in pyactcomp.report(c).tensors].count(reasons.RECOMPUTED)
     return torch.autograd.grad(out, [each for each in given if each.requires_grad], upstream.to(out.dtype)), again
 
 
@@ -256,7 +256,7 @@ def compressed_out(out: Callable[[], Tensor], again: int) -> Tensor:
     """Return a forward's result under compression, after as many of its tensors are to be computed again."""
     with pyactcomp.compressed(min_bytes=1) as c:
         made = out()
-    assert [tensor.kept for tensor in pyactcomp.report(c).tensors].count(policy.RECOMPUTED) == again
+    assert [tensor.kept for tensor in pyactcomp.report(c).tensors].count(reasons.RECOMPUTED) == again
     return made
 
 
@@ -279,7 +279,7 @@ def leaky_again(norm: Norm, activate: Callable[[Tensor], Tensor]) -> int:
     for one, other in zip(torch.autograd.grad(compressed, given, upstream), exact, strict=True):
         assert relative_error(one, other) <= GRADIENT_BOUND
     image = 4 * CHANNELS * SIDE * SIDE
-    whole = [t.stored_bytes for t in pyactcomp.report(c).tensors if t.kept is None or t.kept == policy.RECOMPUTED]
+    whole = [t.stored_bytes for t in pyactcomp.report(c).tensors if t.kept is None or t.kept == reasons.RECOMPUTED]
     return sum(whole) - image - image // 64 * 4 - image // 8  # but for the norm's input in codes, and the bits
 
 

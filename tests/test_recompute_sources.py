@@ -13,7 +13,7 @@ from works_with import GRADIENT_BOUND
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 
 def test_the_dropout_of_a_relu_is_computed_again_from_its_result() -> None:
@@ -56,7 +56,7 @@ def test_rows_taken_from_a_recomputed_output_are_taken_again(index: str) -> None
     with pyactcomp.compressed(min_bytes=1) as c:
         out = loss()
     rows = [t for t in pyactcomp.report(c).tensors if t.shape[-1:] == (64,) and math.prod(t.shape) == 200 * 64]
-    assert rows[0].kept == policy.RECOMPUTED
+    assert rows[0].kept == reasons.RECOMPUTED
     for got, expected in zip(torch.autograd.grad(out, parameters), exact, strict=True):
         assert (got - expected).norm() <= GRADIENT_BOUND * expected.norm()
 

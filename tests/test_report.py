@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import pyactcomp
 from pyactcomp import PyactcompError
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.report import Line, Report
 
 ROWS = 1024
@@ -67,9 +67,9 @@ def test_totals_and_modules_of_a_perceptron() -> None:
     assert report.unique_bytes == x + 2 * hidden + narrow
     assert report.stored_bytes == x + packed((hidden + narrow) // 4)
     assert by_name(report.kept) == {
-        policy.NO_GRAD: (1, x, x, x),
-        policy.RECOMPUTED: (1, hidden, hidden, 0),
-        policy.PARAMETER: (2, weight_2 + weight_4, 0, 0),
+        reasons.NO_GRAD: (1, x, x, x),
+        reasons.RECOMPUTED: (1, hidden, hidden, 0),
+        reasons.PARAMETER: (2, weight_2 + weight_4, 0, 0),
     }
     assert report.note == ""
 
@@ -77,11 +77,11 @@ def test_totals_and_modules_of_a_perceptron() -> None:
 def test_records_name_module_shape_and_dtype_in_the_order_of_the_forward() -> None:
     model = pyactcomp.compress(perceptron().bfloat16(), fuse=False)
     model(torch.randn(ROWS, 256).bfloat16()).sum().backward()
-    tensors = [t for t in pyactcomp.report(model).tensors if t.kept != policy.PARAMETER]
+    tensors = [t for t in pyactcomp.report(model).tensors if t.kept != reasons.PARAMETER]
     assert [(t.module, t.shape, t.dtype, t.kept) for t in tensors] == [
-        ("0", (ROWS, 256), "bfloat16", policy.NO_GRAD),
+        ("0", (ROWS, 256), "bfloat16", reasons.NO_GRAD),
         ("1", (ROWS, 512), "bfloat16", None),
-        ("2", (ROWS, 512), "bfloat16", policy.RECOMPUTED),
+        ("2", (ROWS, 512), "bfloat16", reasons.RECOMPUTED),
         ("3", (ROWS, 256), "bfloat16", None),
         ("4", (ROWS, 256), "bfloat16", None),
     ]
@@ -109,22 +109,22 @@ def test_what_does_not_require_grad_is_kept_and_says_so() -> None:
     x, hidden, statistic = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 4
     # The model's input, and the mean and the reciprocal deviation of each row in the norm.
     size = x + 2 * statistic
-    assert by_name(report.kept)[policy.NO_GRAD] == (3, size, size, size)
-    assert [t.module for t in report.tensors if t.kept == policy.NO_GRAD] == ["0", "2", "2"]
+    assert by_name(report.kept)[reasons.NO_GRAD] == (3, size, size, size)
+    assert [t.module for t in report.tensors if t.kept == reasons.NO_GRAD] == ["0", "2", "2"]
     # The inputs of GELU and of the norm depend on parameters.
     assert report.unique_bytes == size + 2 * hidden
     assert report.stored_bytes == size + packed(hidden // 4)
-    row = next(line for line in str(report).splitlines() if line.startswith(policy.NO_GRAD))
+    row = next(line for line in str(report).splitlines() if line.startswith(reasons.NO_GRAD))
     mib = f"{size / MIB:.2f}"
-    assert row.removeprefix(policy.NO_GRAD).split() == ["3", mib, mib, mib, "1.00", "0.00"]
+    assert row.removeprefix(reasons.NO_GRAD).split() == ["3", mib, mib, mib, "1.00", "0.00"]
 
 
 def test_an_input_is_packed_only_if_it_requires_grad_and_is_no_leaf() -> None:
     x = ROWS * 256 * 4
     leaf = torch.randn(ROWS, 256, requires_grad=True)
     for given, kept, unique, stored in (
-        (leaf.detach(), policy.NO_GRAD, x, x),
-        (leaf, policy.LEAF, 0, 0),
+        (leaf.detach(), reasons.NO_GRAD, x, x),
+        (leaf, reasons.LEAF, 0, 0),
         (leaf * 1, None, x, packed(x // 4)),
     ):
         model = pyactcomp.compress(nn.Linear(256, 8))
@@ -160,10 +160,10 @@ def test_reasons_and_bytes_of_what_was_not_compressed() -> None:
     # The embedding saves its 64-bit indices, which are never changed.
     assert kept["dtype torch.int64"] == (1, ROWS * 8, ROWS * 8, ROWS * 8)
     # The buffer is alive anyway: it is listed, and counts nothing.
-    assert kept[policy.PARAMETER] == (1, size, 0, 0)
+    assert kept[reasons.PARAMETER] == (1, size, 0, 0)
     # x[:4] twice: 4 KiB each, of a storage that is alive whole for as long as it is kept.
-    assert kept[policy.SMALL][:2] == (2, 2 * 4 * 256 * 4)
-    assert set(kept) == {"dtype torch.int64", policy.PARAMETER, policy.SMALL}
+    assert kept[reasons.SMALL][:2] == (2, 2 * 4 * 256 * 4)
+    assert set(kept) == {"dtype torch.int64", reasons.PARAMETER, reasons.SMALL}
     boolean = [t for t in report.tensors if t.dtype == "bool"]
     assert [(t.saved_bytes, t.unique_bytes, t.stored_bytes, t.kept) for t in boolean] == [
         (size // 4, size // 4, size // 4 // 8, None)
@@ -176,7 +176,7 @@ def test_small_tensors_are_kept_raw_and_counted_whole() -> None:
     report = pyactcomp.report(model)
     x, hidden, narrow = ROWS * 256 * 4, ROWS * 512 * 4, ROWS * 256 * 4
     # Exactly min_bytes is compressed, less is not; the last layer's input is the ReLU's result.
-    assert by_name(report.kept)[policy.SMALL] == (3, x + 2 * narrow, x + narrow, x + narrow)
+    assert by_name(report.kept)[reasons.SMALL] == (3, x + 2 * narrow, x + narrow, x + narrow)
     assert report.stored_bytes == x + narrow + packed(hidden // 4)
     assert report.unique_bytes == x + 2 * hidden + narrow
 
@@ -186,8 +186,8 @@ def test_skipped_modules_are_kept_and_say_so() -> None:
     step(model)
     report = pyactcomp.report(model)
     hidden, narrow = ROWS * 512 * 4, ROWS * 256 * 4
-    assert by_name(report.kept)[policy.SKIPPED] == (2, hidden + narrow, hidden + narrow, hidden + narrow)
-    assert [t.module for t in report.tensors if t.kept == policy.SKIPPED] == ["1", "3"]
+    assert by_name(report.kept)[reasons.SKIPPED] == (2, hidden + narrow, hidden + narrow, hidden + narrow)
+    assert [t.module for t in report.tensors if t.kept == reasons.SKIPPED] == ["1", "3"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_parameters_and_buffers_are_left_out_whatever_else_keeps_them(options: d
     owned = [t for t in report.tensors if t.shape in {(256,), (256, 256), (256, 8), (8, 256)}]
     # The norm's weight and bias, and the weights of the two layers behind it.
     assert len(owned) == 4
-    assert [(t.kept, t.unique_bytes, t.stored_bytes) for t in owned] == [(policy.PARAMETER, 0, 0)] * 4
+    assert [(t.kept, t.unique_bytes, t.stored_bytes) for t in owned] == [(reasons.PARAMETER, 0, 0)] * 4
     # Three layer inputs and the norm's, its mean and its reciprocal deviation.
     assert report.unique_bytes == 4 * ROWS * 256 * 4 + 2 * ROWS * 4
 
@@ -226,7 +226,7 @@ def test_lines_add_up_to_the_totals() -> None:
     report = pyactcomp.report(model)
     for name in ("saved_bytes", "unique_bytes", "stored_bytes"):
         assert sum(getattr(line, name) for line in report.modules) == getattr(report, name) > 0
-    counted = [t for t in report.tensors if t.kept not in policy.ALIVE_ANYWAY]
+    counted = [t for t in report.tensors if t.kept not in reasons.ALIVE_ANYWAY]
     assert sum(line.tensors for line in report.modules) == len(counted)
     assert sum(line.tensors for line in report.kept) == sum(t.kept is not None for t in report.tensors)
 
@@ -320,7 +320,7 @@ def test_the_table_contains_the_totals_every_module_and_every_reason() -> None:
     assert sizes[:2] == ["7.00", "6.00"]
     for line in report.modules:
         assert any(row[:2] == [line.name, str(line.tensors)] for row in rows if row)
-    assert policy.PARAMETER in str(report)
+    assert reasons.PARAMETER in str(report)
     assert "module" in rows[0]
 
 
@@ -445,7 +445,7 @@ def test_a_forward_that_fails_is_not_reported() -> None:
     model[2] = tail
     assert "nothing was recorded yet" in pyactcomp.report(model).note
     step(model)
-    assert [t.module for t in pyactcomp.report(model).tensors if t.kept != policy.PARAMETER] == ["0", "1", "2"]
+    assert [t.module for t in pyactcomp.report(model).tensors if t.kept != reasons.PARAMETER] == ["0", "1", "2"]
 
 
 # A profile with stacks is read in a process of its own: what a torch without this package imports is imported there.
@@ -470,3 +470,15 @@ print(imported, {"pyactcomp::pack", "pyactcomp::unpack"} <= names)
 def test_a_profiled_first_step_imports_nothing_whose_name_the_profiler_would_misread() -> None:
     done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, check=True)
     assert "set() True" in done.stdout
+
+
+def test_reason_tells_few_elements_and_narrow_dtypes_from_what_the_reader_needs() -> None:
+    x, y = torch.randn(3, requires_grad=True), torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pyactcomp.compressed(min_bytes=1) as c:
+        torch.nn.functional.gelu(x * 1)
+        (y * 1).tan()
+    few, narrow = [tensor.kept for tensor in pyactcomp.report(c).tensors if tensor.kept not in reasons.ALIVE_ANYWAY]
+    assert few == reasons.FEW
+    assert narrow is not None
+    assert narrow.startswith("aten::tan(result): ")
+    assert narrow.endswith("16 bits serve, which it has")

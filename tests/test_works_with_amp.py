@@ -22,7 +22,7 @@ from works_with import (
 )
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,7 +37,7 @@ def test_autocast_gradients_agree_and_weight_copies_are_not_held(device: str, dt
             return F.mse_loss(m(inputs).float(), targets)
 
     report = assert_step_agrees(model, loss_of)
-    copies = kept_for(report, policy.RECAST)
+    copies = kept_for(report, reasons.RECAST)
     # Four matrices a block are as large as min_bytes in 16 bits, and so is the embedding; the head is not.
     assert len(copies) >= 4 * len(model.blocks)
     assert all(tensor.dtype == str(dtype).removeprefix("torch.") and tensor.stored_bytes == 0 for tensor in copies)

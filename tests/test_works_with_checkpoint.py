@@ -23,7 +23,7 @@ from works_with import (
 
 import pyactcomp
 from pyactcomp.codec import format as fmt
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 BLOCKS = 3
 
@@ -45,10 +45,10 @@ def test_checkpointed_blocks_hold_their_compressed_inputs_and_nothing_else(devic
     # torch passes an empty leaf along, so that the checkpoint has an input that requires grad.
     assert {tensor.kept for tensor in report.tensors} <= {
         None,
-        policy.PARAMETER,
-        policy.LEAF,
-        policy.SMALL,
-        policy.NO_GRAD,
+        reasons.PARAMETER,
+        reasons.LEAF,
+        reasons.SMALL,
+        reasons.NO_GRAD,
     }
 
 

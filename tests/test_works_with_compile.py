@@ -22,7 +22,7 @@ from works_with import GRADIENT_BOUND, MIN_BYTES, WIDTH, Block, Transformer, gra
 
 import pyactcomp
 from pyactcomp.compiled import partition
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 # torch's own: of tracing a block whose input has a grad_fn, and inductor's advice.
 pytestmark = [
@@ -413,7 +413,7 @@ def test_compressed_context_around_a_compiled_model(exact: Transformer, device: 
     loss.backward()
     assert_agrees(model, loss.detach(), exact, step(exact, device))
     report = pyactcomp.report(context)
-    assert policy.NO_GRAD in {tensor.kept for tensor in report.tensors}
+    assert reasons.NO_GRAD in {tensor.kept for tensor in report.tensors}
     # The loss is computed in eager mode: only its operand is packed, and no weight in any shape.
     assert {tensor.shape for tensor in report.tensors if tensor.kept is None} <= {tuple(targets.shape)}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from works_with import GRADIENT_BOUND, WIDTH, assert_compressed, assert_step_agrees, relative_error
 
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 WORLD = 2
 
@@ -24,7 +24,7 @@ def test_fsdp2_gradients_agree_and_gathered_weights_are_not_compressed(backend: 
             assert 0.0 < relative_error(found, exact) <= GRADIENT_BOUND
             assert_compressed(report)
             worker.assert_no_weight_compressed(report)
-            assert any(tensor.kept in policy.ALIVE_ANYWAY for tensor in report.tensors)
+            assert any(tensor.kept in reasons.ALIVE_ANYWAY for tensor in report.tensors)
 
 
 @pytest.mark.parametrize("backend", worker.BACKENDS)

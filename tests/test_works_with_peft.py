@@ -10,7 +10,7 @@ from torch import nn
 from works_with import DEVICES, assert_step_agrees, gradients, kept_for
 from works_with_text import gpt2, llama, text
 
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -36,7 +36,7 @@ def test_lora_on_a_frozen_base_under_autocast(
     report = assert_step_agrees(model, loss_of)
     assert all("lora_" in name for name in gradients(model))
     shapes = {tuple(sorted(shape)) for shape in frozen}
-    copies = [tensor for tensor in kept_for(report, policy.NO_GRAD) if tuple(sorted(tensor.shape)) in shapes]
+    copies = [tensor for tensor in kept_for(report, reasons.NO_GRAD) if tuple(sorted(tensor.shape)) in shapes]
     # The weights below the first adapter save no copy; every frozen matrix above it does, each kept for its shape.
     assert {tensor.dtype for tensor in copies} == {"bfloat16"}
     mlp = 3 if build is llama else 2

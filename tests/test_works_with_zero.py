@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from works_with import GRADIENT_BOUND, MIN_BYTES, assert_compressed, gradients, relative_error
 
 import pyactcomp
-from pyactcomp.engine import policy
+from pyactcomp.engine import reasons
 from pyactcomp.fusions import fused_modules
 
 WORLD = 2
@@ -288,5 +288,5 @@ def test_deepspeeds_zero(stage: int, offload: bool, backend: str, tmp_path: Path
             if stage == 3:
                 assert fused == {"LayerNorm", "GELU"}, name
                 # Inputs of the model, small statistics and parameters are kept; the input of no Linear.
-                kept = {None, policy.NO_GRAD, policy.SMALL, *policy.ALIVE_ANYWAY}
+                kept = {None, reasons.NO_GRAD, reasons.SMALL, *reasons.ALIVE_ANYWAY}
                 assert {tensor.kept for tensor in report.tensors} <= kept, name

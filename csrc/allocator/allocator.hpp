@@ -37,8 +37,8 @@ struct SharedMemory {
 /// device.
 class Allocation {
  public:
-  /// At least `size` bytes, aligned to 512. Size 0 gives address 0. Throws OutOfMemory.
-  /// PauseError while the tag is paused. A private pool keeps the tag of the call that made the pool.
+  /// At least `size` bytes, aligned to 512. Size 0 gives address 0. Throws OutOfMemory, or PauseError while the tag is
+  /// paused. A private pool keeps the tag of the call that made the pool.
   virtual Address allocate(Bytes size, Stream stream, Context context = {}, Tag tag = 0) = 0;
   /// Notes that `stream` uses the block too: once freed, the block is reused only after `stream` has finished the work
   /// queued until then.

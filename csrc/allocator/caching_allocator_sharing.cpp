@@ -8,7 +8,7 @@ namespace pac::alloc {
 
 namespace {
 
-/// For one handle of this process, ever.
+/// Returns a number that no other handle of this process has had.
 std::uint64_t next_shared_id() {
   static std::atomic<std::uint64_t> last{0};
   return ++last;

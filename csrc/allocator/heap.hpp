@@ -65,7 +65,8 @@ class Heap {
   /// Ends the owner's use of a block. release() then makes the block free, now or once other streams are done.
   void request_free(Block* block, const Context& context);
   void release(Block* block, const Context& context);
-  /// Takes exactly [address, address + size) out of a free block. Throws std::logic_error if the range is not free.
+  /// Takes exactly [address, address + size) out of a free block; `from` as in block_at. Throws std::logic_error if the
+  /// range is not free.
   Block* carve(Segment& segment, Address address, Bytes size, Block* from = nullptr);
 
   /// A segment with one block over all of it: kFree under malloc growth, kUnmapped for a range of addresses.
@@ -85,6 +86,8 @@ class Heap {
   Block* split(Block* block, Bytes size);
   /// Cuts [address, address + size) out of a block outside every set, and sets the state of this part.
   Block* isolate(Block* block, Address address, Bytes size, Block::State state);
+  /// Returns the block of an address. The search begins at `from`, a block at or before the address; null: at the
+  /// segment's first block.
   Block* block_at(Segment& segment, Address address, Block* from = nullptr);
 
   Block* find_live(Address address) const { return live_.find(address); }

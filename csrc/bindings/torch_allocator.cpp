@@ -174,7 +174,7 @@ class TorchAllocator final : public native::CUDAAllocator {
     devices_[device].configure(config);
   }
 
-  // Between devices and processes.
+  // Peer access, and memory shared with other processes.
 
   void enablePeerAccess(DeviceIndex device, DeviceIndex accessed) override {
     native_.enablePeerAccess(device, accessed);

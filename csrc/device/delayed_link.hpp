@@ -44,7 +44,7 @@ class DelayedLink final : public Link {
   std::size_t queued() const { return queues_[0].size() + queues_[1].size(); }
 
   bool capturing = false;
-  /// The time of the simulated device, which works on while copies run: who waits for a copy gets later.
+  /// The simulated device's time in seconds. It works while copies run; waiting for a copy moves the time to its end.
   double clock = 0;
   /// Bytes a second of each of the two streams; 0: copies take no time.
   double rate = 0;

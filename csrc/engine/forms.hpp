@@ -305,7 +305,8 @@ struct Kept : Stored {
   Layout layout() const {
     return {{buffer.sizes().begin(), buffer.sizes().end()}, {buffer.strides().begin(), buffer.strides().end()}};
   }
-  /// Let the memory leave the device. Who assigned to a leaf's `.data` would then find the memory saved.
+  /// Let the memory leave the device. From then on the form holds the memory as it was saved: backward does not see a
+  /// later assignment to a leaf's `.data`.
   void leave(Tape& tape, std::int64_t stream) {
     buffer.leave(tape, stream);
     if (buffer.may_be_away()) leaf = false;

@@ -120,8 +120,8 @@ class Hooks {
     return compress(given, form);
   }
 
-  /// Return a new or a shared region of a tensor, dense or in the order of its memory, and add by how many bytes the
-  /// stored memory grew.
+  /// Return the region that stores the memory of `source`: a live one if its form serves, else a new one. Adds the
+  /// growth in bytes to `added`.
   Ref region(const at::Tensor& source, const Ref& how, std::int64_t& added) {
     StoringBody& storing = body<StoringBody>(how.get());
     const std::int64_t stream = stream_of(source);
@@ -154,7 +154,7 @@ class Hooks {
     return object;
   }
 
-  /// Keep a tensor for a reason, named as in engine/policy.py.
+  /// Keep a tensor for a reason, named as in engine/reasons.py.
   Ref keep(const Given& given, const char* reason, PyObject* reading = nullptr) {
     Kept& form = *made<Kept>(types().kept);
     Ref object(form.self);
@@ -191,8 +191,8 @@ class Hooks {
   }
 
   /// Put the stored bytes of a form on the tape of their device, if there is one; return whether they are on it.
-  template <class Kind>
-  bool leave(Kind& form, const at::Tensor& source) {
+  template <class Form>
+  bool leave(Form& form, const at::Tensor& source) {
     if (!offloads || !packing || observer::special()) return false;
     const c10::Device device = source.device();
     auto known = std::find_if(tapes_.begin(), tapes_.end(), [&](const auto& each) { return each.first == device; });

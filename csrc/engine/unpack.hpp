@@ -16,8 +16,8 @@ inline void check_reader(PyObject* form, long need, at::IntArrayRef shape) {
   }
 }
 
-/// Return whether this backward computes the gradients of some inputs of its nodes alone.
-inline bool asks_for_some() {
+/// Return whether this backward was started for some inputs only, as by torch.autograd.grad: nodes may skip gradients.
+inline bool is_partial_backward() {
   const auto* const tasks = torch::autograd::get_current_graph_task_exec_info();
   return tasks && !tasks->empty() && torch::autograd::get_current_node();
 }
@@ -25,7 +25,7 @@ inline bool asks_for_some() {
 /// Restore a saved tensor: the unpack hook.
 inline PyObject* unpack(PyObject*, PyObject* saved) {
   return guarded([&] {
-    if (Py_TYPE(saved) != types().kept && asks_for_some()) {
+    if (Py_TYPE(saved) != types().kept && is_partial_backward()) {
       Ref unread = rare("unread", {saved});
       if (unread.get() != Py_None) {
         if (const Stored* const own = stored_in(saved)) own->check();  // as torch checks what it does not read

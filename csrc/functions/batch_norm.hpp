@@ -41,16 +41,16 @@ struct BatchNorm : torch::autograd::Function<BatchNorm> {
         context, grads, 5, [&](const BatchNormCall& call, const at::Tensor& grad, variable_list& found) {
           const auto saved = context->get_saved_variables();
           size_t edge = 0;
-          const auto asked = [&](bool present) { return present && context->needs_input_grad(edge++); };
-          const bool x = asked(true), weight = asked(call.weight.defined()), bias = asked(call.bias.defined());
-          const bool residual = asked(call.summed);
+          const auto needs = [&](bool present) { return present && context->needs_input_grad(edge++); };
+          const bool needs_x = needs(true), needs_weight = needs(call.weight.defined());
+          const bool needs_bias = needs(call.bias.defined()), needs_residual = needs(call.summed);
           // Without a ReLU the residual has the incoming gradient.
           auto all = call.kernels->backward(saved[0], saved[1], call.weight, saved[2], grad, call.layout, call.dtype,
-                                            residual && call.relu);
-          if (x) found[0] = all.x;
-          if (weight) found[1] = all.weight.to(call.weight.scalar_type());
-          if (bias) found[2] = all.bias.to(call.bias.scalar_type());
-          if (residual) found[3] = call.relu ? all.residual : grad.to(call.dtype);
+                                            needs_residual && call.relu);
+          if (needs_x) found[0] = all.x;
+          if (needs_weight) found[1] = all.weight.to(call.weight.scalar_type());
+          if (needs_bias) found[2] = all.bias.to(call.bias.scalar_type());
+          if (needs_residual) found[3] = call.relu ? all.residual : grad.to(call.dtype);
         });
   }
 

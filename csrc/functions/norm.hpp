@@ -57,11 +57,11 @@ struct Norm : torch::autograd::Function<Norm> {
           const auto saved = context->get_saved_variables();
           NormKernels::Wanted wanted;
           size_t edge = 0;
-          const auto asked = [&](bool present) { return present && context->needs_input_grad(edge++); };
-          if (asked(true)) wanted.x = call.of_x;
-          if (asked(call.summed)) wanted.residual = call.of_residual;
-          wanted.weight = asked(call.weight.defined());
-          wanted.bias = asked(call.bias.defined());
+          const auto needs = [&](bool present) { return present && context->needs_input_grad(edge++); };
+          if (needs(true)) wanted.x = call.of_x;
+          if (needs(call.summed)) wanted.residual = call.of_residual;
+          wanted.weight = needs(call.weight.defined());
+          wanted.bias = needs(call.bias.defined());
           auto all = call.kernels->backward(saved[0], saved[1], call.weight, saved[2], grad, wanted, {}, call.noise);
           std::move(all.begin(), all.end(), found.begin());
         });
@@ -93,14 +93,14 @@ inline int norm_init(PyObject* self, PyObject* arguments, PyObject*) {
   });
 }
 
-/// What a norm is of, besides the call's own.
+/// The tensors that a norm reads.
 struct NormOperands {
   at::Tensor x, residual, weight, bias;
 };
 
-/// Return the norm, in the graph. A write to x or the bias, if watched, raises autograd's error in backward, as torch's
-/// own norm saves them. So does a write to the weight, but for an RMS norm of what needs no gradient: torch's chain of
-/// operators saves no weight then.
+/// Return the norm, recorded by autograd. A later write to x or to the bias, if watched, raises autograd's error in
+/// backward, as torch's own norm saves them. So does a write to the weight, except in an RMS norm whose input needs no
+/// gradient: there torch does not save the weight.
 inline PyObject* applied(const c10::intrusive_ptr<NormCall>& call, const NormOperands& of, bool watches_x,
                          bool watches_bias) {
   call->of_x = of.x.scalar_type();

@@ -22,7 +22,7 @@ class PauseTracker {
  public:
   struct Change {
     Address address;
-    std::int64_t source;  ///< the row of the allocation; below 0: ~source is an index of the blocks before
+    std::int64_t source;  ///< the row of the allocation, or ~i for block i of those before the first event
   };
 
   PauseTracker(const EventColumns& events, const std::vector<BlockBefore>& before);

@@ -39,7 +39,7 @@ def name_of(node: object) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a value has the elements of another one, its first argument, and zeros at most beside them.
+    """Return whether a node only rearranges its first argument: a view, a copy, a cast, or a pad with zeros.
 
     Such are views, copies, casts and pads by zero.
     """

@@ -288,7 +288,7 @@ class Operators:
         if reading.use in _NORMS:
             # Normalized values serve where the norm's input does; statistics do not.
             return reading if _elements(node) == max(map(_elements, operator.inputs())) else None
-        # As the exponential of a sigmoid, beside codes of the operand.
+        # A value inside a decomposed activation, as the exponential of a sigmoid; its input takes codes.
         return replace(reading, form=BFLOAT16) if reading.use is None and reading.form is AS_CODES else None
 
     def partner(self, operator: Operator, node: fx.Node) -> Partner:

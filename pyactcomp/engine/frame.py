@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..readers.forms import AS_CODES, BFLOAT16, ITSELF, Form, Reading, Use
+from ..readers.forms import AS_CODES, BFLOAT16, CODES, ITSELF, RELATIVE, Form, Reading, Use
 from ..readers.lookup import CHECKPOINT, CHECKPOINTED
 from ..readers.observer import observer, transformed
 from ..torch_private import never_traced, profiled_range, profiler_enabled, top_saved_tensor_hooks
 from ..torch_private.distributed import local_tensor, waited
-from . import saved
+from . import reasons, saved
 from .gathered import gathering, store_shard
 from .marks import PACKS
-from .packing import HALF_BYTES, Packing
-from .policy import PLAIN
+from .packing import FEWEST, HALF_BYTES, Packing
 from .record import Recorder
-from .saved import Distributed, Pending, Saved
+from .saved import PLAIN, Distributed, Pending, Saved
 from .unpacking import unpack_profiled
 
 # A forward with more saved casts than this is a loop, where the search for weight copies costs more than it saves.
@@ -167,7 +166,7 @@ class Frame:
 
     def _reason(self, tensor: Tensor, name: str, reading: Reading | None) -> str:
         if reading is not None:
-            return reading.reason
+            return reading.reason if self.packing.lossless else self._reason_of_reading(tensor, reading)
         if name == "DTYPE":
             return f"dtype {tensor.dtype}"
         if name == "TENSOR_LAYOUT":
@@ -175,6 +174,14 @@ class Frame:
         if name == "DEVICE":
             return f"device {tensor.device}: impl={self.packing.config.impl!r} does not serve it"
         return str(saved.NAMES[name])
+
+    def _reason_of_reading(self, tensor: Tensor, reading: Reading) -> str:
+        if reading.use is not None or reading.need in (CODES, RELATIVE):
+            if tensor.numel() < FEWEST:
+                return reasons.FEW
+            if tensor.itemsize <= HALF_BYTES:
+                return f"{reading.reason}; 16 bits serve, which it has"
+        return reading.reason
 
     @never_traced
     def _sharded(self, tensor: Tensor, whole: Tensor, reading: Reading, form: Form) -> Saved | None:

@@ -35,11 +35,20 @@ from . import saved
 from .halves import form_kernel
 from .marks import compiled_mark
 from .offloading import offloading_of
-from .policy import CARRIER
 
-# So few elements are kept: an error of one of them is the error of the gradient, 5 % for a pair that is interpolated.
+# Tensors of fewer elements are kept. With so few nothing averages out: where a program interpolates between two
+# numbers, their codes moved the gradient by 5 %.
 FEWEST = 4
 HALF_BYTES = 2
+
+CARRIER: dict[torch.dtype, torch.dtype] = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+    torch.float64: torch.float32,
+    torch.bool: torch.bool,
+}
+"""The dtypes to pack, each with the dtype read by the kernel."""
 
 
 class Packing:

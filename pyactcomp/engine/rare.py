@@ -21,10 +21,10 @@ from ..readers.lookup import CHECKPOINT, CHECKPOINTED, of_no_operator
 from ..readers.table import NOT_DROPPED
 from ..torch_private import current_raw_stream
 from ..torch_private.distributed import local_tensor
-from . import policy
+from . import reasons
 from .saved import NAMES, for_library
 
-NAMES.update({name: value for name, value in vars(policy).items() if name.isupper()})
+NAMES.update({name: value for name, value in vars(reasons).items() if name.isupper()})
 NAMES.update(ITSELF=ITSELF, AS_CODES=AS_CODES, GAINED=GAINED, BFLOAT16=BFLOAT16)
 NAMES.update(CHECKPOINT=CHECKPOINT, CHECKPOINTED=CHECKPOINTED)
 NAMES.update(NOT_DROPPED=NOT_DROPPED, current_raw_stream=current_raw_stream, of_no_operator=of_no_operator)

@@ -1,14 +1,11 @@
-"""Why saved tensors are kept, for reports; the library decides, by ``Hooks::reason_to_keep``."""
+"""Why saved tensors are kept, as reports say it; ``Hooks::reason_to_keep`` (csrc/engine) decides."""
 
 from __future__ import annotations
-
-import torch
-from torch import Tensor
-from torch.nn import Parameter
 
 PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
+FEW = "fewer than four elements: the error of one would be that of the gradient"
 SKIPPED = "inside a skipped module"
 NESTED = "nested tensor, kept exact"
 OTHER_LAYOUT = "copy of a parameter, written to or in another memory layout, kept"
@@ -28,15 +25,3 @@ NEGATIVE_VIEW = "lazy negation"
 HOLDS_NOTHING = frozenset({RECAST, RECOMPUTED, SAME_CAST, SHAPE_ALONE})
 # Reasons under which a saved tensor costs no memory even without compression.
 ALIVE_ANYWAY = frozenset({PARAMETER, LEAF})
-
-CARRIER: dict[torch.dtype, torch.dtype] = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.bfloat16,
-    torch.float16: torch.float16,
-    torch.float64: torch.float32,
-    torch.bool: torch.bool,
-}
-"""The dtypes to pack, each with the dtype read by the kernel."""
-
-PLAIN = (Tensor, Parameter)
-"""Tensor types to pack directly; of other types, only a DTensor's local tensor is packed."""

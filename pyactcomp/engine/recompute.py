@@ -18,8 +18,8 @@ from ..readers.observer import being_traced, observer
 from ..torch_private import graph_is_retained, saves_are_dropped
 from . import saved
 from .marks import PACKS, RECIPE, Packs
-from .policy import PLAIN
 from .record import is_recording
+from .saved import PLAIN
 
 Compute = Callable[..., Tensor]
 

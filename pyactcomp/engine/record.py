@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..torch_private import SavedTensorHooks, never_traced, top_saved_tensor_hooks
 from ..torch_private.distributed import local_tensor
-from . import policy
+from . import reasons
 from .marks import Packs, compiles_itself
 
 
@@ -58,7 +58,7 @@ class SavedTensor:
     @property
     def restored_bytes(self) -> int:
         """Bytes allocated in backward to restore the tensor; 0 for a kept tensor."""
-        return self.saved_bytes if self.kept is None or self.kept in policy.HOLDS_NOTHING else 0
+        return self.saved_bytes if self.kept is None or self.kept in reasons.HOLDS_NOTHING else 0
 
 
 def of_graph(module: str, values: Iterable[Any]) -> list[SavedTensor]:
@@ -235,10 +235,10 @@ class Recorder:
         ``unknown`` names the reader of a tensor kept because the table has no row for the reader. Of what a compressed
         graph saves, the record of the graph counts: the tensors themselves are codes.
         """
-        if _AOT_AUTOGRAD in sys.modules and self._add_run() and kept not in policy.ALIVE_ANYWAY:
+        if _AOT_AUTOGRAD in sys.modules and self._add_run() and kept not in reasons.ALIVE_ANYWAY:
             return
-        unique = 0 if kept in policy.ALIVE_ANYWAY else self._unique_bytes(tensor)
-        stored = packed if kept is None or kept in policy.HOLDS_NOTHING else unique
+        unique = 0 if kept in reasons.ALIVE_ANYWAY else self._unique_bytes(tensor)
+        stored = packed if kept is None or kept in reasons.HOLDS_NOTHING else unique
         self._append(_shape(tensor), tensor.dtype, _nbytes(tensor), unique, stored, kept, unknown)
 
     def _add_run(self) -> bool:

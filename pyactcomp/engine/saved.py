@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..codec.kernels import Kernel
 from ..codec.layouts import Layout
 from ..readers.forms import Form
 from ..readers.observer import Observer, observer
 from ..torch_private import StoredForm, never_traced
+
+PLAIN = (Tensor, Parameter)
+"""Tensor types to pack directly; of other types, only a DTensor's local tensor is packed."""
 
 Named = TypeVar("Named", bound=Callable[..., object])
 

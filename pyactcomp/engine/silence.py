@@ -12,9 +12,10 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from . import policy
+from . import reasons
 from .marks import compiled_mark
 from .record import Recorder
+from .saved import PLAIN
 
 NOT_YET = "nothing was recorded yet: run a training step first"
 DISABLED = "nothing was recorded yet: PYACTCOMP_DISABLE=1 switches everything off"
@@ -37,8 +38,8 @@ OF_FX = (
 )
 # What to do about tensors kept for a reason, where something can be done.
 _ADVICE = {
-    policy.SMALL: "pass a smaller min_bytes, or run a larger batch",
-    policy.SKIPPED: "see the option skip",
+    reasons.SMALL: "pass a smaller min_bytes, or run a larger batch",
+    reasons.SKIPPED: "see the option skip",
 }
 _MIB = 2**20
 
@@ -56,7 +57,7 @@ def silence_of(recorder: Recorder, lossless: bool) -> str | None:
     for tensor in recorder.saved:
         if tensor.kept is None:
             return None
-        if tensor.kept not in policy.ALIVE_ANYWAY | policy.HOLDS_NOTHING:
+        if tensor.kept not in reasons.ALIVE_ANYWAY | reasons.HOLDS_NOTHING:
             count, nbytes = kept.get(tensor.kept, (0, 0))
             kept[tensor.kept] = count + 1, nbytes + tensor.saved_bytes
     if recorder.hooks_inside is not None and not (lossless and kept):
@@ -91,7 +92,7 @@ class GradientWithoutForward:
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
             for parameter in model.parameters()
-            if type(parameter) in policy.PLAIN and parameter.requires_grad and not is_lazy(parameter)
+            if type(parameter) in PLAIN and parameter.requires_grad and not is_lazy(parameter)
         ]
         _watching.add(self)
 

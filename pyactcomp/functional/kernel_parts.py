@@ -31,8 +31,9 @@ COPY = tl.constexpr(16)
 def place(numel, TILE: tl.constexpr, UNIT: tl.constexpr):
     """Return the first element of the program's tile (program 0 takes the last tile) and the tile's element count.
 
-    UNIT divides ``numel``. UNIT = TILE: the programs take full tiles. UNIT = 1: one program takes the last tile.
-    Otherwise masks are constant over UNIT elements.
+    The launch chooses UNIT, a divisor of ``numel``. UNIT = TILE: all tiles are full, and no load has a mask. UNIT = 1:
+    a second launch, of one program, for the rest of the tensor. Between: the last tile may be partial, in multiples
+    of UNIT, so that vector loads stay whole.
     """
     if UNIT == 1:
         start = numel // TILE * TILE

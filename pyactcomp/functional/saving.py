@@ -22,9 +22,9 @@ from ..codec.kernels import plain as plain_forms
 from ..codec.layouts import arranged, contiguous_layout, elementwise_layout, layout_of
 from ..codec.seeds import calls, second_of
 from ..engine import saved
-from ..engine.policy import PLAIN
 from ..engine.recompute import mark_as_packed, withdraw
 from ..engine.record import is_recording
+from ..engine.saved import PLAIN
 from ..errors import PyactcompError
 from ..readers.observer import being_traced, observer, transformed
 from ..torch_private import (
@@ -100,42 +100,42 @@ class Saving(Codes):
         """Return the options for the second tensor of a call, with another seed."""
         return replace(self, seed=second_of(self.seed)) if self.stochastic else self
 
-    def keep(self, x: Tensor) -> tuple[Tensor, Restore]:
-        """Return the tensor to save for backward, and a function from that tensor to ``x``."""
+    def pack(self, x: Tensor) -> tuple[Tensor, Restore]:
+        """Return what to save for backward, codes or with ``bits=None`` the tensor itself, and what restores ``x``."""
         if self.bits is None:
             return x, same
-        return self._pack(x, self.bits)
+        return self._pack_bits(x, self.bits)
 
-    def keep_rows(self, x: Tensor, length: int) -> tuple[Tensor, Restore]:
-        """Return the same as :meth:`keep`, with groups within rows of ``x`` (rows shorter than a group share groups).
+    def pack_rows(self, x: Tensor, length: int) -> tuple[Tensor, Restore]:
+        """Return the same as :meth:`pack`, with groups within rows of ``x`` (rows shorter than a group share groups).
 
         Groups are consecutive elements in memory. A norm divides each row by the row's own deviation: in a group across
         rows the largest row sets the step, and the codes of the smallest row are off by as much. Rows of ``length``
         elements are padded to whole groups with their last element, which widens no group.
         """
         if self.bits is None:
-            return self.keep(x)
+            return self.pack(x)
         layout = layout_of(x)
         missing = -length % self.group_size if self.group_size < length < x.numel() else 0
         if not missing:
             if x.is_contiguous() or not layout.dense:
-                return self.keep(x)
-            kept, restore = self.keep(x.contiguous())
+                return self.pack(x)
+            kept, restore = self.pack(x.contiguous())
             return mark_as_packed(kept, x), lambda buffer: arranged(restore(buffer), layout)
         rows = x.reshape(-1, length)
-        kept, restore = self.keep(torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1))
+        kept, restore = self.pack(torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1))
         return mark_as_packed(kept, x), lambda buffer: arranged(
             restore(buffer)[:, :length].reshape(layout.shape),
             layout if layout.dense else contiguous_layout(layout.shape),
         )
 
-    def keep_copy(self, x: Tensor) -> tuple[Tensor, Restore]:
+    def copy_as_bytes(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return a copy of ``x`` as bytes, and a function from the bytes to ``x``. Hooks keep bytes unpacked."""
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         dtype, shape = x.dtype, x.shape
         return mark_as_packed(copy.view(-1).view(torch.uint8), x), lambda buffer: buffer.view(dtype).view(shape)
 
-    def keep_half(self, x: Tensor) -> tuple[Tensor, Restore]:
+    def pack_half(self, x: Tensor) -> tuple[Tensor, Restore]:
         """Return ``x`` in 16 bits, and a function from them to a contiguous ``x``.
 
         A 16-bit ``x`` stays unpacked, a wider one becomes float16 times a power of two, as saved-tensor hooks store
@@ -157,11 +157,11 @@ class Saving(Codes):
 
         return mark_as_packed(buffer, x), restore
 
-    def keep_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
+    def pack_mask(self, mask: Tensor) -> tuple[Tensor, Restore]:
         """Return a boolean tensor packed to one bit per element, and a function from the bits to the tensor."""
-        return self._pack(mask, 1)
+        return self._pack_bits(mask, 1)
 
-    def _pack(self, x: Tensor, bits: int) -> tuple[Tensor, Restore]:
+    def _pack_bits(self, x: Tensor, bits: int) -> tuple[Tensor, Restore]:
         """Pack ``x`` to ``bits`` bits an element, by the kernel itself where no graph needs the operator around it."""
         traced = _traced()  # sizes may be symbols then, of which there is no layout
         layout = layout_of(x) if not traced and type(x) in PLAIN and x.dtype in _PACKED_AS_IT_IS else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codec.layouts import contiguous_layout
 from ..engine.gathered import mark_as_shards
 from ..engine.marks import RECIPE
-from ..engine.policy import PLAIN
+from ..engine.saved import PLAIN
 from ..torch_private.distributed import placements_of, wait_for
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from ..engine.policy import PLAIN
+from ..engine.saved import PLAIN
 from ..functional.norms.own_forward import OwnForward
 from ..functional.norms.written import norm_by
 from ..functional.saving import recorded

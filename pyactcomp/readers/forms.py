@@ -83,7 +83,7 @@ class Form(NamedTuple):
         if wanted.need in (SHAPE, BITS) or self.need == BITS:
             return wanted.need == SHAPE or self == wanted
         if self.need == wanted.need:
-            # Near one these are more precise than bfloat16, elsewhere as precise.
+            # PROBABILITY and EXPONENTIAL are as precise as bfloat16, and more so near one.
             return wanted in (self, AS_CODES) or (self in (PROBABILITY, EXPONENTIAL) and wanted is BFLOAT16)
         # What saturates serves only its own reader.
         return self.need > wanted.need and self not in (LOG, LOG_PROBABILITY)

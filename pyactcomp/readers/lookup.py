@@ -17,7 +17,7 @@ from .forms import AS_CODES, AS_SHAPE, BFLOAT16, BITS, ITSELF, SHAPE, Comparison
 from .rule import FUNCTION_KINDS, Kind
 from .table import ELEMENTWISE, FUNCTION_READERS, FUNCTIONS, NAMESPACES, READERS
 
-Exactness = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
+Derivative = Literal["shape", "sign", "linear", "smooth", "relative", "exact"]
 Row = tuple[tuple[Reading, ...] | None, Reading, Reading, Reading | None, bool]
 
 _FORMS: dict[str, Form] = {
@@ -244,9 +244,9 @@ def weakest_need(node: str) -> int:
 
 def register_reader(
     reader: str | type[torch.autograd.Function],
-    operands: Mapping[int, Exactness] | None = None,
+    operands: Mapping[int, Derivative] | None = None,
     /,
-    **named: Exactness | Literal["layer"],
+    **named: Derivative | Literal["layer"],
 ) -> None:
     """Register how exactly backward needs an operator's saved tensors. Tensors without a row are kept exact.
 
@@ -314,11 +314,11 @@ def register_reader(
 
 
 def _reading(operator: str, operand: str, exactness: str) -> Reading:
-    check_choice(f"the exactness of {operand}", exactness, get_args(Exactness))
+    check_choice(f"the exactness of {operand}", exactness, get_args(Derivative))
     return Reading(operator, operand, _FORMS[exactness], f"registered as {exactness}")
 
 
-def _checked_function(cls: type, operands: Mapping[int, Exactness]) -> dict[int, Reading]:
+def _checked_function(cls: type, operands: Mapping[int, Derivative]) -> dict[int, Reading]:
     name = f"{cls.__module__}.{cls.__qualname__}"
     for position in operands:
         if not isinstance(position, int) or position < 0:

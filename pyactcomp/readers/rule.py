@@ -5,8 +5,8 @@ the input of a layer, whose gradient sums over many elements; it does where a sm
 losses and in algebra between activations. So an operand takes codes only if it is a layer's by construction, and 16
 bits or more everywhere else.
 
-The hooks of an eager forward find the maker and the partner in C++ (``csrc/observer/nodes.hpp``), at most 16 nodes
-back; graphs read them from the graph. Both use the tables below.
+The hooks of an eager forward find the maker and the partner in C++: ``maker_of`` in ``csrc/observer/nodes.hpp`` says
+how far it follows the graph. Compiled graphs read them from the graph. Both use the tables below.
 """
 
 from __future__ import annotations
@@ -135,12 +135,14 @@ def kind_of_node(name: str) -> Kind:
     return _OWN_NODES.get(name, Kind.OTHER) if match is None else _BY_NODE.get(match[1].lower(), Kind.OTHER)
 
 
-# Batches of vectors, or of sequences of vectors, have at most three dimensions; images have more.
+# Batches of vectors, or of sequences of vectors, have at most three dimensions. Images have more, and so have the
+# queries and keys of attention written out, [batch, heads, tokens, width].
 _VECTORS = 3
 _SHORT = 16
 SCATTERED = 4
-"""Fewer elements with a statistic of their own are kept: of two normal elements one pair in a hundred differs by less
-than a hundredth of itself, and bfloat16, which rounds 1 in 512, moves the pair's gradient by a fifth."""
+"""A norm over fewer elements keeps its input. Two elements are often nearly equal, and the norm divides by their
+difference: one pair of normal elements in a hundred differs by less than a hundredth of itself, and bfloat16, which
+rounds 1 in 512, moves the gradient of such a pair by a fifth."""
 _UNEVEN = (Maker.LOGARITHM, Maker.EXPONENTIAL)
 
 
@@ -161,17 +163,17 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
     numel, last = math.prod(shape), shape[-1] if shape else 1
     # Less than one group: codes save next to nothing, and no sum averages out their errors.
     few = numel < group_size
-    # A group lies in memory, and spans rows that are no multiple of it, or transposed.
-    rows = not few and not spans_rows(last, group_size) and stride[-1] == 1
-    images = len(shape) > _VECTORS
+    # Groups are runs of memory: each lies within one row only if rows are contiguous and whole groups long.
+    groups_lie_in_rows = not few and not spans_rows(last, group_size) and stride[-1] == 1
+    many_dims = len(shape) > _VECTORS
     if use is None:
         return BFLOAT16 if few and reading.form is AS_CODES and reading.known else reading.form
     if use is Use.MATRIX:
-        # A ReLU may be zero in a whole column, where the gradient of the other factor is zero too; a group spans many
-        # rows of few columns, which may differ by orders of magnitude.
+        # A column of a ReLU's results may be all zeros: codes would give the other factor a gradient there that should
+        # be zero. In rows of under 16 elements a group spans many rows, which may differ by orders of magnitude.
         layer = maker in LAYERS and maker is not Maker.RECTIFIED and partner is not Partner.ITSELF
         has_parameter = partner in (Partner.NOTHING, Partner.GAIN, Partner.PARAMETER)
-        takes_codes = (layer or has_parameter) and (last >= _SHORT or images)
+        takes_codes = (layer or has_parameter) and (last >= _SHORT or many_dims)
     elif use is Use.FACTOR:
         layer = maker in LAYERS
         # Beside a logarithm, the gradients of a probability and of its score cancel.
@@ -179,7 +181,7 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
             return ITSELF
         gated = maker in GATES and partner is Partner.OTHER
         unproven = partner in (Partner.ITSELF, Partner.LOGARITHM, Partner.OTHER)
-        takes_codes = layer and (rows or images) and (gated or not unproven)
+        takes_codes = layer and (groups_lie_in_rows or many_dims) and (gated or not unproven)
     elif use is Use.SQUARE:
         takes_codes = maker in (Maker.RESIDUAL, Maker.RECTIFIED)
     elif use is Use.HEADS:
@@ -197,7 +199,7 @@ def form(reading: Reading, maker: Maker, partner: Partner, layout: Layout, group
             return ITSELF
         if use is Use.ROWS and (few or last < SCATTERED):
             return ITSELF
-        takes_codes = rows or (use is Use.INPUT and images)
+        takes_codes = groups_lie_in_rows or (use is Use.INPUT and many_dims)
     if not takes_codes or few:
         return BFLOAT16
     # A few gains may be a hundred times the others: codes of a group would round all columns in steps of the largest.

@@ -179,9 +179,18 @@ _GROUPS = (
         "backward compares it with another saved value",
         *("amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin"),
         *("scatter_reduce", "index_reduce", "segment_reduce", "clamp.Tensor", "clamp_min.Tensor", "clamp_max.Tensor"),
-        *("hardswish", "kthvalue", "cummax", "cummin", "copysign", "multi_margin_loss", "nan_to_num", "sgn", "hypot"),
-        *("multilabel_margin_loss_forward", "nansum", "angle", "nextafter", "fmod", "remainder", "rrelu_with_noise"),
+        *("kthvalue", "cummax", "cummin", "multi_margin_loss", "multilabel_margin_loss_forward"),
+    ),
+    _Group(
+        ITSELF,
+        "the derivative jumps or bends where it crosses a bound, and depends on its value besides",
+        *("hardswish", "copysign", "nan_to_num", "nansum", "nextafter", "fmod", "remainder", "rrelu_with_noise"),
         "rrelu_with_noise_functional",
+    ),
+    _Group(
+        ITSELF,
+        "the derivative depends on its direction, which rounding turns where it is small",
+        *("sgn", "angle", "hypot"),
     ),
     _Group(
         ITSELF,

@@ -1,6 +1,6 @@
 """Finds call stacks whose memory grows from step to step: a program that keeps something of each.
 
-What a training holds between two steps is least at a step's begin, whatever the shapes. So the least that a call stack
+Memory is lowest where a step begins, whatever the batch's shapes. So the least that a call stack
 holds within a quarter of the steps is what it keeps: nothing for activations, the same in all quarters for weights,
 more in each quarter for a list of losses.
 """

@@ -13,9 +13,9 @@ from ..config import Config
 from ..engine import saved as stored_forms
 from ..engine.frame import Frame
 from ..engine.packing import Packing
-from ..engine.policy import HOLDS_NOTHING, PLAIN, RECAST
+from ..engine.reasons import HOLDS_NOTHING, RECAST
 from ..engine.record import Recorder, SavedTensor
-from ..engine.saved import Saved
+from ..engine.saved import PLAIN, Saved
 from ..engine.session import Session
 from ..errors import PyactcompError
 from ..readers.forms import BITS

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...codec.layouts import arranged, layout_of, overlaps, suggested_layout
-from ...engine.policy import PLAIN
 from ...engine.recompute import mark_as_packed, offer, stable_copies
+from ...engine.saved import PLAIN
 from ...torch_private import normalises_by_cudnn
 from ..codes import INT8, Codes, one_option
 from ..saving import Restore, Saving, begin, check_float_tensor, differentiable_once, recorded, same, saving, wide
@@ -87,14 +87,14 @@ class _BatchNorm(torch.autograd.Function):
             # NaN has a gradient, as in torch's ReLU.
             signs = ~(out <= 0)
             if how.bits is not None:
-                signs, restore_signs = how.keep_mask(signs)
+                signs, restore_signs = how.pack_mask(signs)
         channels = (1, -1) + (1,) * (x.dim() - 2)
         if how.bits is None:
-            kept, restore = how.keep(x)
+            kept, restore = how.pack(x)
         else:
             # Channels of x may lie orders of magnitude apart, and share groups unless a channel fills them. All
             # channels of the normalised x have deviation 1.
-            kept, restore = how.keep((x.to(mean.dtype) - mean.view(channels)) * rstd.view(channels))
+            kept, restore = how.pack((x.to(mean.dtype) - mean.view(channels)) * rstd.view(channels))
             mark_as_packed(kept, x)
         ctx.restore, ctx.restore_mask, ctx.layout = restore, restore_signs, layout_of(x)
         if recomputes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import dropout as dropout_of_torch
 
-from ...engine.policy import PLAIN
+from ...engine.saved import PLAIN
 from ...readers.observer import observer, transformed
 from ..codes import one_option
 from ..saving import check_float_tensor, recorded

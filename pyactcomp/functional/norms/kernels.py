@@ -2,7 +2,7 @@
 
 The codes of a tile are [GROUPS, GROUP] and the rows are [ROWS, elements]: the same elements in the same order. If N is
 no power of two of groups, ROWS is 1 and the tile is longer than the row. Codes of a row that ends inside a group are
-those of the row padded to whole groups with its last element, as ``Saving.keep_rows`` pads it.
+those of the row padded to whole groups with its last element, as ``Saving.pack_rows`` pads it.
 
 Of a row's statistics, the reciprocal deviation is saved and the mean is recomputed from the restored row. With 8 bits
 and 1024 normal numbers a row, the relative error of the gradient against float64 is then 2.4e-4, the same as with a

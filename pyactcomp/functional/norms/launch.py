@@ -84,9 +84,11 @@ class NormKernels(Protocol):
         watches_bias: bool,
         /,
     ) -> Tensor:
-        """Return normalised rows in the graph: ``result``, if given, of which the kernels give codes and gradients.
+        """Return the norm of ``x``, recorded by autograd.
 
-        A write to what is watched raises autograd's error in backward, as does a write to the weight.
+        If ``result`` is given, return it in place of the kernels' output; codes and gradients are the kernels' either
+        way. A later write to ``x``, if ``watches_x``, to ``bias``, if ``watches_bias``, or to ``weight`` makes backward
+        raise.
         """
 
     def apply_where_served(

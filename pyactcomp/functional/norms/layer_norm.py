@@ -84,7 +84,7 @@ class _LayerNorm(torch.autograd.Function):
         out, mean, rstd = torch.native_layer_norm(cast(Tensor, exactly), shape, wide_gamma, wide_beta, eps)
         out = out.to(dtype) if result is None else result
         if ctx.keeps:
-            kept, restore = (x, same) if itself else how.keep_rows(x, math.prod(shape))
+            kept, restore = (x, same) if itself else how.pack_rows(x, math.prod(shape))
             ctx.restore = restore
             ctx.save_for_backward(kept, mean if exact else None, rstd, weight, rows)
             wider, deviation = ctx.wide, None if exact else rstd

@@ -65,7 +65,7 @@ class _RmsNorm(torch.autograd.Function):
         if _keeps_itself(x, own):
             kept, ctx.restore = x.detach(), same
         else:
-            kept, ctx.restore = how.keep_copy(x) if copy else how.keep_rows(x.detach(), x.shape[-1])
+            kept, ctx.restore = how.copy_as_bytes(x) if copy else how.pack_rows(x.detach(), x.shape[-1])
         wide = _wide(x)
         rstd = _reciprocal_deviation(wide, eps)
         # With bits=None backward differentiates torch's chain of operators, rstd included.

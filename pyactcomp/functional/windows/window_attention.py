@@ -70,7 +70,7 @@ class _WindowAttention(torch.autograd.Function):
             if launch.attention_serves(qkv, heads, how):
                 out, kept, recompute, ctx.fused_backward = launch.window_attention(qkv, heads, exact, mask, scale, how)
         if ctx.fused_backward is None:
-            kept, restore = how.keep_half(qkv) if half else how.keep(qkv)
+            kept, restore = how.pack_half(qkv) if half else how.pack(qkv)
             ctx.restore = restore
             out = _attend(qkv, heads, exact, mask, scale)
 

@@ -86,7 +86,7 @@ class _Form:
         product = up.of(x)
         kept = unit.over(gate.of(x), product, (keeps[0], keeps[1]), how)
         if keeps[2]:
-            kept.append(how.second().second().keep(x)[0])
+            kept.append(how.second().second().pack(x)[0])
         down.of(product, out)
         return kept
 

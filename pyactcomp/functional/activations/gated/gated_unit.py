@@ -34,7 +34,7 @@ class Unit:
     def over(self, gate: Tensor, up: Tensor, keeps: tuple[bool, bool], how: Saving) -> list[Tensor]:
         """Write the product over ``up``; return the codes of ``gate`` and ``up``, where they are kept."""
         operands = ((how, gate), (how.second(), up))
-        codes = [each.keep(t)[0] for (each, t), keep in zip(operands, keeps, strict=True) if keep]
+        codes = [each.pack(t)[0] for (each, t), keep in zip(operands, keeps, strict=True) if keep]
         up *= self._activated(gate, gate)
         return codes
 

@@ -30,7 +30,7 @@ class _SiluMul(torch.autograd.Function):
             recompute.offer(ctx, out, compute, stored=tuple(t.detach() for t in kept) if exact else kept)
             return out
         ctx.fused_backward = None
-        saves = [how.keep(gate)] if up_again is not None else [how.keep(gate), how.second().keep(up)]
+        saves = [how.pack(gate)] if up_again is not None else [how.pack(gate), how.second().pack(up)]
         kept, restores = zip(*saves, strict=True)
         ctx.restores = restores
         ctx.save_for_backward(*kept)

@@ -23,7 +23,7 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
         begin(ctx, None if how.bits is None else x)
         ctx.approximate = approximate
-        kept, restore = how.keep(x)
+        kept, restore = how.pack(x)
         ctx.restore = restore
         ctx.save_for_backward(kept)
         out = gelu_of_torch(x, approximate=approximate)

@@ -117,7 +117,10 @@ def _backward(
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Return gelu and its gradient from the codes of the program's tile, the first element, and how many are left."""
+    """Return, of the program's tile: gelu, the gradient, the index of the first element, and the count of elements.
+
+    x is restored from codes. BITS, GROUP, GROUPS and UNIT: see :mod:`...kernel_parts`.
+    """
     PARTIAL: tl.constexpr = UNIT != GROUPS * GROUP
     RUN: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
     start, left = place(numel, GROUPS * GROUP, UNIT)
