@@ -328,14 +328,14 @@ def test_norm_before_a_linear_writes_what_autocast_would_make_of_it(monkeypatch:
     model = built(gpt2)
     fuse(model, INT8)
     written: list[torch.dtype | None] = []
-    own = torch_modules.layer_norm
+    own = torch_modules.layer_norm_unchecked
 
     def noted(*args: Any) -> Tensor:
         *_, dtype, _ = args
         written.append(dtype)
         return own(*args)
 
-    monkeypatch.setattr(torch_modules, "layer_norm", noted)
+    monkeypatch.setattr(torch_modules, "layer_norm_unchecked", noted)
     step(model, autocast=True)
     # Two norms of each block, and the last one, which the head reads: no block's forward calls that.
     assert written == [torch.bfloat16] * 4 + [None]

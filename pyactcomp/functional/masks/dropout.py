@@ -53,10 +53,10 @@ def dropout(x: Tensor, p: float = 0.5) -> Tensor:
     """
     check_float_tensor("x", x)
     check_probability(p)
-    return applied(x, p)
+    return dropout_unchecked(x, p)
 
 
-def applied(x: Tensor, p: float) -> Tensor:
+def dropout_unchecked(x: Tensor, p: float) -> Tensor:
     """Return :func:`dropout` of arguments that are known to be right."""
     plain = x.is_cpu and type(x) in PLAIN and 0 < p < 1 and x.numel() > 0
     if plain and recorded(x) and not transformed():

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from ...engine.recompute import offer, stable_copies
 from ..codes import INT8, Codes, one_option
-from ..masks.dropout import applied as dropout
-from ..masks.dropout import check_probability
+from ..masks.dropout import check_probability, dropout_unchecked
 from ..masks.noise import QUIET, draw
 from ..saving import Saving, begin, check_dtype, check_float_tensor, differentiable_once, recorded, same, saving, wide
 from .launch import draws_noise, norm_of, serves
@@ -179,7 +178,7 @@ def _dtype_of(x: Tensor, residual: Tensor | None) -> torch.dtype:
     return torch.float32 if dtype is not torch.float64 and _under_autocast(x) else dtype
 
 
-def normalised(
+def layer_norm_unchecked(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -203,7 +202,7 @@ def normalised(
         if p < 1 and fused and draws_noise(x, residual, shape, how):
             noise = draw(x, p)
         if not noise.quads:
-            x = dropout(x, p)
+            x = dropout_unchecked(x, p)
             fused = fused and serves(x, residual, shape, wanted, how)
     itself = not noise.quads and _keeps_itself(x, residual, rows, own)
     if fused and (x.is_contiguous() or not itself):
@@ -288,7 +287,7 @@ def layer_norm(
     if rows is not None:
         _checked_rows(rows, x.shape[: -len(shape)].numel())
         x = x.reshape(-1, *shape)
-    return normalised(x, None, weight, bias, rows, shape, eps, dtype, how)
+    return layer_norm_unchecked(x, None, weight, bias, rows, shape, eps, dtype, how)
 
 
 @one_option
@@ -352,4 +351,4 @@ def add_layer_norm(
     if residual.shape != x.shape:
         raise ValueError(f"add_layer_norm expects a residual of {tuple(x.shape)}, got {tuple(residual.shape)}")
     check_probability(p)
-    return normalised(x, residual, weight, bias, None, shape, eps, dtype, how, float(p))
+    return layer_norm_unchecked(x, residual, weight, bias, None, shape, eps, dtype, how, float(p))

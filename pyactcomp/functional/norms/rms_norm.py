@@ -203,7 +203,7 @@ def rms_norm(
     check_dtype("rms_norm", dtype)
     if copy and how.bits is None:
         raise ValueError("copy=True stands in place of codes, and bits=None keeps x itself; leave one of them out")
-    return normalised(x, weight, eps, dtype, copy, how)
+    return rms_norm_unchecked(x, weight, eps, dtype, copy, how)
 
 
 def _keeps_itself(x: Tensor, own: OwnForward | None) -> bool:
@@ -214,7 +214,7 @@ def _keeps_itself(x: Tensor, own: OwnForward | None) -> bool:
     return not x.requires_grad and own is None and _wide(x) is x
 
 
-def normalised(
+def rms_norm_unchecked(
     x: Tensor,
     weight: Tensor | None,
     eps: float,

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ..codes import Codes
 from ..saving import saving
-from .layer_norm import normalised as layer_norm
+from .layer_norm import layer_norm_unchecked
 from .own_forward import OwnForward
-from .rms_norm import normalised as rms_norm
+from .rms_norm import rms_norm_unchecked
 
 
 def norm_by(
@@ -34,5 +34,5 @@ def norm_by(
     """
     how = saving(codes)
     if centred:
-        return layer_norm(x, None, weight, bias, None, x.shape[-1:], eps, x.dtype, how, own=own)
-    return rms_norm(x, weight, eps, None, False, how, own)
+        return layer_norm_unchecked(x, None, weight, bias, None, x.shape[-1:], eps, x.dtype, how, own=own)
+    return rms_norm_unchecked(x, weight, eps, None, False, how, own)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ...engine.saved import library
-from ...functional.activations.gelu.gelu import applied as gelu
+from ...functional.activations.gelu.gelu import gelu_unchecked
 from ...functional.activations.gelu.launch import gelu_of
-from ...functional.masks.dropout import applied as dropout
+from ...functional.masks.dropout import dropout_unchecked
 from ...functional.norms.launch import norm_of
-from ...functional.norms.layer_norm import normalised as layer_norm
-from ...functional.norms.rms_norm import normalised as rms_norm
+from ...functional.norms.layer_norm import layer_norm_unchecked
+from ...functional.norms.rms_norm import rms_norm_unchecked
 from ..formulas import children_fed, forward_of
 from ..fusion import Fused, Fusion, codes_for, fits, fused_class, linear_dtype, original_of
 from ..sharded import local_rows, of_rows
@@ -54,7 +54,7 @@ class LayerNorm(Fused, nn.LayerNorm):
         # timm's layer norm may run apex's kernel, with another rounding.
         if codes is None or vars(self).get("_fast_norm", False) or not fits(own, shape, weight, bias):
             return super().forward(x)
-        out = layer_norm(own, None, weight, bias, None, shape, self.eps, dtype, codes)
+        out = layer_norm_unchecked(own, None, weight, bias, None, shape, self.eps, dtype, codes)
         return out if own is x else of_rows(out, x)
 
 
@@ -90,7 +90,7 @@ class RMSNorm(Fused, nn.RMSNorm):
             return super().forward(x)
         # Under autocast torch normalises in float32, and returns float32 on some devices only.
         dtype = _result_of_rms_norm(x.device, x.dtype, torch.get_autocast_dtype(x.device.type)) if autocast else None
-        out = rms_norm(own.float() if autocast else own, weight, self.eps, dtype, False, codes)
+        out = rms_norm_unchecked(own.float() if autocast else own, weight, self.eps, dtype, False, codes)
         return out if own is x else of_rows(out, x)
 
 
@@ -113,7 +113,7 @@ class GELU(Fused, nn.GELU):
             if made is not None:
                 return made
         codes = codes_for(self, input, kernels=True)
-        return super().forward(input) if codes is None else gelu(input, cast(Any, self.approximate), codes)
+        return super().forward(input) if codes is None else gelu_unchecked(input, cast(Any, self.approximate), codes)
 
 
 class Dropout(Fused, nn.Dropout):
@@ -127,7 +127,7 @@ class Dropout(Fused, nn.Dropout):
         codes = None if input.is_cuda else codes_for(self, input)
         if codes is None or self.inplace:
             return super().forward(input)
-        return dropout(input, self.p)
+        return dropout_unchecked(input, self.p)
 
 
 class PreNormBlock(Fused):

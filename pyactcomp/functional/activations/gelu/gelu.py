@@ -82,10 +82,10 @@ def gelu(
     check_float_tensor("x", x)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return applied(x, approximate, how)
+    return gelu_unchecked(x, approximate, how)
 
 
-def applied(x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
+def gelu_unchecked(x: Tensor, approximate: Approximate, how: Saving) -> Tensor:
     """Return :func:`gelu` of arguments that are known to be right."""
     if not recorded(x):
         return gelu_of_torch(x, approximate=approximate)

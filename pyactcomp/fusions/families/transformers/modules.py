@@ -29,7 +29,7 @@ from ....functional.activations.gelu.new_gelu import new_gelu
 from ....functional.norms.add_rms_norm import add_rms_norm
 from ....functional.norms.launch import norm_of
 from ....functional.norms.layer_norm import add_layer_norm
-from ....functional.norms.rms_norm import normalised as rms_norm
+from ....functional.norms.rms_norm import rms_norm_unchecked
 from ....torch_private import under_checkpoint
 from ...formulas import children_fed, formula, forward_of
 from ...fusion import Fused, Fusion, codes_for, fits, fused_class, original_of
@@ -70,7 +70,7 @@ class RMSNorm(Fused):
         codes = codes_for(self, own, constant=True)
         if codes is None or own.shape[-1:] != weight.shape:
             return cast(Tensor, super().forward(hidden_states))
-        out = rms_norm(own, weight, self.variance_epsilon, None, self._copy and codes.bits is not None, codes)
+        out = rms_norm_unchecked(own, weight, self.variance_epsilon, None, self._copy and codes.bits is not None, codes)
         return out if own is hidden_states else of_rows(out, hidden_states)
 
 
