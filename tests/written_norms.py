@@ -136,6 +136,17 @@ class Counts(Llama):
         return super().forward(x)
 
 
+class CountsOfRows(Llama):
+    """Counts its calls in a branch."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 1:
+            self.calls += 1
+        return super().forward(x)
+
+
 class Prints(Llama):
     def forward(self, x: Tensor) -> Tensor:
         sys.stdout.write("called")
@@ -189,4 +200,4 @@ class Drops(Llama):
         return F.dropout(super().forward(x), 0.1, self.training)
 
 
-OTHERS = [Counts, Prints, Branches, Writes, Stops, Clamps, AddsInput, OverRows, Drops]
+OTHERS = [Counts, CountsOfRows, Prints, Branches, Writes, Stops, Clamps, AddsInput, OverRows, Drops]
