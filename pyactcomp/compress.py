@@ -229,7 +229,7 @@ def compress(
     fuse_head : bool
         Compute the loss of a language model from the last hidden states in chunks, so the logits of a whole batch
         never exist: of a Hugging Face model given ``labels``, or of a model whose forward takes targets and calls
-        ``torch.nn.functional.cross_entropy``. In training the logits that it returns are then None.
+        ``torch.nn.functional.cross_entropy``. In training such a model returns None for the logits.
     tile : int, "auto" or None
         Tokens that a gated MLP of transformers (``down(silu(gate(x)) * up(x))``, or with GELU) takes at a time, so that
         the temporaries of its backward do not grow with the sequence. ``"auto"`` makes tiles where a tensor as wide as

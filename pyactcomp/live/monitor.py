@@ -25,7 +25,7 @@ _PAUSE = 200
 
 
 class Watch:
-    """Watches the memory of a training in a ``with`` statement: exact peaks of each step, a curve, and leaks.
+    """Watch the memory of a training in a ``with`` statement: exact peaks of each step, a curve, and leaks.
 
     Parameters
     ----------

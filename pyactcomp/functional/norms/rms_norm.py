@@ -175,9 +175,10 @@ def rms_norm(
     Raises
     ------
     TypeError
-        If ``dtype`` is not floating point.
+        If ``x``, ``weight`` or ``dtype`` is not floating point.
     ValueError
-        If ``copy=True`` is given with ``bits=None``, where ``x`` is saved unpacked.
+        If ``x`` has no dimension or ``weight`` not the length of its rows, or if ``copy=True`` is given with
+        ``bits=None``, where ``x`` is saved unpacked.
 
     Notes
     -----

@@ -63,6 +63,13 @@ def gelu(
     -------
     Tensor, the shape and dtype of ``x``
 
+    Raises
+    ------
+    TypeError
+        If ``x`` is not a floating-point tensor.
+    ValueError
+        If ``approximate`` is not one of the two.
+
     Notes
     -----
     The second derivative of GELU is at most 2 / sqrt(2 pi) (0.8) in magnitude: an error of at most ``e`` in ``x``
