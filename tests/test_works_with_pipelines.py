@@ -29,7 +29,7 @@ class Restored:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._by_functions = 0
-        pack = Saving._pack
+        pack = Saving._pack_bits
 
         def packed(saving: Saving, x: Tensor, bits: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
             kept, restore = pack(saving, x, bits)
@@ -40,7 +40,7 @@ class Restored:
 
             return kept, again
 
-        monkeypatch.setattr(Saving, "_pack", packed)
+        monkeypatch.setattr(Saving, "_pack_bits", packed)
         self.clear()
 
     def clear(self) -> None:
