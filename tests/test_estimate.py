@@ -91,24 +91,6 @@ def test_an_estimate_compresses_where_its_program_is_told_not_to(
     assert found["int8"].activations == perceptron["int8"].activations
 
 
-def test_the_picture_of_a_step_shows_the_room_beside_the_context(
-    perceptron: Estimate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from pyactcomp.estimate.plot import draw
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    plain = perceptron["plain"]
-    # A room just above the curves: a line far above them is left out.
-    memory = plain.context + max(reserved for _, reserved in plain.curve)
-    draw(dataclasses.replace(perceptron, memory=memory), tmp_path / "step.png")
-    (line,) = (line for line in drawn[0].axes[0].get_lines() if line.get_linestyle() == "--")
-    assert [round(height * 2**30) for height in line.get_ydata()] == [memory - plain.context] * 2
-
-
 def test_reserved_memory_is_whole_segments_above_the_peak(perceptron: Estimate) -> None:
     for each in perceptron.modes:
         assert set(each.peak_reserved) == {"native", "expandable", "pyactcomp"}
