@@ -14,6 +14,7 @@ from ..codec import probability
 from ..codec.layouts import rows_of
 from ..codec.ops import restore as restore_codes
 from ..config import Config
+from ..engine import reasons
 from ..engine.packing import FEWEST
 from ..readers.forms import (
     BFLOAT16,
@@ -237,7 +238,7 @@ def _plan(
         return need.reason
     static = all(isinstance(size, int) for size in tensor.shape)
     if static and tensor.numel() < FEWEST:
-        return "few elements"
+        return reasons.FEW
     # Less than one group: no sum averages out the errors of codes.
     packed = need.need <= CODES or need.form is STANDARDIZED
     few = static and packed and tensor.numel() < config.group_size
@@ -245,7 +246,7 @@ def _plan(
         return _standardized_plan(tensor, order, config.group_size, statistics)
     if need.need == RELATIVE or few:
         if tensor.dtype is not torch.float32:
-            return f"16 bits already: {need.reason}"
+            return f"{reasons.NARROW}: {need.reason}"
         return _halves_plan(BFLOAT16 if few or need.form is STANDARDIZED else need.form)
     if order is None:
         return "elements overlap or have gaps"

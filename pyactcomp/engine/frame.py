@@ -180,7 +180,7 @@ class Frame:
             if tensor.numel() < FEWEST:
                 return reasons.FEW
             if tensor.itemsize <= HALF_BYTES:
-                return f"16 bits already: {reading.reason}"
+                return f"{reasons.NARROW}: {reading.reason}"
         return reading.reason
 
     @never_traced

@@ -6,6 +6,7 @@ PARAMETER = "parameter or buffer, alive anyway"
 LEAF = "leaf that requires grad, alive anyway"
 SMALL = "smaller than min_bytes"
 FEW = "fewer than four elements: the error of one would be that of the gradient"
+NARROW = "16 bits already"  # and the reason of the reader, which needs no more
 SKIPPED = "inside a skipped module"
 NESTED = "nested tensor, kept exact"
 OTHER_LAYOUT = "copy of a parameter, written to or in another memory layout, kept"
